@@ -239,6 +239,11 @@ def test_what_runs_in_other_peoples_trainers_needs_no_jax_and_no_room():
     assert _roots("record") - set(sys.stdlib_module_names) == {"dcmdp_jax", "numpy"}
 
 
+def test_a_recording_is_read_and_explained_without_an_accelerator():
+    for module in ("analysis", "formats", "over_training", "page", "recording"):
+        assert not _roots(f"lab.mismatch.{module}") & {*_JAX, "torch", "matplotlib"}, module
+
+
 def test_what_moves_numpy_arrays_knows_no_model():
     data = ("columns", "episode", "packing", "row_layout")
     allowed = {"errors", "types", "data", "engines", "engines.protocol", *(f"data.{name}" for name in data)}
@@ -267,7 +272,7 @@ def test_library_code_prints_nothing_and_unpickles_nothing():
 
 # Names that several classes or files still have. A command's module is named as its command, and is not counted.
 _SHARED_CLASSES = {"Sampled"}
-_SHARED_FILES = {"engine", "page", "protocol", "run_files", "weights", "worker"}
+_SHARED_FILES = {"engine", "page", "protocol", "weights", "worker"}
 
 
 def test_no_two_classes_and_no_two_files_share_a_name():

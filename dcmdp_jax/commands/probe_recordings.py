@@ -14,11 +14,10 @@ from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.formats import FORMATS, format_of
 from dcmdp_jax.lab.mismatch.over_training import RecordedFile, find_files, read_run
 from dcmdp_jax.lab.mismatch.page import LEFT_OUT
-from dcmdp_jax.lab.mismatch.recording import read_recording
-from dcmdp_jax.lab.mismatch.recording_columns import Columns, LeftOut
+from dcmdp_jax.lab.mismatch.recording import Columns, LeftOut, read_recording
 from dcmdp_jax.lab.probe.specs import ProbeSpec
+from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE
 from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.observe.run_files import CONFIG_FILE, METRICS_FILE
 from dcmdp_jax.run.directory import read_config
 
 _MAX_TOKENS = 5_000_000

@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.observe.jsonl import PLOTS_DIRECTORY
 from dcmdp_jax.observe.report import write_report
-from dcmdp_jax.observe.run_files import PLOTS_DIRECTORY
 
 
 def main(argv: list[str]) -> None:

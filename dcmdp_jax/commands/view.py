@@ -26,13 +26,11 @@ from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.lab.mismatch.formats import rows_of
 from dcmdp_jax.lab.mismatch.over_training import find_files
 from dcmdp_jax.lab.mismatch.page import COMPLETIONS_FILE
-from dcmdp_jax.lab.mismatch.recording_columns import LeftOut, checked_row
+from dcmdp_jax.lab.mismatch.recording import LeftOut, checked_row
 from dcmdp_jax.observe import jsonl
-from dcmdp_jax.observe.completions import Completion, completions_data
-from dcmdp_jax.observe.page_kit import render_page
-from dcmdp_jax.observe.report import labels_of, read_run, run_figures
-from dcmdp_jax.observe.report_content import report_content
-from dcmdp_jax.observe.run_files import METRICS_FILE, ROLLOUTS_DIRECTORY, SAMPLES_FILE
+from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY, SAMPLES_FILE
+from dcmdp_jax.observe.page_kit import Completion, completions_data, render_page
+from dcmdp_jax.observe.report import labels_of, read_run, report_content, run_figures
 
 _MOST = 2000
 _PAGE_FILE = "view.html"

@@ -1,4 +1,6 @@
-"""Strict JSON lines that survive a kill: one object per line, NaN preserved, a torn last line detected.
+"""Names of the files in a run directory, and strict JSON lines that survive a kill.
+
+A line is one object, NaN is preserved, and a torn last line is detected.
 
 JSON cannot represent NaN and infinity. They are written as the strings "NaN", "Infinity" and "-Infinity" (protobuf's
 JSON convention): every parser reads the file, a diverged value differs from a missing one, and Python's `float()` and
@@ -18,6 +20,22 @@ import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
+
+CONFIG_FILE = "config.json"
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+HELD_OUT_FILE = "held_out_samples.jsonl"
+ROLLOUTS_DIRECTORY = "rollouts"
+STARTS_FILE = "starts.jsonl"
+TENSORBOARD_DIRECTORY = "tensorboard"
+PLOTS_DIRECTORY = "plots"
+REPORT_FILE = "report.html"
+
+
+def rewards_log(host: int) -> str:
+    """File that has what the reward functions of a host printed."""
+    return f"rewards_{host}.log" if host else "rewards.log"
+
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,9 +15,18 @@ A run directory holds
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.metadata
+import json
 import logging
 import os
+import platform
+import shlex
+import subprocess
+import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -27,11 +36,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe import jsonl, trackers
+from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe.jsonl import (
+    CONFIG_FILE,
+    HELD_OUT_FILE,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    STARTS_FILE,
+    TENSORBOARD_DIRECTORY,
+)
 from dcmdp_jax.observe.rollouts import RolloutWriter
-from dcmdp_jax.observe.run_files import HELD_OUT_FILE, METRICS_FILE, SAMPLES_FILE, TENSORBOARD_DIRECTORY
-from dcmdp_jax.observe.starts import record_start
-from dcmdp_jax.observe.trackers import Tracker
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +53,10 @@ CLOCK = "time/clock"
 """Metric of each line of metrics.jsonl: when it was written."""
 _TENSORBOARD_FLUSH_SECONDS = 10
 _TENSORBOARD_QUEUE = 10_000
+_GIT_S = 5.0
+_NAMES = {"wandb": "Weights & Biases", "trackio": "Trackio"}
+_OFFLINE = {"wandb": "log in, or set WANDB_MODE=offline", "trackio": "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL"}
+_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "source", "discrepancy_mean")
 
 Scalar = float | int | np.generic | np.ndarray | jax.Array
 Series = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -56,7 +74,7 @@ class MetricsWriter:
 
     Args:
         run_dir: made if absent.
-        wandb_project, trackio_project: where to mirror scalars and samples to (`trackers`); None for neither.
+        wandb_project, trackio_project: where to mirror scalars and samples to (`Tracker`); None for neither.
         resume_step: the last finished step of the checkpoint the run continues from. None starts a new run;
             lines of an earlier attempt without a checkpoint are moved to `metrics.jsonl.previous`.
         rollouts_every_steps: interval of `RolloutWriter`; 0 records nothing.
@@ -82,7 +100,7 @@ class MetricsWriter:
         projects = {"wandb": wandb_project, "trackio": trackio_project}
         projects = {kind: project for kind, project in projects.items() if project is not None}
         for kind, project in projects.items():
-            trackers.require(kind, project)
+            require_tracker(kind, project)
         self._listener = listener
         self._step = 0
         self._closed = False
@@ -97,7 +115,7 @@ class MetricsWriter:
             self._rollouts = RolloutWriter(run_dir, every_steps=rollouts_every_steps, resume_step=resume_step)
         except OSError as error:
             raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
-        record_start(run_dir, resume_step or 0)
+        _record_start(run_dir, resume_step or 0)
         self._trackers = [Tracker(kind, project, run_dir) for kind, project in projects.items()]
         # Imported late: it imports torch wherever torch is installed, five seconds before every error message.
         from tensorboardX import SummaryWriter
@@ -307,3 +325,111 @@ def _warn_of_gaps(path: Path, finished: int) -> None:
             "%s has records of %d of the %d finished steps: the others are lost to figures and report",
             path, len(recorded), finished,
         )  # fmt: skip
+
+
+def _record_start(run_dir: Path, step: int) -> None:
+    """Append the command, the code, the machine and the date of a start to `starts.jsonl`.
+
+    Args:
+        run_dir: of the run.
+        step: finished training steps at this start.
+    """
+    device = jax.devices()[0]
+    line = {
+        "step": step,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip(),
+        "commit": _code_commit(),
+        "version": importlib.metadata.version("dcmdp-jax"),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "machine": f"{jax.device_count()} x {device.device_kind}, {os.cpu_count()} cores, {platform.machine()}",
+    }
+    with open(run_dir / STARTS_FILE, "a", encoding="utf-8") as file:
+        file.write(jsonl.encode(line))
+
+
+def _code_commit() -> str:
+    """The commit of the checkout that this package is run from, with `+changes` if files differ; "" outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return ""
+    try:
+        commit = _git(root, "rev-parse", "--short=10", "HEAD")
+        return f"{commit}+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _git(root: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=_GIT_S, check=True)
+    return done.stdout.strip()
+
+
+def require_tracker(kind: str, project: str) -> None:
+    """Raise UserError if the package of a tracker, "wandb" or "trackio", is not installed."""
+    try:
+        importlib.import_module(kind)
+    except ImportError:
+        raise UserError(
+            f"{kind}_project is {project!r} but {_NAMES[kind]} is not installed: pip install -e '.[{kind}]'"
+        ) from None
+
+
+class Tracker:
+    """A run of Weights & Biases or Trackio. A resumed run goes on with the same one.
+
+    Args:
+        kind: "wandb" or "trackio".
+        project: its project.
+        run_dir: its `{kind}_run_id` tells the run again; config.json is its config.
+
+    Raises:
+        UserError: in one line, if it does not start.
+    """
+
+    def __init__(self, kind: str, project: str, run_dir: Path) -> None:
+        self._package = importlib.import_module(kind)
+        identity = run_dir / f"{kind}_run_id"
+        if not identity.exists():
+            identity.write_text(uuid.uuid4().hex)
+        name, unique = run_dir.resolve().name, identity.read_text().strip()
+        config = json.loads((run_dir / CONFIG_FILE).read_text()) if (run_dir / CONFIG_FILE).exists() else None
+        settings: dict[str, Any] = {"project": project, "resume": "allow", "config": config}
+        if kind == "wandb":
+            settings |= {"name": name, "id": unique, "dir": str(run_dir)}
+        else:  # Trackio knows a run by its name.
+            settings |= {"name": f"{name}-{unique[:8]}", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                self.run = self._package.init(**settings)
+        except Exception as error:  # the package's own, or those of its HTTP client
+            said = " ".join(str(error).split())
+            raise UserError(f"{_NAMES[kind]} did not start ({said}); {_OFFLINE[kind]}") from error
+        self._steps = kind == "trackio"
+        if kind == "wandb":
+            # W&B refuses steps that go backwards, as they do after a resume: it counts lines, ours is the axis.
+            self.run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log the scalars of a step."""
+        if self._steps:
+            self.run.log(dict(values), step=step)
+        else:
+            self.run.log({"step": step, **values})
+
+    def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Log sample completions as a table."""
+        if records:
+            rows = [[_cell(step if name == "step" else record.get(name)) for name in _COLUMNS] for record in records]
+            self.write(step, {"samples": self._package.Table(columns=list(_COLUMNS), data=rows)})
+
+    def close(self) -> None:
+        """Finish the run there."""
+        with contextlib.redirect_stdout(sys.stderr):
+            self.run.finish()
+
+
+def _cell(value: Any) -> Any:
+    """A number or a text: a chat is its JSON."""
+    return value if isinstance(value, int | float | str | None) else json.dumps(value, ensure_ascii=False, default=str)

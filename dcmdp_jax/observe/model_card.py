@@ -14,8 +14,8 @@ from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE, STARTS_FILE
 from dcmdp_jax.observe.metrics_io import Series, read_metrics
-from dcmdp_jax.observe.run_files import CONFIG_FILE, METRICS_FILE, STARTS_FILE
 
 _POINTS = 12
 """Rows of the curve's table."""

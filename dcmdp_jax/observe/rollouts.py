@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.observe.run_files import ROLLOUTS_DIRECTORY
+from dcmdp_jax.observe.jsonl import ROLLOUTS_DIRECTORY
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import numpy as np
 from dcmdp_jax.data.lengths import expected_step, typical_lengths
 from dcmdp_jax.data.mixtures import cycle, parse_mixture
 from dcmdp_jax.models.params import num_params
+from dcmdp_jax.observe.jsonl import METRICS_FILE
 from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.observe.run_files import METRICS_FILE
 from dcmdp_jax.observe.run_summary import overlap
 from dcmdp_jax.run.run import Run
 

@@ -22,7 +22,7 @@ from dcmdp_jax.config.settings import Config, from_saved, setting_names, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.observe.run_files import CONFIG_FILE
+from dcmdp_jax.observe.jsonl import CONFIG_FILE
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 
 RUN_ID_FILE = "run_id"

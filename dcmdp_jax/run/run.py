@@ -39,8 +39,8 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
-from dcmdp_jax.observe.run_files import rewards_log
-from dcmdp_jax.observe.trackers import require
+from dcmdp_jax.observe.jsonl import rewards_log
+from dcmdp_jax.observe.metrics_io import require_tracker
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts, join_hosts
 from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, sampling_mesh, training_mesh
@@ -127,7 +127,7 @@ class Run:
             config = _with_fitted_rows(config, saved.rollout.fitted_rows)
         for kind in ("wandb", "trackio"):
             if project := getattr(config.observe, f"{kind}_project"):
-                require(kind, project)
+                require_tracker(kind, project)
         return config
 
     @cached_property

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcmdp_jax.lab.mismatch.statistics import measure
+from dcmdp_jax.lab.mismatch.pairs import measure
 from dcmdp_jax.observe.alarms import alarms
 from tests.support.sampled_columns import columns
 

@@ -5,9 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from dcmdp_jax.observe import completions as module
-from dcmdp_jax.observe.completions import Completion, completions_data
-from dcmdp_jax.observe.page_kit import render_page
+from dcmdp_jax.observe.page_kit import Completion, completions_data, render_page
 from tests.support.browser import CHROMIUM, look_at
 
 _HOSTILE = "</script><b>"
@@ -88,7 +86,7 @@ def test_a_browser_shows_them_a_few_at_a_time(tmp_path, width):
     page = tmp_path / "view.html"
     page.write_text(
         render_page("view.html", scripts=["completions.js"], title="t", verdicts=[], provenance=[], problems=[],
-                    figures=[], completions=module.completions_data(many))
+                    figures=[], completions=completions_data(many))
     )  # fmt: skip
     facts, console = look_at(page, tmp_path, width)
     assert console == [] and facts["shown"] == 20 and facts["wide"] <= width

@@ -4,21 +4,201 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch import breakdown
-from dcmdp_jax.lab.mismatch.breakdown import Group, Growth, TokenText, WorstToken
 from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs
+from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, means_by_completion, measure, recommend
 from dcmdp_jax.lab.mismatch.remedy_effects import Effect, effects, not_computed
-from dcmdp_jax.lab.mismatch.statistics import Statistics, means_by_completion, measure
-from dcmdp_jax.lab.mismatch.tolerance import Recommendation, recommend
 from dcmdp_jax.observe.page_kit import json_values
+
+TokenText = Callable[[int], str]
+"""Token id -> its text."""
+
+PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+ENTROPY_EDGES = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
+_TOKENS_SHOWN = 20
+_MOST_ALIKE = 50
+_WORST_SHOWN = 20
+_CONTEXT_BEFORE, _CONTEXT_AFTER = 16, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Tokens that share a property.
+
+    Attributes:
+        label: the property.
+        tokens: how many.
+        mean: of |p - q| over them.
+        share: of the sum of |p - q| over all tokens that is theirs.
+        mean_log_ratio: mean of |log p - log q|, nats.
+    """
+
+    label: str
+    tokens: int
+    mean: float
+    share: float
+    mean_log_ratio: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """Mismatch along completions.
+
+    Attributes:
+        first, last: mean |p - q| over the first and the last quarter of the completions of 8 tokens or more; NaN
+            without one.
+        slope: least-squares slope of |p - q| over the position, per 1,000 tokens.
+    """
+
+    first: float
+    last: float
+    slope: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WorstToken:
+    """A token with a large |p - q|, in its context.
+
+    Attributes:
+        completion, position: where it is, both from 0.
+        token_id: the token.
+        train, rollout: its probabilities p and q.
+        before, text, after: decoded; empty without a tokenizer.
+    """
+
+    completion: int
+    position: int
+    token_id: int
+    train: float
+    rollout: float
+    before: str
+    text: str
+    after: str
+
+
+def by_probability(pairs: TokenPairs) -> list[Group]:
+    """Groups by q, the probability the engine sampled the token with."""
+    q = np.exp(pairs.rollout_logprobs.astype(np.float64))
+    labels = [f"{low:g} - {high:g}" for low, high in zip(PROBABILITY_EDGES, PROBABILITY_EDGES[1:], strict=False)]
+    return _groups(pairs, np.digitize(q, PROBABILITY_EDGES[1:-1]), labels)
+
+
+def by_position(pairs: TokenPairs) -> list[Group]:
+    """Groups by place in the completion: 1, 2, 3-4, 5-8, ..."""
+    position = pairs.position
+    group = np.zeros(len(position), np.int64)
+    group[position > 0] = np.floor(np.log2(position[position > 0])).astype(np.int64) + 1
+    labels = ["1", *(f"{2**k + 1} - {2 ** (k + 1)}" if k else "2" for k in range(int(group.max())))]
+    return _groups(pairs, group, labels)
+
+
+def by_entropy(pairs: TokenPairs) -> list[Group]:
+    """Groups by the entropy of the training stack's distribution; empty if it is not known."""
+    if pairs.entropies is None:
+        return []
+    labels = [f"{low:g} - {high:g}" for low, high in zip(ENTROPY_EDGES, ENTROPY_EDGES[1:], strict=False)]
+    return _groups(pairs, np.digitize(pairs.entropies, ENTROPY_EDGES[1:]), [*labels, f"over {ENTROPY_EDGES[-1]:g}"])
+
+
+def by_token_class(pairs: TokenPairs, text: TokenText) -> list[Group]:
+    """Groups by what the token's text is made of (`token_class`)."""
+    ids, inverse = np.unique(pairs.token_ids, return_inverse=True)
+    classes = [token_class(text(int(token))) for token in ids]
+    labels = sorted(set(classes))
+    numbers = np.array([labels.index(name) for name in classes])
+    return _groups(pairs, numbers[inverse], labels)
+
+
+def by_token(pairs: TokenPairs, text: TokenText | None) -> list[Group]:
+    """The tokens with the largest part of the mismatch, at most 20."""
+    ids, inverse = np.unique(pairs.token_ids, return_inverse=True)
+    labels = [str(token) if text is None else f"{token} {text(int(token))!r}" for token in ids]
+    groups = _groups(pairs, inverse, labels)
+    return sorted(groups, key=lambda group: -group.share)[:_TOKENS_SHOWN]
+
+
+def by_lag(pairs: TokenPairs) -> list[Group]:
+    """Groups by the age of the weights that sampled the token; empty if it is not known."""
+    if pairs.lags is None:
+        return []
+    lags, inverse = np.unique(pairs.lags, return_inverse=True)
+    return _groups(pairs, inverse, [f"{lag} steps" for lag in lags])
+
+
+def token_class(text: str) -> str:
+    """ "digits", "letters", "space", "line break", "special", "punctuation" or "mixed"."""
+    core = text.strip()
+    if text.startswith("<|") and text.endswith("|>"):
+        return "special"
+    if not core:
+        return "line break" if "\n" in text else "space"
+    kinds = {"digits" if c.isdecimal() else "letters" if c.isalpha() else "punctuation" for c in core}
+    return kinds.pop() if len(kinds) == 1 else "mixed"
+
+
+def growth(pairs: TokenPairs) -> Growth:
+    """Mismatch of the first against the last quarter of completions, and its slope over the position."""
+    delta, position = pairs.discrepancy, pairs.position
+    length = np.repeat(pairs.lengths, pairs.lengths)
+    long = length >= 8
+    first, last = (delta[long & where] for where in (position < length // 4, position >= length - length // 4))
+    spread = position - position.mean()
+    square = float(spread @ spread)
+    slope = 1000 * float(spread @ delta) / square if square else 0.0
+    return Growth(_mean(first), _mean(last), slope)
+
+
+def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
+    """The 20 tokens of the largest |p - q|, largest first, each with 16 tokens before and 4 after it.
+
+    Completions that are the same up to a token, as those of one prompt often are, show it once.
+    """
+    delta, starts, completion = pairs.discrepancy, pairs.starts, pairs.completion
+    found, seen = [], set()
+    for index in np.argsort(-delta, kind="stable")[: _WORST_SHOWN * _MOST_ALIKE].tolist():
+        row = int(completion[index])
+        same = pairs.token_ids[starts[row] : index + 1].tobytes(), f"{delta[index]:.3g}"
+        if same in seen:
+            continue
+        if len(found) == _WORST_SHOWN:
+            break
+        seen.add(same)
+        begin, end = int(starts[row]), int(starts[row] + pairs.lengths[row])
+        spans = (
+            (max(begin, index - _CONTEXT_BEFORE), index),
+            (index, index + 1),
+            (
+                index + 1,
+                min(end, index + 1 + _CONTEXT_AFTER),
+            ),
+        )
+        texts = ["" if text is None else "".join(text(int(t)) for t in pairs.token_ids[a:b]) for a, b in spans]
+        p, q = (float(np.exp(np.float64(x[index]))) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+        found.append(WorstToken(row, index - begin, int(pairs.token_ids[index]), p, q, *texts))
+    return found
+
+
+def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Group]:
+    """Groups by number, in order, without the empty ones."""
+    delta, d = pairs.discrepancy, np.abs(pairs.log_ratio)
+    counts, sums, ratios = (np.bincount(group, weights, len(labels)) for weights in (None, delta, d))
+    total = delta.sum()
+    return [
+        Group(label, int(n), s / n, s / total if total else 0.0, r / n)
+        for label, n, s, r in zip(labels, counts.tolist(), sums.tolist(), ratios.tolist(), strict=True)
+        if n
+    ]
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else np.nan
+
 
 _TEXTS_SHOWN, _TEXT_TOKENS = 8, 400
 
@@ -141,12 +321,12 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     if tolerance is None and not math.isnan(recommendation.tolerance):
         tolerance = recommendation.tolerance
     groups = {
-        "probability under the engine": breakdown.by_probability(pairs),
-        "position in the completion": breakdown.by_position(pairs),
-        "entropy of the training stack, nats": breakdown.by_entropy(pairs),
-        "token class": [] if text is None else breakdown.by_token_class(pairs, text),
-        "token": breakdown.by_token(pairs, text),
-        "age of the weights": breakdown.by_lag(pairs),
+        "probability under the engine": by_probability(pairs),
+        "position in the completion": by_position(pairs),
+        "entropy of the training stack, nats": by_entropy(pairs),
+        "token class": [] if text is None else by_token_class(pairs, text),
+        "token": by_token(pairs, text),
+        "age of the weights": by_lag(pairs),
     }
     return Analysis(
         name=measured.name,
@@ -158,8 +338,8 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         effects=tuple(effects(pairs)),
         not_computed=tuple(not_computed(pairs)),
         groups={heading: tuple(found) for heading, found in groups.items() if found},
-        growth=breakdown.growth(pairs),
-        worst=tuple(breakdown.worst_tokens(pairs, text)),
+        growth=growth(pairs),
+        worst=tuple(worst_tokens(pairs, text)),
         texts=_texts(pairs, text),
         evidence=evidence,
         over_training=measured.over_training,

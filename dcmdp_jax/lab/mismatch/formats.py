@@ -17,8 +17,7 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten_name
-from dcmdp_jax.lab.mismatch.recording import UnreadableError, column_names, read_rows, suffix_of
-from dcmdp_jax.lab.mismatch.recording_columns import Columns, LeftOut
+from dcmdp_jax.lab.mismatch.recording import Columns, LeftOut, UnreadableError, column_names, read_rows, suffix_of
 from dcmdp_jax.process_memory import show_torch
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".pt")

@@ -12,13 +12,10 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten_name
 from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs
-from dcmdp_jax.lab.mismatch.recording import KeptRows, Row, UnreadableError, pairs_of
-from dcmdp_jax.lab.mismatch.recording_columns import LeftOut, check_whole, checked_row
-from dcmdp_jax.lab.mismatch.statistics import Statistics, measure
-from dcmdp_jax.lab.mismatch.tolerance import recommend
+from dcmdp_jax.lab.mismatch.pairs import Statistics, TokenPairs, measure, recommend
+from dcmdp_jax.lab.mismatch.recording import KeptRows, LeftOut, Row, UnreadableError, check_whole, checked_row, pairs_of
 from dcmdp_jax.observe.alarms import Alarm, Series, alarms
-from dcmdp_jax.observe.run_files import METRICS_FILE, ROLLOUTS_DIRECTORY
+from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
 
 _SHOWN = 5
 _FIRST_STEPS = 5

@@ -14,11 +14,18 @@ import numpy as np
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs
-from dcmdp_jax.lab.mismatch.statistics import means_by_completion
+from dcmdp_jax.lab.mismatch.pairs import TokenPairs, means_by_completion
 from dcmdp_jax.number_format import number, percent, text_table
-from dcmdp_jax.observe.completions import Completion, completions_data
-from dcmdp_jax.observe.page_kit import COLORS, INK, inline_svg, make_figure, render_page, style_axes
+from dcmdp_jax.observe.page_kit import (
+    COLORS,
+    INK,
+    Completion,
+    completions_data,
+    inline_svg,
+    make_figure,
+    render_page,
+    style_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,8 +16,245 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten, shorten_name
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
-from dcmdp_jax.lab.mismatch.recording_columns import Columns as Columns
-from dcmdp_jax.lab.mismatch.recording_columns import LeftOut, check_distinct, check_whole, checked_row, require
+
+# Half precision may leave a log-prob a little above 0 and an entropy a little below.
+_ROUNDING = 1e-3
+_LARGEST = np.iinfo(np.int32).max
+_BASES = {"2": 1 / math.log(2), "10": 1 / math.log(10)}
+_OTHER_BASE_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Names of a recording's columns; each cell is a list with one entry for each token.
+
+    Attributes:
+        token: token ids, whole numbers that int32 holds.
+        train, rollout: log-probs in nats, training stack's and engine's.
+        mask: 1 on sampled tokens, 0 on prompt and padding; "" if every token was sampled.
+        entropy: of the training stack, nats, at least 0; "" if there is none.
+        lag: age of the weights that sampled a token in training steps, whole numbers from 0, a list or one number; ""
+            if there is none.
+        advantage: of the completion, a number, or a list with the same number for each token; "" if there is none.
+        reward: of the completion, a number; "" if there is none. Less its group's mean it has the advantage's sign.
+        group: prompt that a completion answers, a number or text; needed with `reward`.
+    """
+
+    token: str
+    train: str
+    rollout: str
+    mask: str = ""
+    entropy: str = ""
+    lag: str = ""
+    advantage: str = ""
+    reward: str = ""
+    group: str = ""
+
+    def options(self) -> dict[str, str]:
+        """Option of `dcmdp probe` -> column, for those that are given."""
+        return {f"--{name}-column": value for name, value in dataclasses.asdict(self).items() if value}
+
+
+def check_distinct(columns: Columns) -> None:
+    """Raise UserError if two columns have one name."""
+    options: dict[str, str] = {}
+    for option, name in columns.options().items():
+        if (other := options.setdefault(name, option)) != option:
+            raise UserError(f"{other} and {option}: both are {shorten(name)}; name a column of its own for each")
+
+
+def require(where: str | Path, wanted: Mapping[str, str], found: list[str]) -> None:
+    """Raise UserError unless each column of `wanted`, option -> name, is found once."""
+    for option, name in wanted.items():
+        if found.count(name) > 1:
+            raise UserError(
+                f"{where}: {found.count(name)} columns are named {shorten(name)} ({option}); rename all but one"
+            )
+        if name not in found:
+            raise UserError(
+                f"{where}: no column {shorten(name)} ({option}); found are {shorten_name(', '.join(map(str, found)))}"
+            )
+
+
+@dataclasses.dataclass
+class LeftOut:
+    """What a recording holds and nobody reads: counted, and said in one line.
+
+    Attributes:
+        tokens: sampled tokens of which a log-prob or an entropy is null, NaN or infinite.
+        unfinished: files that end in the middle of a line or of a step, with the place.
+    """
+
+    tokens: int = 0
+    unfinished: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        said = [f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite"] if self.tokens else []
+        if self.unfinished:
+            more = f" and {len(self.unfinished) - 1} more" * (len(self.unfinished) > 1)
+            said.append(f"what is cut or incomplete, as by a job that is still writing: {self.unfinished[0]}{more}")
+        return "; ".join(said)
+
+    def after(self, words: str) -> str:
+        """These words and what was left out, or nothing if nothing was."""
+        return f"{words}{self}" if str(self) else ""
+
+
+def checked_row(where: str, cells: dict[str, Any], columns: Columns, left_out: LeftOut) -> dict[str, np.ndarray]:
+    """The sampled tokens of a row as arrays, each cell checked.
+
+    A token without a finite log-prob on either side is left out: an engine reports none for some tokens, and writers
+    of JSON make null of NaN. So is one without an entropy, unless the row has none at all.
+
+    Args:
+        where: file and row, for errors.
+        cells: by column name.
+        columns: names of the columns.
+        left_out: counts the tokens that are left out.
+
+    Returns:
+        Kind of column -> values: [n] int32 or float32 of the n sampled tokens, [] of the completion.
+
+    Raises:
+        UserError: in one line, what is wrong with which cell.
+    """
+    row = _aligned(where, cells, columns)
+    sampled = np.ones(len(row["token"]), bool)
+    if "mask" in row:
+        mask = row.pop("mask")
+        _refuse(f"{where}: {columns.mask}", mask, (mask != 0) & (mask != 1), "a mask is 1 on sampled tokens, else 0")
+        sampled = mask == 1
+    if "entropy" in row and np.isnan(row["entropy"][sampled]).all():
+        del row["entropy"]
+    finite = np.all([np.isfinite(row[kind]) for kind in ("train", "rollout", "entropy") if kind in row], axis=0)
+    left_out.tokens += int((sampled & ~finite).sum())
+    sampled &= finite
+    for kind, values in row.items():
+        row[kind] = _VALUES[kind](f"{where}: {getattr(columns, kind)}", values, sampled)
+    return row | _of_completion(where, cells, columns)
+
+
+def _aligned(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:
+    """The cells that have an entry for each token, as float64 arrays of one length; null is NaN."""
+    row: dict[str, np.ndarray] = {"token": _numbers(where, columns.token, cells[columns.token])}
+    length = len(row["token"])
+    for kind in ("train", "rollout", "mask", "entropy", "lag"):
+        if not (name := getattr(columns, kind)):
+            continue
+        cell = cells[name]
+        if kind == "lag" and isinstance(cell, int | float):
+            cell = [cell] * length
+        row[kind] = _numbers(where, name, cell, truths=kind == "mask")
+        if len(row[kind]) != length:
+            raise UserError(
+                f"{where}: {name} has {len(row[kind])} entries, {columns.token} has {length}; they must be aligned "
+                "token by token (--mask-column takes out prompts and padding)"
+            )
+    return row
+
+
+def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, rule: str) -> None:
+    if not wrong.any():
+        return
+    place = int(np.argmax(wrong))
+    value = values[place]
+    whole = abs(value) < 2**63 and value % 1 == 0
+    said = "NaN or null" if np.isnan(value) else f"{value:.0f}" if whole else f"{value:g}"
+    raise UserError(f"{name} is {said} at token {place}; {rule}")
+
+
+def _whole(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    right = (values >= 0) & (values <= _LARGEST) & (values == np.floor(values))
+    _refuse(name, values, sampled & ~right, f"must be a whole number from 0 to {_LARGEST:,}")
+    return values[sampled].astype(np.int32)
+
+
+def _finite(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    # In float32, which the columns are kept in: -1e300 is infinite there.
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+    _refuse(name, values, sampled & ~np.isfinite(single), "every value must be finite in float32")
+    return single[sampled]
+
+
+def _logprobs(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    found = _finite(name, values, sampled)
+    hint = ""
+    if (found >= 0).all():
+        probabilities = found.max(initial=0.0) <= 1
+        hint = "; they look like probabilities: take the logarithm" if probabilities else "; they look negated"
+    _refuse(name, values, sampled & (values > _ROUNDING), f"a log-prob is at most 0{hint}")
+    return np.minimum(found, np.float32(0))
+
+
+def _entropies(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+    found = _finite(name, values, sampled)
+    _refuse(name, values, sampled & (values < -_ROUNDING), "an entropy is at least 0")
+    return np.maximum(found, np.float32(0))
+
+
+# Kind of column -> check of its values on sampled tokens, which it returns.
+_VALUES = {"token": _whole, "train": _logprobs, "rollout": _logprobs, "entropy": _entropies, "lag": _whole}
+
+
+def _of_completion(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:
+    """Advantage, reward and group of a row, each an array of shape []."""
+    found = {}
+    for kind in ("advantage", "reward"):
+        if not (name := getattr(columns, kind)):
+            continue
+        cell = cells[name]
+        values = np.unique(
+            _numbers(where, name, cell if isinstance(cell, list | np.ndarray) else [cell], truths=kind == "reward")
+        )
+        values = values[values != 0] if len(values) > 1 else values  # 0 on prompt and padding
+        if len(values) != 1 or not abs(values[0]) <= np.finfo(np.float32).max:
+            raise UserError(f"{where}: {name} is {shorten(cell)}, must be one finite number for the completion")
+        found[kind] = values[0]
+    if columns.reward:
+        cell = cells[columns.group]
+        if not isinstance(cell, int | str) or isinstance(cell, bool):
+            raise UserError(f"{where}: {columns.group} is {shorten(cell)}, must be a whole number or text")
+        # An array of texts would drop a NUL at the end.
+        found["group"] = np.array(cell, object)
+    return found
+
+
+def _numbers(where: str, name: str, cell: Any, *, truths: bool = False) -> np.ndarray:
+    """[n] float64; null, which is how JSON may have NaN, is NaN. `truths` lets true and false be 1 and 0."""
+    if isinstance(cell, np.ndarray) and cell.ndim == 1 and cell.dtype.kind in ("iuf" if not truths else "iufb"):
+        return cell.astype(np.float64)
+    try:
+        # NumPy would take "1" and true for numbers.
+        kinds = {type(each) for each in cell} & {str, bytes, *(() if truths else (bool,))}
+        values = None if kinds else np.array([np.nan if each is None else each for each in cell], np.float64)
+    except (TypeError, ValueError, OverflowError):
+        values = None
+    if values is None or values.ndim != 1 or isinstance(cell, str | bytes | dict):
+        raise UserError(f"{where}: {name} is {shorten(cell)}, must be a list of numbers")
+    return values
+
+
+def check_whole(path: str | Path, pairs: TokenPairs, columns: Columns) -> None:
+    """Check what only many tokens show: a column that was never filled, or one in another base."""
+    values = {columns.train: pairs.train_logprobs, columns.rollout: pairs.rollout_logprobs}
+    for name, column in values.items():
+        other = next(each for each in values.values() if each is not column)
+        if not column.any() and other.any():
+            raise UserError(f"{path}: {name} is 0 on every token; it looks like it was never filled in")
+    low = (pairs.train_logprobs < -0.1) & (pairs.rollout_logprobs < -0.1)
+    if low.sum() < _OTHER_BASE_TOKENS:
+        return
+    quotient = pairs.rollout_logprobs[low] / pairs.train_logprobs[low].astype(np.float64)
+    first, middle, third = np.quantile(quotient, (0.25, 0.5, 0.75))
+    for base, factor in _BASES.items():
+        for name, expected in ((columns.rollout, factor), (columns.train, 1 / factor)):
+            if abs(middle / expected - 1) < 0.02 and third - first < 0.1 * middle:
+                raise UserError(
+                    f"{path}: {name} looks like logarithms in base {base}: its values are {factor:.4g} times those of "
+                    f"the other column; multiply them by ln {base} = {1 / factor:.4g}"
+                )
+
 
 _BATCH_ROWS = 64
 _CUT_CHARACTER = "unexpected end of data"

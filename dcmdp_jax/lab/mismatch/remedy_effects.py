@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, Correction
-from dcmdp_jax.algorithm.losses import TRUST_REGIONS
-from dcmdp_jax.algorithm.numerics import clamped_log_ratio
-from dcmdp_jax.algorithm.remedies import Corrected, Region, Tokens, uses
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs
 from dcmdp_jax.named_functions import needed_parameters
+
+if TYPE_CHECKING:
+    from dcmdp_jax.algorithm.corrections import Correction
+    from dcmdp_jax.algorithm.remedies import Corrected, Region, Tokens
 
 _BLOCK_TOKENS = 1 << 16
 
@@ -43,31 +43,40 @@ class Effect:
 
 def _trust_region(tokens: Tokens, *, region: Callable[..., Region]) -> Corrected:
     """A trust region around the engine's probabilities at the first update, where the policy is p: weight p / q."""
+    import jax.numpy as jnp
+
+    from dcmdp_jax.algorithm.numerics import clamped_log_ratio
+    from dcmdp_jax.algorithm.remedies import Corrected
+
     anchor = tokens.rollout_logprobs
     ratio = jnp.exp(clamped_log_ratio(tokens.old_logprobs, anchor))
     found = region(tokens._replace(anchor_logprobs=anchor, ratio=ratio))
     return Corrected(ratio, ~(found.low | found.high))
 
 
-def _remedies() -> Iterator[tuple[str, Correction]]:
+@functools.cache
+def _remedies() -> Mapping[str, Correction]:
     """Every correction whose parameters have defaults, and the trust regions that stop tokens by probability."""
-    for name, correction in CORRECTIONS.items():
-        if not needed_parameters(correction):
-            yield name, correction
-    for name in ("dppo_tv", "dppo_kl"):
-        yield name, functools.partial(_trust_region, region=TRUST_REGIONS[name])
+    from dcmdp_jax.algorithm.corrections import CORRECTIONS
+    from dcmdp_jax.algorithm.losses import TRUST_REGIONS
 
-
-_REMEDIES = dict(_remedies())
+    found = {name: correction for name, correction in CORRECTIONS.items() if not needed_parameters(correction)}
+    regions = {name: functools.partial(_trust_region, region=TRUST_REGIONS[name]) for name in ("dppo_tv", "dppo_kl")}
+    return found | regions
 
 
 def not_computed(pairs: TokenPairs) -> list[str]:
-    """Remedies that `effects` leaves out because they look at advantages, which these tokens have none of."""
-    return [name for name, one in _REMEDIES.items() if pairs.advantages is None and uses(one, "advantages")]
+    """Name the remedies that `effects` leaves out: they look at advantages, which these tokens have none of."""
+    from dcmdp_jax.algorithm.remedies import uses
+
+    return [name for name, one in _remedies().items() if pairs.advantages is None and uses(one, "advantages")]
 
 
-def effects(pairs: TokenPairs, remedies: Mapping[str, Correction] = _REMEDIES) -> list[Effect]:
+def effects(pairs: TokenPairs, remedies: Mapping[str, Correction] | None = None) -> list[Effect]:
     """The effect of every correction that has default constants, with these, and of DPPO; see `not_computed`."""
+    from dcmdp_jax.algorithm.remedies import uses
+
+    remedies = _remedies() if remedies is None else remedies
     known = [name for name, one in remedies.items() if pairs.advantages is not None or not uses(one, "advantages")]
     return [_effect(name, remedies[name], pairs) for name in known]
 
@@ -91,6 +100,8 @@ def _effect(name: str, correction: Correction, pairs: TokenPairs) -> Effect:
 
 def apply(correction: Correction, pairs: TokenPairs) -> tuple[np.ndarray, np.ndarray]:
     """Weights [n] float32 and keep [n] bool of a correction; the one place that calls it as the training step does."""
+    from dcmdp_jax.algorithm.remedies import Tokens
+
     tokens, completions = len(pairs.token_ids), len(pairs.lengths)
     # Padded to powers of two: each shape is compiled.
     width = 1 << max(tokens - 1, 1).bit_length()

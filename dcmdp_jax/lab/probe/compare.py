@@ -11,8 +11,7 @@ import numpy as np
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
 from dcmdp_jax.engines.validation import sample_alone
-from dcmdp_jax.lab.mismatch.analysis import Measured
-from dcmdp_jax.lab.mismatch.breakdown import TokenText
+from dcmdp_jax.lab.mismatch.analysis import Measured, TokenText
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.lab.probe.engines import Sampled, Scorer
 from dcmdp_jax.lab.probe.rescoring import Rescoring, Scored

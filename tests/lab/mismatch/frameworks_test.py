@@ -13,7 +13,7 @@ from dcmdp_jax.commands import probe, view
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
-from dcmdp_jax.lab.mismatch.recording_columns import LeftOut
+from dcmdp_jax.lab.mismatch.recording import LeftOut
 from dcmdp_jax.observe.rollouts import RolloutWriter
 from dcmdp_jax.record import Recorder, record_skyrl, record_trl, record_verl
 from tests.support.sampled_columns import columns

@@ -8,12 +8,10 @@ import pytest
 
 from dcmdp_jax.algorithm.corrections import Corrected
 from dcmdp_jax.algorithm.discrepancy import displacement_statistics, mismatch_statistics
-from dcmdp_jax.lab.mismatch import breakdown
+from dcmdp_jax.lab.mismatch import analysis
 from dcmdp_jax.lab.mismatch.analysis import Measured, analyze
-from dcmdp_jax.lab.mismatch.pairs import make_pairs
+from dcmdp_jax.lab.mismatch.pairs import make_pairs, measure, recommend
 from dcmdp_jax.lab.mismatch.remedy_effects import effects, not_computed
-from dcmdp_jax.lab.mismatch.statistics import measure
-from dcmdp_jax.lab.mismatch.tolerance import recommend
 
 
 def _pairs(p, q, lengths, ids=None, **columns):
@@ -84,19 +82,19 @@ def test_ragged_columns_must_be_aligned():
 
 
 def test_groups_by_hand():
-    groups = {group.label: group for group in breakdown.by_probability(_pairs([0.6, 0.8, 0.4], [0.3, 0.7, 0.6], [3]))}
+    groups = {group.label: group for group in analysis.by_probability(_pairs([0.6, 0.8, 0.4], [0.3, 0.7, 0.6], [3]))}
     # 0.3 of 0.6 in all is the first's; the bin is that of q, not of p.
     assert {label: group.tokens for label, group in groups.items()} == {"0.25 - 0.5": 1, "0.5 - 0.75": 2}
     assert groups["0.25 - 0.5"].mean == pytest.approx(0.3, rel=1e-6)
     assert groups["0.25 - 0.5"].share == pytest.approx(0.5, rel=1e-6)
     assert groups["0.25 - 0.5"].mean_log_ratio == pytest.approx(math.log(2), rel=1e-6)
-    places = {group.label: (group.tokens, round(group.mean, 6)) for group in breakdown.by_position(_FIVE)}
+    places = {group.label: (group.tokens, round(group.mean, 6)) for group in analysis.by_position(_FIVE)}
     # First tokens .25 and .1, second 0 and .3, third .25.
     assert places == {"1": (2, 0.175), "2": (2, 0.15), "3 - 4": (1, 0.25)}
-    assert breakdown.by_entropy(_FIVE) == [] and breakdown.by_lag(_FIVE) == []
+    assert analysis.by_entropy(_FIVE) == [] and analysis.by_lag(_FIVE) == []
     known = _pairs([0.5, 0.5], [0.25, 0.5], [2], entropies=[0.05, 9.0], lags=[0, 3])
-    assert [group.label for group in breakdown.by_entropy(known)] == ["0 - 0.1", "over 4"]
-    assert [(group.label, round(group.mean, 6)) for group in breakdown.by_lag(known)] == [
+    assert [group.label for group in analysis.by_entropy(known)] == ["0 - 0.1", "over 4"]
+    assert [(group.label, round(group.mean, 6)) for group in analysis.by_lag(known)] == [
         ("0 steps", 0.25),
         ("3 steps", 0),
     ]
@@ -105,15 +103,15 @@ def test_groups_by_hand():
 def test_tokens_and_their_classes():
     texts = {0: "12", 1: " the", 2: "\n", 3: "<|im_end|>", 4: "x2"}
     pairs = _pairs([0.5] * 6, [0.4, 0.5, 0.5, 0.5, 0.3, 0.2], [6], ids=[0, 1, 2, 3, 4, 0])
-    classes = {group.label: group.tokens for group in breakdown.by_token_class(pairs, texts.get)}
+    classes = {group.label: group.tokens for group in analysis.by_token_class(pairs, texts.get)}
     assert classes == {"digits": 2, "letters": 1, "line break": 1, "special": 1, "mixed": 1}
-    first = breakdown.by_token(pairs, texts.get)[0]
+    first = analysis.by_token(pairs, texts.get)[0]
     assert (first.label, first.tokens) == ("0 '12'", 2) and first.share == pytest.approx(0.4 / 0.6, rel=1e-6)
-    assert [breakdown.token_class(text) for text in (" ", "+=", " 7 ")] == ["space", "punctuation", "digits"]
+    assert [analysis.token_class(text) for text in (" ", "+=", " 7 ")] == ["space", "punctuation", "digits"]
 
 
 def test_worst_tokens_stay_within_their_completion():
-    worst = breakdown.worst_tokens(_FIVE, str)[0]
+    worst = analysis.worst_tokens(_FIVE, str)[0]
     assert (worst.completion, worst.position, worst.token_id) == (1, 1, 4)
     assert (worst.before, worst.text, worst.after) == ("3", "4", "")
     assert (worst.train, worst.rollout) == pytest.approx((0.2, 0.5), rel=1e-6)
@@ -123,7 +121,7 @@ def test_completions_that_are_alike_up_to_a_token_show_it_once():
     p, q = [0.5, 0.5, 0.5, 0.5, 0.5, 0.9], [0.5, 0.2, 0.5, 0.2, 0.5, 0.2]
     pairs = _pairs(p, q, [2, 2, 2], ids=[7, 8, 7, 8, 7, 8])
     # The third has the same tokens and another probability, so another prompt.
-    worst = breakdown.worst_tokens(pairs, str)
+    worst = analysis.worst_tokens(pairs, str)
     assert [(each.completion, each.position) for each in worst if each.token_id == 8] == [(2, 1), (0, 1)]
     assert [text.completion for text in analyze(Measured("pair", {}, pairs)).texts] == [2, 0]
 
@@ -131,9 +129,9 @@ def test_completions_that_are_alike_up_to_a_token_show_it_once():
 def test_growth_compares_quarters():
     # One completion of 8: |dp| 0 on the first two, 0.4 on the last two, and one too short to have quarters.
     p, q = [0.5] * 6 + [0.9, 0.9] + [0.9], [0.5] * 8 + [0.1]
-    found = breakdown.growth(_pairs(p, q, [8, 1]))
+    found = analysis.growth(_pairs(p, q, [8, 1]))
     assert (found.first, found.last) == (pytest.approx(0), pytest.approx(0.4, rel=1e-6))
-    line = breakdown.growth(_pairs([0.5] * 4, [0.5, 0.4, 0.3, 0.2], [4]))
+    line = analysis.growth(_pairs([0.5] * 4, [0.5, 0.4, 0.3, 0.2], [4]))
     assert line.slope == pytest.approx(1000 * 0.1, rel=1e-6) and math.isnan(line.first)
 
 
