@@ -126,7 +126,8 @@ class _Console:
 
     def write(self, text: str) -> int:
         with self._silent_without_a_reader():
-            self._stream.write(text)
+            # A file's name may hold bytes that are not UTF-8.
+            self._stream.write(text.encode("utf-8", "backslashreplace").decode("utf-8"))
         return len(text)
 
     def flush(self) -> None:

@@ -3,7 +3,7 @@
     dcmdp view RUNDIR [RUNDIR ...] [--out DIR]
     dcmdp view RECORDING [...] [--tokenizer DIR]            what any framework recorded, as for `dcmdp probe`
     dcmdp view PROBE                                        the output directory of a probe
-    dcmdp view evaluation-NAME.problems.jsonl               the completions of an evaluation
+    dcmdp view evaluation-NAME.problems.jsonl               the completions of an evaluation, or of those in a DIR
 
 A run shows every recorded token (rollouts/) or, without a recording, its sample completions.
 """
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
         "--completions", type=whole(1), default=_MOST, metavar="N", help="at most, an even share (default: %(default)s)"
     )
     arguments = parser.parse_args(argv[1:])
-    paths = [Path(path) for path in arguments.paths]
+    paths = [each for path in arguments.paths for each in _evaluations_in(Path(path)) or [Path(path)]]
     runs = [path for path in paths if (path / METRICS_FILE).is_file()]
     if runs and len(runs) < len(paths):
         raise UserError("PATH: run directories and recordings in one call; give one kind")
@@ -81,6 +81,12 @@ def main(argv: list[str]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / _PAGE_FILE, page)
     print(f"wrote {out / _PAGE_FILE}: {len(data['rows']) + data['left_out']:,} completions")
+
+
+def _evaluations_in(path: Path) -> list[Path]:
+    """The lines of the evaluations in a directory that holds nothing else to look at."""
+    other = (METRICS_FILE, COMPLETIONS_FILE, ROLLOUTS_DIRECTORY)
+    return [] if any((path / name).exists() for name in other) else sorted(path.glob(f"*{_EVALUATION}"))
 
 
 def _of_run(path: Path, label: str | None, arguments: Any) -> list[Completion]:

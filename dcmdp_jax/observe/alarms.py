@@ -210,7 +210,9 @@ def _charge(series: Series) -> Alarm | None:
         )
     else:
         return None
-    return Alarm("charge", f"{text} Set algorithm.method=grpo, lower multiplier_max, or raise c.")
+    every = series["dual/multiplier"][1]
+    remedy = "or a smaller multiplier" if every.min() == every.max() else "lower multiplier_max, or raise c"
+    return Alarm("charge", f"{text} Set algorithm.method=grpo, {remedy}.")
 
 
 def _reward_fell(series: Series, place: int) -> bool:

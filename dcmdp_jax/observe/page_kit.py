@@ -48,7 +48,12 @@ def render_page(template: str, **values: Any) -> str:
     Raises:
         jinja2.UndefinedError: if the template reads a value that is not given.
     """
-    return _ENVIRONMENT.get_template(template).render({"scripts": (), **values})
+    return drawable(_ENVIRONMENT.get_template(template).render({"scripts": (), **values}))
+
+
+def drawable(text: str) -> str:
+    """Return text with a ? for each byte of a file's name that is not UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def json_values(value: Any) -> Any:

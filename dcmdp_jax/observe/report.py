@@ -22,7 +22,7 @@ from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, HELD_OUT_FILE, PLOTS_DIRECTORY, REPORT_FILE, SAMPLES_FILE, STARTS_FILE
 from dcmdp_jax.observe.metric_names import METRICS, metric_of
 from dcmdp_jax.observe.metrics_io import Series, read_metrics
-from dcmdp_jax.observe.page_kit import inline_svg, render_page
+from dcmdp_jax.observe.page_kit import drawable, inline_svg, render_page
 from dcmdp_jax.observe.plots import FIGURES
 from dcmdp_jax.observe.run_summary import Summary, overlap, summarize, warnings, what_the_multiplier_did
 
@@ -116,7 +116,7 @@ def run_figures(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
 def _drawn(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, str, Figure]]:
     for stem, (caption, draw) in FIGURES.items():
         # A dollar in a directory's name is no mathematics.
-        if (figure := draw({run.label.replace("$", r"\$"): run.series for run in runs})) is not None:
+        if (figure := draw({drawable(run.label).replace("$", r"\$"): run.series for run in runs})) is not None:
             yield stem, caption, figure
 
 

@@ -1,6 +1,7 @@
 """`dcmdp view`: what is on the page of a run and of a recording, and the one line for what it can't show."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -80,6 +81,30 @@ def test_an_evaluation_shows_every_completion_with_what_was_found(tmp_path, caps
     assert [(row["prompt"], row["text"], row["found"], row["answer"], row["reward"]) for row in rows] == [
         ("1+1?", "so 2", "2", "2", 1.0), ("1+1?", "hm", "", "2", 0.0),
     ]  # fmt: skip
+
+
+def test_the_directory_of_an_evaluation_shows_its_completions(tmp_path, capsys):
+    line = {"task": "t", "prompt": "1+1?", "answer": "2", "scores": [1], "completions": ["so 2"], "found": ["2"]}
+    (tmp_path / "out").mkdir()
+    for model in "ab":
+        (tmp_path / "out" / f"evaluation-{model}.problems.jsonl").write_text(json.dumps(line) + "\n")
+    code, _, error = _view(capsys, tmp_path / "out", "--out", tmp_path / "page")
+    assert code == 0, error
+    assert [row["text"] for row in _rows(tmp_path / "page" / "view.html")["rows"]] == ["so 2"] * 2
+
+
+def test_a_name_that_is_not_utf_8_is_shown_with_a_question_mark(tmp_path, capsys):
+    run = tmp_path / os.fsdecode(b"run\xff")
+    with MetricsWriter(run, rollouts_every_steps=1, rollouts_max_bytes=1e9) as writer:
+        writer.write(1, {"reward/mean": 0.5})
+        writer.write_rollouts(1, [{
+            "completion": 0, "prompt_id": 1, "source": "s", "prompt_token_ids": [5], "token_ids": [7], "mask": [True],
+            "train_logprobs": [-1.0], "rollout_logprobs": [-2.0], "policy_versions": [0], "reward": 1.0,
+            "advantage": 0.5,
+        }])  # fmt: skip
+    code, _, error = _view(capsys, run, "--out", tmp_path / "page")
+    assert code == 0, error
+    assert "<title>run?</title>" in (tmp_path / "page" / "view.html").read_text()
 
 
 def test_a_probe_shows_its_completions_those_of_the_largest_mismatch_first(tmp_path, capsys):

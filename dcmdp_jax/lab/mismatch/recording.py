@@ -392,7 +392,8 @@ def read_rows(
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        # Opened here: pyarrow takes no name that is not UTF-8.
+        with path.open("rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
             names = file.schema_arrow.names
             require(path, wanted, names)
             read = dict.fromkeys((*wanted.values(), *(name for name in optional if name in names)))
@@ -417,7 +418,8 @@ def column_names(path: Path, left_out: LeftOut) -> list[str]:
     import pyarrow.parquet
 
     try:
-        return list(pyarrow.parquet.read_schema(path).names)
+        with path.open("rb") as opened:
+            return list(pyarrow.parquet.read_schema(opened).names)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UnreadableError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
 
