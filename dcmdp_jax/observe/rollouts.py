@@ -105,7 +105,8 @@ class RolloutWriter:
         temporary = path.with_suffix(".partial")
         # Ids and log-probs have too many values for a dictionary; it would be written beside them.
         repeating = [name for name in columns if not name.endswith(("token_ids", "logprobs"))]
-        pyarrow.parquet.write_table(pyarrow.table(columns), temporary, compression="zstd", use_dictionary=repeating)
+        with temporary.open("wb") as file:  # pyarrow takes no name that is not UTF-8
+            pyarrow.parquet.write_table(pyarrow.table(columns), file, compression="zstd", use_dictionary=repeating)
         if (size := temporary.stat().st_size) > self._max_bytes:
             temporary.unlink()
             _LOG.warning(

@@ -95,7 +95,7 @@ def test_the_directory_of_an_evaluation_shows_its_completions(tmp_path, capsys):
 
 def test_a_name_that_is_not_utf_8_is_shown_with_a_question_mark(tmp_path, capsys):
     run = tmp_path / os.fsdecode(b"run\xff")
-    with MetricsWriter(run, rollouts_every_steps=1, rollouts_max_bytes=1e9) as writer:
+    with MetricsWriter(run, rollouts_every_steps=1) as writer:
         writer.write(1, {"reward/mean": 0.5})
         writer.write_rollouts(1, [{
             "completion": 0, "prompt_id": 1, "source": "s", "prompt_token_ids": [5], "token_ids": [7], "mask": [True],
