@@ -36,7 +36,7 @@ LEFT_OUT = "left out"
 _EPS = ("mean", "p50", "p95")
 _DPI = 110
 COMPLETIONS_FILE = "completions.json"
-"""The completions of each pair with the largest mean |p - q|, as `observe.completions` has them for a page."""
+"""The completions of each pair with the largest mean |p - q|, as `page_kit.completions_data` makes them for a page."""
 _MOST_COMPLETIONS = 500
 _POINTS = 20_000
 
