@@ -127,7 +127,7 @@ def describe(result: EvaluationResult, prompts: Sequence[str], answers: Sequence
     """The shares of a task's completions without an answer and cut, and an example of a wrong and of an unread one.
 
     Args:
-        result: of the task.
+        result: the task's result.
         prompts: text of each problem's prompt.
         answers: its reference answer.
     """
@@ -182,9 +182,9 @@ def evaluate(
         problems: the problems.
         sampling: K, temperature, length limit.
         task: name for the record.
-        seed: of the samples.
+        seed: seed of the samples.
         first_prompt: number of the first prompt, where these are a share of the task.
-        state: what reward functions learn about the run.
+        state: state of the run that reward functions get.
         turns: samples in turns with an environment; None for one turn.
         check_stop: called now and then while sampling and scoring; what it raises ends the evaluation.
 

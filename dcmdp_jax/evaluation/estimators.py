@@ -44,7 +44,7 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
 
     Args:
         values: [P] float64, one for each problem.
-        seed: of the resamples.
+        seed: seed of the resamples.
 
     Returns:
         Lower and upper end; NaN with one problem.

@@ -26,7 +26,7 @@ class HeldOutTask(NamedTuple):
 
     Attributes:
         name: in the metrics, "aime24" for a file aime24.jsonl.
-        location: of its problems.
+        location: place of its problems.
         samples: K of avg@K.
     """
 
@@ -83,9 +83,9 @@ def held_out_samples(
     """The first completion of each of a task's first problems, for people.
 
     Args:
-        result: of all problems of the task.
+        result: result on all problems of the task.
         prompts: the problems.
-        tokenizer: of their token ids.
+        tokenizer: tokenizer of their token ids.
     """
     return [
         {

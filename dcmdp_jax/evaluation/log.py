@@ -29,7 +29,7 @@ class EvaluationLog:
 
     Args:
         path: created, or continued where it holds an unfinished evaluation with the same header.
-        header: what is evaluated and how, JSON types; everything that changes a score.
+        header: description of the evaluation, JSON types; everything that changes a score.
 
     Raises:
         UserError: if another process writes the file, or it belongs to another evaluation.
@@ -70,8 +70,8 @@ class EvaluationLog:
 
         Args:
             part: 0-based within the task.
-            asked: of each problem its row in its file, and what else is to be kept of it.
-            result: of these problems.
+            asked: each problem's row in its file, and whatever else is to be kept of it.
+            result: result on these problems.
         """
         lines = [
             {
@@ -178,8 +178,8 @@ def open_output(out: Path | None, directory: Path, stem: str, header: Mapping[st
 
     Args:
         out: the JSON file. A finished evaluation there is replaced in the end, an unfinished one continued.
-        directory, stem: of the name without `out`.
-        header: as of `EvaluationLog`.
+        directory, stem: parts of the name without `out`.
+        header: see `EvaluationLog`.
 
     Raises:
         UserError: if `out` can't be written or belongs to another unfinished evaluation.

@@ -24,7 +24,7 @@ class Overlap(NamedTuple):
         problem: index of the evaluation problem.
         train_problem: index of the training problem.
         same_text: equal but for white space and dollar signs.
-        share: of the evaluation problem's runs of 8 words, those that the training problem has; 1 for the same text.
+        share: share of the evaluation problem's runs of 8 words that the training problem has; 1 for the same text.
     """
 
     problem: int

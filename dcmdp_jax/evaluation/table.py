@@ -71,7 +71,7 @@ def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int 
     Args:
         method: label of the row.
         results: one for each task.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
 
     Returns:
         Aligned lines; beneath the scores K, the standard error and the 95% bootstrap interval over problems, unbiased

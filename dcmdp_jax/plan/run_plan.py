@@ -47,7 +47,7 @@ class Compiled(NamedTuple):
             says so, of a program that does not fit.
         temporary: bytes of temporary memory; 0 if it does not fit.
         arguments: bytes of the arguments.
-        account: what the reader given to `compile_program` returned; None without one.
+        account: result of the reader given to `compile_program`; None without one.
         refused: why the compiler refused it; None for a compiled program.
     """
 
@@ -90,7 +90,7 @@ class CompiledRun:
         engine: plan of an engine in the trainer's process; None with another, whose programs are not ours.
         programs: compiled, by name.
         usable: bytes of a device that the run may use.
-        usable_reason: what that is.
+        usable_reason: explanation of that number.
     """
 
     topology: Topology
@@ -255,7 +255,7 @@ def compile_program(
     """Lower and compile a program. A program that does not fit is a result too.
 
     Args:
-        program: what to compile.
+        program: the program.
         read: called with the executable, which is not kept; its result is kept as `account`.
 
     Raises:

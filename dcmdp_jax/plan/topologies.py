@@ -26,7 +26,7 @@ class Chip(NamedTuple):
         flops: bfloat16 operations a second, dense.
         memory_bandwidth: bytes a second.
         memory_gib: device memory, GiB.
-        usable_gib: what the compiler or JAX's allocator can use of it, GiB.
+        usable_gib: memory that the compiler or JAX's allocator can use, GiB.
         link_bandwidth: bytes a second that a device receives from others in one slice or host.
         far_bandwidth: the same from other hosts, where that is another network.
         devices_near: devices that share the fast network.

@@ -35,7 +35,7 @@ def entries(base: AlgorithmSettings, tokens: Tokens) -> dict[str, AlgorithmSetti
     the one that drops 5% of the tokens.
 
     Args:
-        base: of the run.
+        base: settings of the run.
         tokens: some of the engine's, which sizes are taken from.
     """
     plain = without_remedy(base)

@@ -23,7 +23,7 @@ SKETCH = 1 << 16
 products come out right on average, and to 1 / sqrt(SKETCH) = 0.4%; equal gradients stay equal."""
 
 
-class Sampled(NamedTuple):
+class JudgedBatch(NamedTuple):
     """A batch of N completions, one a row [N, L], with what a remedy looks at.
 
     Attributes:
@@ -38,14 +38,14 @@ class Sampled(NamedTuple):
 
 
 def token_slopes(
-    settings: AlgorithmSettings, remedies: Remedies, sampled: Sampled, train_logprobs: Array, limit: int
+    settings: AlgorithmSettings, remedies: Remedies, sampled: JudgedBatch, train_logprobs: Array, limit: int
 ) -> jax.Array:
     """The derivative of the batch's loss in each token's log-prob, as the first update of a training step has it.
 
     The same functions as the step's: p^Train is the policy now, the loss is divided by the weight of what is kept.
 
     Args:
-        settings, remedies: of the algorithm.
+        settings, remedies: the algorithm.
         sampled: the batch.
         train_logprobs: [N, L] nats.
         limit: T_max, for the fixed-length normalizer.
@@ -89,7 +89,7 @@ class Gradients:
     Args:
         logprobs: (params, rows) -> log-probs [R, L] of the training stack.
         params: the weights.
-        rows: that are computed at a time.
+        rows: number computed at a time.
     """
 
     def __init__(self, logprobs: Callable[[Params, Rows], jax.Array], params: Params, *, rows: int = 32) -> None:

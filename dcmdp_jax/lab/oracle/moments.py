@@ -63,7 +63,7 @@ class Quality(NamedTuple):
 
 
 ZERO = Quality(error=1.0, squared_bias=1.0, variance=0.0, length=0.0, angle=math.nan)
-"""Of a gradient of zero: what a remedy has to beat."""
+"""Figures of a gradient of zero, which a remedy has to beat."""
 
 
 def moments(remedy: np.ndarray, control: np.ndarray, *, whole: bool = False) -> Moments:
@@ -83,7 +83,7 @@ def moments(remedy: np.ndarray, control: np.ndarray, *, whole: bool = False) -> 
 
 
 def _grams(remedy: np.ndarray, control: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Products of each batch with each: of the remedy's, of both, of the control's."""
+    """Products of each batch with each: the remedy's, the remedy's with the control's, the control's."""
     mine, other = remedy.astype(np.float64), control.astype(np.float64)
     return mine @ mine.T, mine @ other.T, other @ other.T
 

@@ -18,11 +18,12 @@ from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_quantile
 from dcmdp_jax.lab.oracle.entries import NOTHING, entries, without_remedy
-from dcmdp_jax.lab.oracle.gradients import Gradients, Sampled, token_slopes
+from dcmdp_jax.lab.oracle.gradients import Gradients, JudgedBatch, token_slopes
 from dcmdp_jax.lab.oracle.moments import Moments, Quality, half_width, leave_one_out, moments, quality
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.lab.probe.specs import ProbeSpec
+from dcmdp_jax.lab.probe.training_stack import one_a_row
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.number_format import number
 from dcmdp_jax.parallel.mesh import one_device_mesh
@@ -40,8 +41,8 @@ class Verdict:
     """What a remedy does to the gradient.
 
     Attributes:
-        name: of the remedy.
-        moments: that all but the intervals is computed from.
+        name: name of the remedy.
+        moments: second moments, from which all but the intervals is computed.
         quality, half_width: against the exact control, and half of the 95% interval of each figure.
         gain, gain_half_width: error without remedy less this one's, batch by batch on the same samples.
         effective: effective number of samples: completions of a batch times (sum e)^2 / (n sum e^2), e being the factor
@@ -65,7 +66,7 @@ class Verdicts:
 
     Attributes:
         model, engine: names.
-        prompts, group_size, batches: what was sampled, by each of the two engines.
+        prompts, group_size, batches: size of the samples of each of the two engines.
         discrepancy: mean |p - q| of the engine's tokens.
         reward, control_reward: mean rewards.
         control: the exact control against itself, from two halves of its batches: what noise alone looks like.
@@ -94,9 +95,9 @@ def ask(
         session: model, problems, sampling, seed; the same prompts make every batch.
         specs: the engines.
         algorithm: settings that the remedies are options of.
-        batches: of each engine, at least 4.
+        batches: number for each engine, at least 4.
         grade: the rewards of texts and the problems' answers.
-        arms: what is compared with no remedy in place of `entries`.
+        arms: settings that are compared with no remedy in place of `entries`.
 
     Returns:
         The verdicts on each engine, as they are known.
@@ -227,7 +228,7 @@ def _spread(slopes: np.ndarray, plain: np.ndarray) -> tuple[float, float]:
     return float(np.sum(factors) ** 2 / (len(factors) * squares)) if squares else 0.0, float(np.mean(factors == 0))
 
 
-def _tokens(sampled: Sampled, train: np.ndarray) -> Tokens:
+def _tokens(sampled: JudgedBatch, train: np.ndarray) -> Tokens:
     rows = sampled.rows
     return Tokens(
         train_logprobs=train, old_logprobs=train, rollout_logprobs=rows.rollout_logprobs,
@@ -236,7 +237,7 @@ def _tokens(sampled: Sampled, train: np.ndarray) -> Tokens:
     )  # fmt: skip
 
 
-def _batches(session: Session, spec: ProbeSpec, grade: Grade, batches: int, *, seed: int) -> Iterator[Sampled]:
+def _batches(session: Session, spec: ProbeSpec, grade: Grade, batches: int, *, seed: int) -> Iterator[JudgedBatch]:
     """Batches of one engine on the session's prompts, with their rewards."""
     run = session.run
     prompts = session.prompts(run)
@@ -250,25 +251,14 @@ def _batches(session: Session, spec: ProbeSpec, grade: Grade, batches: int, *, s
                 texts = run.tokenizer.batch_decode(found.completion_ids, skip_special_tokens=True)
                 answers = [session.problems[index].answer for index in found.prompt_index]
                 rewards = np.asarray(grade(texts, answers), np.float32)
-                yield Sampled(_rows(prompts, found, total), rewards, found.prompt_index.astype(np.int32))
+                yield JudgedBatch(_rows(prompts, found, total), rewards, found.prompt_index.astype(np.int32))
 
 
 def _rows(prompts: Sequence[np.ndarray], found: engines.Sampled, length: int) -> Rows:
-    """One completion a row, padded to `length`."""
-    shape = len(found.completion_ids), length
-    ids, segments, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
-    rollout = np.zeros(shape, np.float32)
-    for row, (prompt, completion, logprobs) in enumerate(
-        zip(found.prompt_index, found.completion_ids, found.logprobs, strict=True)
-    ):
-        start = len(prompts[prompt])
-        end = start + len(completion)
-        ids[row, :start], ids[row, start:end] = prompts[prompt], completion
-        segments[row, :end], mask[row, start:end] = 1, True
-        rollout[row, start:end] = logprobs
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
-    index = np.broadcast_to(np.arange(len(ids), dtype=np.int32)[:, None], shape)
-    return Rows(ids, positions, segments, mask, index, {"rollout_logprobs": rollout})
+    rows = one_a_row([prompts[index] for index in found.prompt_index], found.completion_ids, length)
+    logprobs = np.zeros(rows.input_ids.shape, np.float32)
+    logprobs[rows.completion_mask] = np.concatenate(found.logprobs)
+    return rows.with_columns(rollout_logprobs=logprobs)
 
 
 def summary(verdicts: Verdicts) -> Mapping[str, str]:

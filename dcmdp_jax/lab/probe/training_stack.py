@@ -55,7 +55,8 @@ class TrainingStack:
             members = [index for index, bucket in enumerate(buckets) if bucket == length]
             for start in range(0, len(members), _MOST_ROWS):
                 part = members[start : start + _MOST_ROWS]
-                rows = _rows([prompts[i] for i in part], [completions[i] for i in part], length)
+                count = 1 << (len(part) - 1).bit_length()
+                rows = one_a_row([prompts[i] for i in part], [completions[i] for i in part], length, count)
                 outputs = program(self._params, rows)
                 columns = jax.device_get((outputs.logprobs, outputs.entropy))
                 for place, index in enumerate(part):
@@ -78,14 +79,14 @@ def _program(
     return jax.jit(row_logprobs)
 
 
-def _rows(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int) -> Rows:
-    """One completion a row, padded to `length`, and to a power of two of rows."""
-    shape = (1 << (len(prompts) - 1).bit_length(), length)
+def one_a_row(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int, count: int = 0) -> Rows:
+    """Rows of one completion each, padded to `length`, and to `count` rows."""
+    shape = (count or len(prompts)), length
     ids, segments, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         end = len(prompt) + len(completion)
         ids[row, :end] = np.concatenate([prompt, completion])
         segments[row, :end] = 1
         mask[row, len(prompt) : end] = True
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
-    return Rows(ids, positions, segments, mask, np.zeros(shape, np.int32), {})
+    index, positions = (np.arange(size, dtype=np.int32) for size in shape)
+    return Rows(ids, np.broadcast_to(positions, shape), segments, mask, np.broadcast_to(index[:, None], shape), {})

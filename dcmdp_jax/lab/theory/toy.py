@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from dcmdp_jax.lab.theory.budget import BudgetResult, policy_for_budget
 from dcmdp_jax.lab.theory.policy import MEASURES, SIDES
+from dcmdp_jax.observe.page_kit import COLORS, INK, make_figure, style_axes
 
 ACTIONS = ("a1", "a2", "a3", "a4", "a5", "a6")
 INFERENCE_POLICY = np.array([0.30, 0.30, 0.15, 0.15, 0.05, 0.05])
@@ -21,8 +22,7 @@ BUDGETS = (0.005, 0.01, 0.02, 0.05, 0.1)
 CONCENTRATION = ("diff", "log", "ratio")
 """The paper's takeaway: at equal budget a6, rare and good, gets most under diff and least under ratio."""
 _NOTES = {"slack": "not reached, lambda = 0", "jump": "met by no lambda"}
-_INK, _MUTED, _GRID = "#222222", "#666666", "#e3e3e3"
-_POSITIVE, _NEGATIVE, _UNMET = "#0072B2", "#D55E00", "#bbbbbb"
+_UNMET = "#bbbbbb"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,32 +99,24 @@ def table(rows: Sequence[ToyRow]) -> list[str]:
 def draw(rows: Sequence[ToyRow]) -> Figure:
     """Draw the rows of one side: bars of each policy over outlines of the inference policy; gray: budget not spent."""
     budgets = list(dict.fromkeys(row.result.budget for row in rows))
-    figure = Figure(figsize=(2.5 * len(budgets) + 0.6, 1.9 * len(MEASURES) + 0.9), layout="constrained")
-    figure.suptitle(
-        f"{SIDES[rows[0].sided].capitalize()} penalties: optimal policies at equal mismatch (outline: inference "
-        "policy)",
-        x=0.01,
-        ha="left",
-        fontsize=12,
-        fontweight="bold",
-        color=_INK,
+    figure, panels = make_figure(
+        2.5 * len(budgets) + 0.6,
+        1.9 * len(MEASURES) + 0.9,
+        f"{SIDES[rows[0].sided].capitalize()} penalties: optimal policies at equal mismatch (outline: the engine)",
+        rows=len(MEASURES),
+        columns=len(budgets),
+        sharey=True,
+        sharex=True,
     )
-    grid = figure.subplots(len(MEASURES), len(budgets), squeeze=False, sharey=True, sharex=True)
     place = np.arange(len(ACTIONS))
-    colors = np.where(ADVANTAGES > 0, _POSITIVE, _NEGATIVE)
-    for axes, row in zip(grid.flat, rows, strict=True):
+    colors = np.where(ADVANTAGES > 0, COLORS[0], COLORS[1])
+    for number, (axes, row) in enumerate(zip(panels, rows, strict=True)):
         met = row.result.status == "met"
         note = f"lambda = {row.result.optimum.multiplier:.3g}" if met else _NOTES[row.result.status]
-        axes.bar(place, row.result.optimum.policy, width=0.62, color=colors if met else _UNMET, zorder=2)
-        axes.bar(place, INFERENCE_POLICY, width=0.86, fill=False, edgecolor=_INK, linewidth=0.9, zorder=3)
-        axes.set_title(note, fontsize=7.5, color=_MUTED, pad=3)
+        axes.bar(place, row.result.optimum.policy, width=0.62, color=colors if met else _UNMET)
+        axes.bar(place, INFERENCE_POLICY, width=0.86, fill=False, edgecolor=INK, linewidth=0.9)
         axes.set_ylim(0, 1)
         axes.set_xticks(place, ACTIONS)
-        axes.grid(axis="y", color=_GRID, linewidth=0.8)
-        axes.tick_params(colors=_MUTED, labelsize=8, length=0)
-        axes.spines[:].set_visible(False)
-    for axes, heading in zip(grid[:, 0], MEASURES.values(), strict=True):
-        axes.set_ylabel(heading, fontsize=9, color=_INK)
-    for axes, budget in zip(grid[0], budgets, strict=True):
-        axes.set_title(f"C = {budget:g}\n{axes.get_title()}", fontsize=8.5, color=_INK, pad=3)
+        heading = f"C = {row.result.budget:g}\n{note}" if number < len(budgets) else note
+        style_axes(axes, heading, y="" if number % len(budgets) else MEASURES[row.measure])
     return figure

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.config.algorithm import AlgorithmSettings
-from dcmdp_jax.lab.oracle.gradients import SKETCH, Gradients, Sampled, sketch, token_slopes
+from dcmdp_jax.lab.oracle.gradients import SKETCH, Gradients, JudgedBatch, sketch, token_slopes
 from dcmdp_jax.lab.oracle.moments import ZERO, Moments, half_width, leave_one_out, moments, quality
 from dcmdp_jax.types import Rows
 
@@ -53,7 +53,7 @@ def _group(a, b, engine):
         index,
         {"rollout_logprobs": rollout},
     )
-    return Sampled(rows, REWARDS[[a, b]].astype(np.float32), np.zeros(2, np.int32))
+    return JudgedBatch(rows, REWARDS[[a, b]].astype(np.float32), np.zeros(2, np.int32))
 
 
 def _gradients(settings, engine):

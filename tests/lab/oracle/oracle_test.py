@@ -12,7 +12,7 @@ from dcmdp_jax.config.settings import Config, for_sampling
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.lab.oracle.entries import NOTHING, entries
-from dcmdp_jax.lab.oracle.gradients import Sampled, token_slopes
+from dcmdp_jax.lab.oracle.gradients import JudgedBatch, token_slopes
 from dcmdp_jax.lab.oracle.moments import Moments, quality
 from dcmdp_jax.lab.oracle.oracle import EXACT, Verdict, Verdicts, ask, summary
 from dcmdp_jax.lab.oracle.page import draw, table
@@ -46,7 +46,7 @@ def test_without_mismatch_every_remedy_that_acts_on_it_gives_the_plain_slopes():
     train = np.where(mask, -rng.exponential(1.0, shape), 0.0).astype(np.float32)
     index = np.repeat(np.arange(12, dtype=np.int32)[:, None], 9, axis=1)
     rows = Rows(index, index, index, mask, index, {"rollout_logprobs": train})
-    sampled = Sampled(rows, rng.integers(0, 2, 12).astype(np.float32), np.repeat(np.arange(3), 4).astype(np.int32))
+    sampled = JudgedBatch(rows, rng.integers(0, 2, 12).astype(np.float32), np.repeat(np.arange(3), 4).astype(np.int32))
     tokens = Tokens(
         train_logprobs=train, old_logprobs=train, rollout_logprobs=train, advantages=np.zeros(shape, np.float32),
         completion_mask=mask, completion_index=index, num_completions=12,
@@ -66,7 +66,7 @@ def test_a_charge_inside_the_reward_gives_the_slopes_of_charged_rewards():
     groups = np.zeros(2, np.int32)
     plain = dataclasses.replace(AlgorithmSettings(), method="grpo", normalize_std=False)
     inside = dataclasses.replace(plain, method="dc_grpo", level="reward", multiplier=2.0)
-    even, charged = (Sampled(rows, np.float32(rewards), groups) for rewards in ([1, 1], [0.5, 1]))
+    even, charged = (JudgedBatch(rows, np.float32(rewards), groups) for rewards in ([1, 1], [0.5, 1]))
     found = np.asarray(token_slopes(inside, inside.remedies(), even, train, 1))
     np.testing.assert_allclose(found, token_slopes(plain, plain.remedies(), charged, train, 1), rtol=1e-6)
     # Advantages -1/4 and 1/4, half of the batch each; the loss is negated.
