@@ -213,12 +213,8 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
     denominator = algorithm.ratio_denominator
     for call in algorithm.calls("corrections") if denominator in ("rollout", "bypass") else []:
         if call.function in {**TRUNCATIONS, **MASKS}:
-            why = "whose ratio weighs by p_train / p_rollout already"
-            yield (
-                "algorithm.corrections",
-                f"must be left out with ratio_denominator={denominator}, {why}",
-                call.function,
-            )
+            why = f"with ratio_denominator={denominator}, whose ratio weighs by p_train / p_rollout already"
+            yield "algorithm.corrections", f"must be left out {why}", call.function
     if algorithm.level == "reward" and denominator == "bypass":
         why = "leaves out the pass that it needs; set ratio_denominator=rollout or level=token"
         yield "algorithm.level", f"ratio_denominator=bypass {why}"
@@ -226,8 +222,7 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
         why = "a function of tokens, of which a reward has none; set a method of ours or level=sequence"
         yield "algorithm.level", f"method={algorithm.method} is {why}"
     if algorithm.refill_rounds and not algorithm.drop_equal_groups:
-        why = "it replaces the groups that drop_equal_groups leaves out, set that to true"
-        yield "algorithm.refill_rounds", why
+        yield "algorithm.refill_rounds", "it replaces groups that drop_equal_groups leaves out, set that to true"
     if algorithm.overlong_buffer > max_completion_tokens:
         yield "algorithm.overlong_buffer", f"must be at most rollout.max_completion_tokens={max_completion_tokens}"
 

@@ -36,9 +36,6 @@ class RolloutSettings:
         compute_dtype: Activations of the engine, and in vLLM all weights that are not quantized.
         kv_cache_dtype: Key-value cache. auto: compute_dtype. fp8: float8_e4m3fn.
         max_rows: Completions decoded at the same time, by all replicas; further ones wait.
-        fitted_rows: Embedded engine on an accelerator: what max_rows was lowered to, for the cache to fit. A run
-            writes it to its config.json at its first start, so that a resumed one decodes the same batches. 0: not
-            known yet.
         min_rows: Embedded engine: when half of a batch is done, the rest moves to a batch of half the size, down to
             this size. The program of each size is compiled once. 0: 16 on a CPU, 32 elsewhere.
         group_size: G, completions of each prompt. Source: paper [6.1]: 8.
@@ -59,7 +56,6 @@ class RolloutSettings:
     compute_dtype: str = setting("bfloat16", engine_choices=_by_engine("compute_dtype"))
     kv_cache_dtype: str = setting("auto", engine_choices=_by_engine("kv_cache_dtype"))
     max_rows: int = setting(256, unit="completions", minimum=1, free=True)
-    fitted_rows: int = setting(0, unit="completions", minimum=0, free=True)
     min_rows: int = setting(0, unit="completions", minimum=0, free=True)
     group_size: int = setting(8, unit="completions", minimum=2, why="one completion has no group to be compared with")
     max_completion_tokens: int = setting(8192, unit="tokens", minimum=1, limit=MOST_TOKENS)

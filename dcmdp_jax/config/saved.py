@@ -14,7 +14,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten, replace_value
 from dcmdp_jax.inputs import shorten
 
-VERSION = 6
+VERSION = 7
 """Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""
 
 
@@ -57,6 +57,7 @@ REMOVED = {
     "algorithm.tolerance_quantile": Removed(6, (0.5,), "c is tolerance_factor times the median of the first steps"),
     "training.max_skipped_in_row": Removed(6, None, "8 skipped updates in a row stop a run"),
     "observe.rollouts_max_gib": Removed(6, None, "rollouts/ holds 1 GiB; set rollouts_every_steps"),
+    "rollout.fitted_rows": Removed(7, None, "a run's config.json keeps it beside the settings"),
     "rollout.vllm.max_restarts": Removed(6, None, "the sixth failure in a row ends a run"),
     "rollout.vllm.stall_timeout_s": Removed(6, None, "a sidecar silent for 300 seconds is restarted"),
 } | dict.fromkeys(
@@ -73,7 +74,7 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: in one line, for a newer version, or a removed setting with another value.
     """
-    values = dict(saved)
+    values = {name: value for name, value in saved.items() if name != "fitted_rows"}
     version = values.pop("config_version", 0)
     if not isinstance(version, int) or version > VERSION:
         raise UserError(f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}")

@@ -422,7 +422,7 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
     """
     values, engine = to_dict(config), config.rollout.engine
     # The run's split of its devices was for a trainer beside the engine.
-    alone = {"rollout.lag": 0, "rollout.router_replay": False, "rollout.fitted_rows": 0, "mesh.cpu_devices": 0}
+    alone = {"rollout.lag": 0, "rollout.router_replay": False, "mesh.cpu_devices": 0}
     # Of the engine and the functions that the run had.
     alone |= {"rollout.engine_args": ""} if overrides.get("rollout.engine", engine) != engine else {}
     alone |= {"rewards.weights": ()} if "rewards.functions" in overrides else {}

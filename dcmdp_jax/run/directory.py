@@ -75,11 +75,8 @@ def _short_name(name: str) -> str:
     return next(tail for tail in tails if sum(f".{other}".endswith(f".{tail}") for other in names) == 1)
 
 
-def check_run_directory(config: Config) -> Config | None:
+def check_run_directory(config: Config) -> None:
     """Refuse a directory that can't be written, or that holds a run of another config. Creates nothing.
-
-    Returns:
-        The config of the run that is there; None without one.
 
     Raises:
         OSError: if it can't be made or written.
@@ -108,7 +105,7 @@ def check_run_directory(config: Config) -> Config | None:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise UserError(f"config.run_dir: {path} is no file (a FIFO, socket or device); remove it")
     if not (run_dir / CONFIG_FILE).exists():
-        return None
+        return
     try:
         saved = read_config(run_dir)
     except ValueError as error:
@@ -120,7 +117,18 @@ def check_run_directory(config: Config) -> Config | None:
                 f"config.run_dir: {run_dir} holds a run with {name}={before[name]!r}, this config has "
                 f"{now[name]!r}; choose another run_dir, or delete that one"
             )
-    return saved
+
+
+def fitted_rows(config: Config) -> int:
+    """The rows that the run fitted into memory at its first start with this `rollout.max_rows`; 0 for all of them.
+
+    A resumed run decodes the same batches. Call it after `check_run_directory`.
+    """
+    path = Path(config.run_dir) / CONFIG_FILE
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    rollout = saved.get("rollout", {})
+    rows = saved.get("fitted_rows", rollout.get("fitted_rows", 0))  # a setting up to version 5
+    return rows if rollout.get("max_rows") == config.rollout.max_rows else 0
 
 
 def _check_length(run_dir: Path) -> None:
@@ -221,7 +229,13 @@ def run_id(run_dir: Path) -> str:
     return run_id(run_dir)
 
 
-def record_config(config: Config) -> None:
-    """Write config.json, atomically. Call it once the run has a state: a failed config must not claim the directory."""
+def record_config(config: Config, rows: int = 0) -> None:
+    """Write config.json, atomically. Call it once the run has a state: a failed config must not claim the directory.
+
+    Args:
+        config: the run's.
+        rows: completions that the engine decodes at a time, kept where they are fewer than `rollout.max_rows`.
+    """
     path = Path(config.run_dir) / CONFIG_FILE
-    atomic_write(path, json.dumps(to_saved(config), indent=2) + "\n")
+    fitted = {"fitted_rows": rows} if 0 < rows < config.rollout.max_rows else {}
+    atomic_write(path, json.dumps(to_saved(config) | fitted, indent=2) + "\n")

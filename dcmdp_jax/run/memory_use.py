@@ -201,6 +201,7 @@ def memory_of_run(
     engine: EngineArguments,
     prompt_lengths: Sequence[int],
     completions: int,
+    fitted_rows: int = 0,
 ) -> MemoryUse:
     """The parts of a run.
 
@@ -214,13 +215,14 @@ def memory_of_run(
         engine: arguments of `rollout.engine`.
         prompt_lengths: tokens of each prompt.
         completions: maximum number sampled in one call of the engine.
+        fitted_rows: rows that an earlier start fitted; 0 finds them.
     """
     scheme = forward_scheme(config, machine.platform, model=model)
     parts = _training_parts(config, model, mesh, machine) + _step_parts(model, compute, scheme, mesh, packing, machine)
     parts += _batch_parts(config, model, mesh, packing, machine, completions)
     return with_engine(
         find_trainable(config.rollout.engine), engine, workload(config, prompt_lengths, completions), machine, parts,
-        fitted_rows=config.rollout.fitted_rows,
+        fitted_rows=fitted_rows,
     )  # fmt: skip
 
 

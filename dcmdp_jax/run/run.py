@@ -49,7 +49,7 @@ from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Reward
 from dcmdp_jax.rewards.scoring import RewardScorer
 from dcmdp_jax.run import files
-from dcmdp_jax.run.directory import check_run_directory
+from dcmdp_jax.run.directory import check_run_directory, fitted_rows
 from dcmdp_jax.run.memory_use import MemoryUse, memory_of_run, this_machine
 from dcmdp_jax.run.model_checks import (
     check_experts,
@@ -99,7 +99,7 @@ class Run:
 
     def check(self) -> Run:
         """Check all that can be checked without touching weights or compiling, the cheapest first."""
-        self.settings, self.engine_platform  # noqa: B018 - a part is made when it is asked for
+        self.fitted_rows, self.engine_platform  # noqa: B018 - a part is made when it is asked for
         with activity("reading model files, tokenizer and data"):
             self.model, self.stop_token_ids, self.columns, self.worked_solutions  # noqa: B018
         self.config  # noqa: B018
@@ -120,22 +120,19 @@ class Run:
     # The config.
 
     @cached_property
-    def settings(self) -> Config:
-        """The config as asked, with the rows that an earlier start fitted; the directory and trackers are checked."""
-        config, saved = self.asked, check_run_directory(self.asked)
-        if saved is not None and not config.rollout.fitted_rows and saved.rollout.max_rows == config.rollout.max_rows:
-            config = _with_fitted_rows(config, saved.rollout.fitted_rows)
+    def fitted_rows(self) -> int:
+        """Rows that an earlier start fitted into memory, 0 without one; the directory and trackers are checked."""
+        check_run_directory(self.asked)
         for kind in ("wandb", "trackio"):
-            if project := getattr(config.observe, f"{kind}_project"):
+            if project := getattr(self.asked.observe, f"{kind}_project"):
                 require_tracker(kind, project)
-        return config
+        return fitted_rows(self.asked)
 
     @cached_property
     def config(self) -> Config:
-        """The settings with the rows that fit into memory, so that a resumed run decodes the same batches."""
+        """The config of a run whose memory fits."""
         self.memory.check()
-        rows = self.memory.rows
-        return _with_fitted_rows(self.settings, rows if rows < self.settings.rollout.max_rows else 0)
+        return self.asked
 
     @cached_property
     def engine_kind(self) -> EngineKind:
@@ -305,8 +302,8 @@ class Run:
     def memory(self) -> MemoryUse:
         """Memory that the run takes, and memory that there is; `config` and `engine` refuse what does not fit."""
         return memory_of_run(
-            self.settings, self.model, self.compute, self.mesh, self.packing, self.machine, engine=self.engine_asked,
-            prompt_lengths=self.prompt_lengths, completions=self.completions,
+            self.asked, self.model, self.compute, self.mesh, self.packing, self.machine, engine=self.engine_asked,
+            prompt_lengths=self.prompt_lengths, completions=self.completions, fitted_rows=self.fitted_rows,
         )  # fmt: skip
 
     @cached_property
@@ -399,10 +396,6 @@ class Run:
             return hf_weights.load_params(path, self.model, dtype=settings.param_dtype, shardings=shardings)
         key = jax.random.key(self.asked.training.seed)
         return jax.jit(lambda: init_params(self.model, key, settings.param_dtype), out_shardings=shardings)()
-
-
-def _with_fitted_rows(config: Config, rows: int) -> Config:
-    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, fitted_rows=rows))
 
 
 def layout(config: Config, mesh: Mesh, shortest: int = 1) -> tuple[Compute, RowShapes]:

@@ -322,7 +322,7 @@ def train(
 def _open_records(run: Run, stack: contextlib.ExitStack, step: int, resumed: bool) -> MetricsWriter:
     """Write what describes the run, and open what grows with it."""
     config = run.config
-    record_config(config)
+    record_config(config, run.memory.rows)
     save_tokenizer(run.tokenizer, Path(config.run_dir) / "tokenizer", run.sampling.stop_token_ids)
     progress = stack.enter_context(Progress(config.training.steps, step))
     return stack.enter_context(

@@ -105,18 +105,18 @@ def test_rows_that_do_not_fit_are_lowered_once_and_kept_by_the_run(tmp_path, mon
         return _plan(tmp_path, rollout__max_rows=rows, rollout__min_rows=8)
 
     roomy = started(None)
-    assert roomy.memory.rows == roomy.engine_arguments.max_rows == 256 and roomy.config.rollout.fitted_rows == 0
+    assert roomy.memory.rows == roomy.engine_arguments.max_rows == 256
     # Prompts are padded to 32 slots; 3 layers of one head of 32 numbers, keys and values, in float32.
     [cache] = [part for part in roomy.memory.parts if part.name.startswith("key-value cache")]
     assert cache.each == 256 * (32 + 36) * 2 * 3 * 1 * 32 * 4
     full = roomy.memory.total("sample", "first")
     small = started(full - cache.each // 2)
     rows = small.memory.rows
-    assert 8 <= rows < 256 and small.engine_arguments.max_rows == small.config.rollout.fitted_rows == rows
+    assert 8 <= rows < 256 and small.engine_arguments.max_rows == rows
     assert small.memory.total("sample", "first") <= full - cache.each // 2
     assert f"at most {rows} rows at a time (rollout.max_rows=256 does not fit)" in describe(small)
     (tmp_path / "run").mkdir()
-    run_directory.record_config(small.config)
+    run_directory.record_config(small.config, rows)
     # Resumed where there is more memory, or nobody knows how much.
     for free in (None, full):
         assert started(free).memory.rows == rows
