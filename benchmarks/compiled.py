@@ -28,8 +28,7 @@ from dcmdp_jax.commands.flags import parse_with
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.parallel.sharding import Lowerable
 from dcmdp_jax.plan.plan_text import describe_plan, forward_flops, plan_record
-from dcmdp_jax.plan.run_plan import GIB, PROGRAMS, Compiled, CompiledRun, compile_run
-from dcmdp_jax.plan.step_program import StepPlan
+from dcmdp_jax.plan.run_plan import GIB, PROGRAMS, Compiled, CompiledRun, StepPlan, compile_run
 from dcmdp_jax.plan.topologies import Topology, known_topologies, load_topology, set_environment
 
 _LARGEST_SHOWN = 8

@@ -19,8 +19,7 @@ from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.plan.plan_text import forward_flops
-from dcmdp_jax.plan.run_plan import plan_engine
-from dcmdp_jax.plan.step_program import planned_run
+from dcmdp_jax.plan.run_plan import plan_engine, planned_run
 
 
 def measure(size: Size, tell: Tell, *, precision: str) -> None:

@@ -20,7 +20,7 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.plan.step_program import plan_step, planned_run
+from dcmdp_jax.plan.run_plan import plan_step, planned_run
 from dcmdp_jax.training.build import make_step_programs
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state
 

@@ -10,24 +10,30 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.columns import columns_of_run
+from dcmdp_jax.data.packing import abstract_batch
+from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.kind import DeviceShare, EnginePlan
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import PREEMPTED, Machine
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh
-from dcmdp_jax.parallel.sharding import Lowerable
+from dcmdp_jax.models.params import param_shapes
+from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, row_shards
+from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.plan.step_program import StepPlan, plan_step, planned_run
 from dcmdp_jax.plan.topologies import CHIPS, Topology
 from dcmdp_jax.run.memory_use import workload
 from dcmdp_jax.run.model_checks import check_experts, check_lengths, platform_kernel
 from dcmdp_jax.run.run import Run
+from dcmdp_jax.training.build import make_step_programs
+from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state
+from dcmdp_jax.types import TrainState
 
 GIB = 2**30
 _ENGINE_PLATFORM = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
@@ -35,6 +41,23 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 PROGRAMS = ("step", "prefill", "decode", "score")
 """Names of the programs of a run; the last three are the embedded engine's."""
+
+
+class StepPlan(NamedTuple):
+    """A training step to compile.
+
+    Attributes:
+        program: the step.
+        run: the parts it is made of.
+        params_bytes, optimizer_bytes: on each device.
+        micro_batches: micro-batches of one mini-batch in the worst case: all completions have the longest length.
+    """
+
+    program: Lowerable
+    run: Run
+    params_bytes: int
+    optimizer_bytes: int
+    micro_batches: int
 
 
 class Compiled(NamedTuple):
@@ -166,6 +189,45 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
             completions=config.completions_per_mini_batch,
         )  # fmt: skip
     return model
+
+
+def planned_run(config: Config, mesh: Mesh, **parts: Any) -> Run:
+    """A run whose shapes alone are asked for: no data, no run directory, prompts of the longest length.
+
+    Args:
+        config: the settings.
+        mesh: the training devices.
+        parts: others that are made already.
+    """
+    known = {"settings": config, "mesh": mesh, "held_out": (), "shortest_prompt": 0}
+    known |= {"prompt_lengths": [config.task.max_prompt_tokens]}
+    return Run(config, **known | ({} if "model" in parts else {"model": model_of(config)}) | parts)
+
+
+def plan_step(run: Run) -> StepPlan:
+    """The step that `dcmdp train` would run. Nothing is allocated."""
+    config, model, mesh, packing = run.asked, run.model, run.mesh, run.packing
+    programs = make_step_programs(config, model, run.compute, mesh)
+    shapes = param_shapes(model, config.model.param_dtype)
+    dual = initial_dual(config.algorithm)
+    state = jax.eval_shape(lambda params: new_state(params, programs.optimizer, dual, programs.loss_scale), shapes)
+    state: TrainState = sharded(state, programs.shardings)
+    batch = abstract_batch(packing, columns_of_run(config, model))
+    batch = sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))
+    reference = state.params if config.algorithm.kl_coefficient else None
+    params, optimizer = bytes_per_device(state.params), bytes_per_device(state.opt_state)
+    held = {"parameters": params, "optimizer": optimizer}
+    if reference is not None:
+        held["reference policy"] = params
+    trace = functools.partial(programs.train_step.trace, state, batch, reference)
+    program = Lowerable("step", trace, held, packing.row_lengths, min(predicted_tokens(packing, mesh)))
+    return StepPlan(program, run, params, optimizer, packing.micro_batches[-1])
+
+
+def predicted_tokens(packing: RowShapes, mesh: Mesh) -> list[int]:
+    """Count the tokens that a micro-batch of each bucket predicts on a device: all of a row but the first."""
+    shapes = zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
+    return [rows // row_shards(mesh) * (length - 1) for rows, length in shapes]
 
 
 def compile_run(

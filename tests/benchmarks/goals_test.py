@@ -16,7 +16,7 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.plan.step_program import plan_step, planned_run
+from dcmdp_jax.plan.run_plan import plan_step, planned_run
 
 # Width 16, MLP 48, three layers, four query and two key-value heads of 8, vocabulary 88.
 _MODEL = ModelConfig("qwen3", 88, 16, 48, 3, 4, 2, 8)

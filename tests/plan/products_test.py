@@ -9,8 +9,7 @@ import jax
 from configs import qwen3_8b
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.plan.run_plan import plan_engine
-from dcmdp_jax.plan.step_program import plan_step, planned_run
+from dcmdp_jax.plan.run_plan import plan_engine, plan_step, planned_run
 
 
 def _products(dtype, *, head="compute"):
