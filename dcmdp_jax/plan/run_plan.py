@@ -199,7 +199,7 @@ def planned_run(config: Config, mesh: Mesh, **parts: Any) -> Run:
         mesh: the training devices.
         parts: others that are made already.
     """
-    known = {"settings": config, "mesh": mesh, "held_out": (), "shortest_prompt": 0}
+    known = {"fitted_rows": 0, "mesh": mesh, "held_out": (), "shortest_prompt": 0}
     known |= {"prompt_lengths": [config.task.max_prompt_tokens]}
     return Run(config, **known | ({} if "model" in parts else {"model": model_of(config)}) | parts)
 

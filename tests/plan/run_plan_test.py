@@ -9,8 +9,9 @@ import pytest
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.params import num_params, param_shapes
+from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.plan_text import describe_plan, plan_record
-from dcmdp_jax.plan.run_plan import GIB, compile_run, usable_memory
+from dcmdp_jax.plan.run_plan import GIB, compile_run, planned_run, usable_memory
 from dcmdp_jax.plan.topologies import CHIPS, Topology
 from dcmdp_jax.run.run import Run
 from tests.support.small_plan import EIGHT_CHIPS, small_config
@@ -71,6 +72,12 @@ def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
     assert [phase.name for phase in dataclasses.replace(beside_vllm, run=Run(awake)).phases] == ["step"]
     (_, sample) = dataclasses.replace(beside_vllm, run=Run(asleep)).phases
     assert sample.total == plan.step.params_bytes + plan.step.optimizer_bytes + 32 * GIB
+
+
+def test_a_plan_looks_at_no_run_directory(tmp_path):
+    (tmp_path / "config.json").write_text("torn")
+    run = planned_run(small_config(run_dir=str(tmp_path)), make_mesh(1, 8, devices=jax.devices()[:8]))
+    assert run.memory.rows == run.asked.rollout.max_rows
 
 
 def test_a_sidecar_that_leaves_nothing():
