@@ -1,4 +1,7 @@
-"""The rooms of the package, by its imports: `python -m docs.rooms` writes the table and drawing of architecture.md."""
+"""The rooms of the package, by its imports: `python -m docs.rooms` writes the table and drawing of architecture.md.
+
+It also writes the line numbers of the page's walks.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = _ROOT / "dcmdp_jax"
 PAGE, DRAWING = _ROOT / "docs" / "architecture.md", _ROOT / "docs" / "images" / "rooms.svg"
 _BEGIN, _END = "<!-- rooms: written by python -m docs.rooms -->\n", "<!-- end of rooms -->\n"
+_PLACE = re.compile(r"^(    )([\w/]+\.py):(\d+) +([\w.]+) +", re.MULTILINE)
 _WIDTH, _BOX, _FLOOR = 900, (118, 34), 92
 
 Rooms = Mapping[str, frozenset[str]]
@@ -99,7 +103,36 @@ def with_rooms(page: str, table: Rooms) -> str:
     return re.sub(block, lambda _: page_block(table), page, flags=re.DOTALL)
 
 
+def places(page: str) -> list[tuple[str, str, int]]:
+    """File, name and line of each place that a walk of the page names."""
+    return [(file, name, int(line)) for _, file, line, name in _PLACE.findall(page)]
+
+
+def line_of(file: str, name: str) -> int:
+    """The line that defines a function, a class, a method, a constant or a field of a module of the package."""
+    body = ast.parse((_PACKAGE / file).read_text(encoding="utf-8")).body
+    for word in name.split("."):
+        [node] = [node for node in body if word in (getattr(node, "name", None), _assigned(node))]
+        body = getattr(node, "body", [])
+    return node.lineno
+
+
+def _assigned(node: ast.AST) -> str | None:
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+    return targets[0].id if targets and isinstance(targets[0], ast.Name) else None
+
+
+def with_lines(page: str) -> str:
+    """The page with the line numbers of its walks anew."""
+
+    def written(match: re.Match[str]) -> str:
+        indent, file, _, name = match.groups()
+        return f"{indent}{f'{file}:{line_of(file, name)}':<29}{name:<34}"
+
+    return _PLACE.sub(written, page)
+
+
 if __name__ == "__main__":
     now = rooms()
-    PAGE.write_text(with_rooms(PAGE.read_text(encoding="utf-8"), now), encoding="utf-8")
+    PAGE.write_text(with_lines(with_rooms(PAGE.read_text(encoding="utf-8"), now)), encoding="utf-8")
     DRAWING.write_text(drawing(now), encoding="utf-8")

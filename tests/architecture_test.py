@@ -45,3 +45,12 @@ def test_what_a_drawing_names_exists(drawing):
     assert functions
     for name in (function.rpartition(".")[2] for function in functions):
         assert re.search(rf"\bdef {name}\b|^    {name}: ", sources, re.MULTILINE), name
+
+
+def test_walks_name_what_is_defined_there():
+    found = rooms.places(_PAGE)
+    assert len(found) > 15
+    for file, name, line in found:
+        at = rooms.line_of(file, name)
+        assert abs(at - line) <= 30, f"{file}: {name} is in line {at}, not {line}: python -m docs.rooms"
+    assert {"clipped_surrogate", "row_signals", "PENALTIES"} <= {name for _, name, _ in found}
