@@ -69,7 +69,7 @@ class Rows(NamedTuple):
         segment_ids: int32, 1, 2, ... within a row; 0 is padding.
         completion_mask: bool, true on sampled tokens, end-of-sequence included.
         completion_index: int32, which completion of the mini-batch a token belongs to; 0 where the mask is false.
-        columns: name -> [M, A, R, L, ...], the columns of `data.columns.COLUMNS` that the completions have.
+        columns: name -> [M, A, R, L, ...], the columns of `data.episode.COLUMNS` that the completions have.
     """
 
     input_ids: Array

@@ -1,14 +1,144 @@
-"""Episodes: what an engine sampled after one prompt, token by token."""
+"""Episodes: the tokens that an engine sampled after one prompt, with per-token columns that are each declared once.
+
+An episode, the packed rows, what processes exchange, the shapes and the memory of a batch and the sidecar's replies
+follow from `COLUMNS`. A new column is one entry: an engine gives it with its episodes (`Episode.columns`), the step
+reads it from the rows (`Rows.columns`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.data.columns import over_sequence
+from dcmdp_jax.errors import UserError
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One array with an entry for each token.
+
+    Attributes:
+        doc: what an entry is.
+        dtype: of the array.
+        fill: entry of padding, and of a token that the column says nothing about.
+        of_given: whether it has entries for tokens that the policy did not sample: a prompt, the output of a tool.
+            Those of another column are `fill`.
+        shape: (model) -> shape of an entry, the axes after the token axis.
+        present: (config) -> whether every batch of a run of that config has it; None: present where an engine or a
+            reward gives it unasked.
+    """
+
+    doc: str
+    dtype: type[np.generic]
+    fill: int | float
+    of_given: bool = False
+    shape: Callable[[Any], Shape] = lambda model: ()
+    present: Callable[[Any], bool] | None = None
+
+
+COLUMNS: dict[str, Column] = {
+    "rollout_logprobs": Column(
+        "nats, of the sampled token by the inference engine, under the distribution sampled from",
+        np.float32, 0.0, present=lambda config: True,
+    ),
+    "policy_versions": Column(
+        "the training step whose weights sampled the token", np.int32, -1, present=lambda config: True
+    ),
+    "routed_experts": Column(
+        "[layers, k], the experts of each layer that the engine sent the token to when it read it; a forward pass uses "
+        "them (router replay). -1 for a token that was not read, such as the last",
+        np.int16, -1, of_given=True, shape=lambda model: model.routing[:2],
+        present=lambda config: config.rollout.router_replay,
+    ),
+    "old_logprobs": Column(
+        "nats, of the sampled token by the training stack, under the weights that sampled it; of a run whose batches "
+        "lag behind the policy. The trainer computes it",
+        np.float32, 0.0, present=lambda config: config.rollout.lag > 0,
+    ),
+    "teacher_logprobs": Column("nats, of the sampled token by a teacher", np.float32, 0.0),
+    "token_rewards": Column("reward of the token alone, beside its completion's", np.float32, 0.0),
+}  # fmt: skip
+
+ROW_LAYOUT: dict[str, type[np.generic]] = {
+    "input_ids": np.int32,
+    "position_ids": np.int32,
+    "segment_ids": np.int32,
+    "completion_mask": np.bool_,
+    "completion_index": np.int32,
+}
+"""Field of `types.Rows` that packing itself writes -> dtype; 0 on padding."""
+
+
+def declared_column(name: str) -> Column:
+    """The declaration of a column.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if name not in COLUMNS:
+        raise UserError(f"column {name!r} is not declared in data/episode.py; declared are {', '.join(COLUMNS)}")
+    return COLUMNS[name]
+
+
+def columns_of_run(config: Any, model: Any) -> dict[str, Shape]:
+    """The columns that every batch of a run has, and the shape of their entries.
+
+    Args:
+        config: the settings.
+        model: its `ModelConfig`.
+    """
+    given = {name: column for name, column in COLUMNS.items() if column.present and column.present(config)}
+    return {name: tuple(column.shape(model)) for name, column in given.items()}
+
+
+def common_columns(columns: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int]) -> dict[str, Shape]:
+    """The columns that several episodes have, and the shape of their entries.
+
+    Args:
+        columns: of each episode, name -> [T, ...].
+        lengths: T of each.
+
+    Raises:
+        UserError: naming the first completion that has a column more or less than completion 0, or one of another
+            shape; or a column that is not declared.
+    """
+    shapes = {name: values.shape[1:] for name, values in columns[0].items()} if columns else {}
+    for i, (found, length) in enumerate(zip(columns, lengths, strict=True)):
+        for name in sorted(found.keys() | shapes.keys()):
+            declared_column(name)
+            shape = found[name].shape if name in found else None
+            expected = (int(length), *shapes[name]) if name in shapes else None
+            if shape != expected:
+                label = name.replace("_", " ")
+                raise UserError(f"rollout: completion {i}: {label} of shape {shape}, expected {expected}")
+    return shapes
+
+
+def over_sequence(name: str, values: np.ndarray, sampled_mask: np.ndarray) -> np.ndarray:
+    """A column of a whole sequence from what an engine has of it.
+
+    Args:
+        name: of the column.
+        values: [n, ...]; n is at most T of a column that given tokens have (it lacks the last, unread ones), else the
+            number of sampled tokens.
+        sampled_mask: [T] bool.
+
+    Returns:
+        [T, ...], the column's fill where `values` says nothing.
+    """
+    column = declared_column(name)
+    whole = np.full((sampled_mask.size, *values.shape[1:]), column.fill, column.dtype)
+    if column.of_given:
+        whole[: len(values)] = values
+    else:
+        whole[sampled_mask] = values
+    return whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -23,7 +153,7 @@ class Episode:
         group: index of the prompt in the call of `generate`.
         member: 0 .. group_size - 1, which completion of its group.
         finish_reason: "stop" (sampled an end token) or "length".
-        columns: name -> [T, ...], the further arrays with an entry for each token, as declared in `columns.COLUMNS`.
+        columns: name -> [T, ...], the further arrays with an entry for each token, as declared in `COLUMNS`.
             Entries of tokens that a column says nothing about are undefined.
     """
 
@@ -87,7 +217,7 @@ def single_turn(
         completion_ids: [C] int32, at least one token.
         logprobs: [C] float32 nats.
         policy_version, group, member, finish_reason: see `Episode`.
-        columns: further columns by their names in `columns.COLUMNS`; of a column that given tokens have [P + C, ...] or
+        columns: further columns by their names in `COLUMNS`; of a column that given tokens have [P + C, ...] or
             fewer, without the last tokens; else [C, ...]. None: the engine has none.
     """
     token_ids = np.concatenate([prompt_ids, completion_ids], dtype=np.int32)

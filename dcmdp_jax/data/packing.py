@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.data.columns import COLUMNS, ROW_LAYOUT, Shape, common_columns
-from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.data.episode import COLUMNS, ROW_LAYOUT, Episode, Shape, common_columns
 from dcmdp_jax.data.row_layout import RowShapes, computed_tokens, lay_out
 from dcmdp_jax.types import Batch, Rows
 
@@ -135,7 +134,7 @@ def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
 
     Args:
         packing: its shapes.
-        columns: name -> shape of an entry, of the columns that the completions have; see `columns.columns_of_run`.
+        columns: name -> shape of an entry, of the columns that the completions have; see `episode.columns_of_run`.
     """
     shapes = zip(packing.micro_batches, packing.rows_per_micro_batch, packing.row_lengths, strict=True)
     rows = tuple(_abstract_rows((packing.mini_batches, *shape), columns) for shape in shapes)

@@ -48,7 +48,7 @@ def load_problems(
 
     Args:
         location: path of a .jsonl or .parquet file, `arithmetic:key=value,...` (see `arithmetic.ArithmeticSpec`),
-            `calculator:...`, `reasoning_gym:NAME,...`, `verifiers:ID,...` (see `data/..._task.py`), or a Hub name
+            `calculator:...`, `reasoning_gym:NAME,...`, `verifiers:ID,...` (see `library_tasks`), or a Hub name
             `owner/name`, with a configuration as `owner/name@config`.
         split: split of a Hub dataset; a local file is one split, and the built-in task names its own.
         limit: maximum number of problems to read; None for all.
@@ -110,14 +110,14 @@ def _built_in(location: str, *, keep_columns: bool) -> list[Problem]:
 
         return arithmetic_problems(ArithmeticSpec.parse(location), keep_columns=keep_columns)
     if location.startswith("calculator"):
-        from dcmdp_jax.data.calculator import calculator_problems
+        from dcmdp_jax.data.arithmetic import calculator_problems
 
         return calculator_problems(location)
     if location.startswith("verifiers"):
-        from dcmdp_jax.data.verifiers_task import verifiers_problems
+        from dcmdp_jax.data.library_tasks import verifiers_problems
 
         return verifiers_problems(location)
-    from dcmdp_jax.data.reasoning_gym_task import reasoning_gym_problems
+    from dcmdp_jax.data.library_tasks import reasoning_gym_problems
 
     return reasoning_gym_problems(location)
 

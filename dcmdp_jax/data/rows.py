@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import describe_digit, foreign_digit, shorten, shorten_name
-from dcmdp_jax.rewards.math.answers import answer_defect, last_boxed, split_elements
+from dcmdp_jax.rewards.math.answers import answer_defect
+from dcmdp_jax.rewards.math.notation import last_boxed, split_elements
 from dcmdp_jax.rewards.math.numbers import parse_number
 from dcmdp_jax.rewards.protocol import ARGUMENTS, Message, Problem
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dcmdp_jax.data.columns import COLUMNS
-from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.data.episode import COLUMNS, Episode
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
 from dcmdp_jax.engines.validation import check_finite
 from dcmdp_jax.types import Params

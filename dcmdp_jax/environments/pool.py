@@ -27,7 +27,7 @@ from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_
 from dcmdp_jax.rewards.protocol import RewardError, plain_value, shown
 from dcmdp_jax.user_code import describe_error, load_function
 
-BUILT_IN_ENVIRONMENTS = {"calculator": "dcmdp_jax.data.calculator:Calculator"}
+BUILT_IN_ENVIRONMENTS = {"calculator": "dcmdp_jax.data.arithmetic:Calculator"}
 """Environments with short names."""
 
 _LONGEST_OBSERVATION = 100_000

@@ -16,7 +16,7 @@ from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.columns import columns_of_run
+from dcmdp_jax.data.episode import columns_of_run
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.kind import DeviceShare, EnginePlan

@@ -42,10 +42,10 @@ ENVIRONMENT = "environment"
 """The sum of what the environment of `task.environment` gave to the turns of a completion."""
 
 BUILT_IN_REWARDS = {
-    "last_number": "dcmdp_jax.rewards.answer_rewards:last_number",
-    "math_verify": "dcmdp_jax.rewards.answer_rewards:math_verify",
-    "reasoning_gym": "dcmdp_jax.data.reasoning_gym_task:reasoning_gym",
-    "verifiers": "dcmdp_jax.data.verifiers_task:verifiers",
+    "last_number": "dcmdp_jax.rewards.math.answers:last_number",
+    "math_verify": "dcmdp_jax.rewards.math.answers:math_verify",
+    "reasoning_gym": "dcmdp_jax.data.library_tasks:reasoning_gym",
+    "verifiers": "dcmdp_jax.data.library_tasks:verifiers",
 }
 """Reward functions with short names."""
 

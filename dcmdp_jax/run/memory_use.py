@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from dcmdp_jax.config.arguments import as_settings, in_settings, of_engine
 from dcmdp_jax.config.engine import find_trainable, forward_scheme
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.columns import COLUMNS, columns_of_run
+from dcmdp_jax.data.episode import COLUMNS, columns_of_run
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload

@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from dcmdp_jax.config.settings import Config, to_dict
-from dcmdp_jax.data.columns import COLUMNS, Shape, common_columns
-from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.data.episode import COLUMNS, Episode, Shape, common_columns
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import VERIFIER_COUNTS, EvaluationResult

@@ -5,8 +5,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from dcmdp_jax.data.columns import COLUMNS, Column, columns_of_run, over_sequence
-from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.data.episode import COLUMNS, Column, columns_of_run, over_sequence, single_turn
 from dcmdp_jax.data.packing import abstract_batch, pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
@@ -70,7 +69,7 @@ def test_a_column_of_given_tokens_lacks_the_last_ones():
 
 
 def test_a_column_that_is_not_declared_is_refused():
-    with pytest.raises(ValueError, match="^column 'entropy' is not declared in data/columns.py; declared are roll"):
+    with pytest.raises(ValueError, match="^column 'entropy' is not declared in data/episode.py; declared are roll"):
         _episodes("entropy", ())
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import reasoning_gym as gym
 
+from dcmdp_jax.data.library_tasks import answer_of, reasoning_gym
 from dcmdp_jax.data.problems import load_problems
-from dcmdp_jax.data.reasoning_gym_task import answer_of, reasoning_gym
 from dcmdp_jax.rewards.protocol import Reward
 from dcmdp_jax.rewards.reward_pool import Returned, RewardPool
 

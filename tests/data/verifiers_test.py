@@ -75,6 +75,6 @@ def test_what_is_no_taskset_is_told(taskset):
 
 def test_without_the_library_its_name_is_said(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "verifiers", None)
-    monkeypatch.delitem(__import__("sys").modules, "dcmdp_jax.data.verifiers_task", raising=False)
+    monkeypatch.delitem(__import__("sys").modules, "dcmdp_jax.data.library_tasks", raising=False)
     with pytest.raises(ValueError, match="the library verifiers is missing: pip install 'verifiers"):
         load_problems("verifiers:some_tasks")

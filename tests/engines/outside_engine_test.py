@@ -14,8 +14,7 @@ from dcmdp_jax.commands import evaluate, probe, train
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.config.engine import find_trainable
-from dcmdp_jax.data.columns import COLUMNS
-from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.data.episode import COLUMNS, single_turn
 from dcmdp_jax.engines.kind import EngineKind
 from dcmdp_jax.engines.outside import check_engine
 from dcmdp_jax.engines.protocol import SamplingParams

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dcmdp_jax.data.calculator import Calculator, value_of
+from dcmdp_jax.data.arithmetic import Calculator, value_of
 from dcmdp_jax.data.problems import load_problems
 
 

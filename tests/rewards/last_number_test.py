@@ -1,6 +1,6 @@
 """The reward of the demo on a published model."""
 
-from dcmdp_jax.rewards.answer_rewards import last_number
+from dcmdp_jax.rewards.math.answers import last_number
 from dcmdp_jax.rewards.protocol import load_reward
 
 

@@ -319,7 +319,7 @@ def test_hosts_that_differ_are_found_before_the_first_step(run_environment, tmp_
 _WITH_A_COLUMN = """
 import numpy as np
 from dcmdp_jax.commands import cli, train
-from dcmdp_jax.data.columns import COLUMNS, Column
+from dcmdp_jax.data.episode import COLUMNS, Column
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.training import build
 

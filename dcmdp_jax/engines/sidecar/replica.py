@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.data.columns import COLUMNS, Shape
-from dcmdp_jax.data.episode import OpenGroups, single_turn
+from dcmdp_jax.data.episode import COLUMNS, OpenGroups, Shape, single_turn
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar import wire
 from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
@@ -288,7 +287,7 @@ class SampledRow(NamedTuple):
 def split_columns(
     arrays: Mapping[str, np.ndarray], prompts: Sequence[int], completions: Sequence[int], expected: Mapping[str, Shape]
 ) -> list[dict[str, np.ndarray]]:
-    """The columns of `data.columns.COLUMNS` that a frame has beside tokens and log-probs, for each completion.
+    """The columns of `data.episode.COLUMNS` that a frame has beside tokens and log-probs, for each completion.
 
     A column that given tokens have comes for a prompt's tokens and the completion's own but the last, which is not
     read; another for the completion's tokens. Completions follow each other on the first axis.

@@ -5,35 +5,31 @@ length, so the trainer's process can run it. `equivalence` decides, in a worker,
 
 The verifier's answer notation is LaTeX without dollar signs. One command is ours: an answer that ends in
 `\tolerance{d}` is matched by every number at most d away from it.
+
+The rewards `last_number` and `math_verify` are simpler ways than `math` to compare with the reference answer.
 """
 
 from __future__ import annotations
 
 import collections
+import logging
 import re
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from dcmdp_jax.rewards.math.notation import (
     has_box,
     last_boxed,
     normalize_answer,
-    split_elements,
     unwrap_text,
+    upright,
     without_spaces,
     without_special_tokens,
 )
 from dcmdp_jax.rewards.math.numbers import parse_number, same_number
 from dcmdp_jax.rewards.math.units import factors, measures, vocabulary
-
-__all__ = [
-    "answer_defect",
-    "is_sentence",
-    "compare_literals",
-    "extract_answer",
-    "last_boxed",
-    "split_elements",
-    "split_tolerance",
-]
+from dcmdp_jax.rewards.protocol import completion_text
 
 MAX_ANSWER_CHARACTERS = 2000
 """A longer answer is not graded."""
@@ -64,6 +60,8 @@ _WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
 _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}+")
 _PREDICATE = re.compile(r"\b(?:is|are|was|were|has|have|there|because|since|where|which)\b", re.IGNORECASE)
 _CAPITALS = re.compile(r"[A-Z]{2,}+")
+_PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
+_LONGEST_READ = 100_000
 
 
 def extract_answer(completion: str, extraction: str = "strict") -> str | None:
@@ -251,3 +249,41 @@ def _compare_words(left: str, right: str) -> bool | None:
         same_case = [word[1:] for word in left_split] == [word[1:] for word in right_split]
         return True if wrapped or (longest > 2 and same_case) else None
     return False if wrapped or longest > 2 else None
+
+
+def last_number(completions: Sequence[Any], reference_answer: Sequence[str], **columns: Any) -> list[float]:
+    """1 where the last number of a completion is the reference answer, digit by digit; else 0.
+
+    Args:
+        completions: texts, or lists of messages, whose last one is read.
+        reference_answer: the reference answers.
+        columns: unused.
+    """
+    texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
+    found = [_PLAIN_NUMBER.findall(text[-_LONGEST_READ:]) for text in texts]
+    return [float(numbers[-1:] == [right]) for numbers, right in zip(found, reference_answer, strict=True)]
+
+
+def math_verify(
+    completions: Sequence[Any], reference_answer: Sequence[str | None], **columns: Any
+) -> list[float | None]:
+    r"""1 where math-verify finds the reference answer in the completion, else 0; None where it can't read the answer,
+    or there is none.
+
+    The library reads the texts without our parsing of answers, but factors set upright lose their commands first: it
+    takes `\mathrm{e}` in `3\mathrm{e}` for a unit and drops it. Its own time limits apply: 5 seconds to parse a text
+    and 5 to compare; an answer over them gets 0.
+
+    Args:
+        completions: texts, or lists of messages.
+        reference_answer: the reference answers.
+        columns: not used.
+    """
+    import math_verify as library
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about each time limit that it is given
+    golds = [None if text is None else library.parse(upright(rf"\boxed{{{text}}}")) for text in reference_answer]
+    return [
+        float(library.verify(gold, library.parse(upright(completion_text(completion))))) if gold else None
+        for gold, completion in zip(golds, completions, strict=True)
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.rewards.answer_rewards import math_verify
+from dcmdp_jax.rewards.math.answers import math_verify
 from dcmdp_jax.rewards.math.equivalence import equivalent
 from tests.rewards.math.judging import judge
 
