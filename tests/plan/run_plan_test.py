@@ -76,7 +76,8 @@ def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
 
 def test_a_plan_looks_at_no_run_directory(tmp_path):
     (tmp_path / "config.json").write_text("torn")
-    run = planned_run(small_config(run_dir=str(tmp_path)), make_mesh(1, 8, devices=jax.devices()[:8]))
+    config = dataclasses.replace(small_config(), run_dir=str(tmp_path))
+    run = planned_run(config, make_mesh(1, 8, devices=jax.devices()[:8]))
     assert run.memory.rows == run.asked.rollout.max_rows
 
 
