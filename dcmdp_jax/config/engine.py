@@ -10,7 +10,7 @@ from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import find_engine, unknown_engine
-from dcmdp_jax.errors import ArgumentError, UserError
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import build, check_choice, check_range, declared, get_value, nearest_name
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.models.scheme import Scheme
@@ -42,49 +42,34 @@ def find_trainable(name: str) -> EngineKind:
 
 
 def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
-    """The engine's own settings: its section, or `rollout.engine_args` for an engine by path.
+    """The engine's own settings: its section, or the JSON object `rollout.engine_args` for an engine by path.
 
     Raises:
-        UserError: in one line, for `engine_args` that are not the engine's settings.
+        UserError: in one line, for what is no object, an unknown name, a wrong type or a value out of range.
     """
-    if kind not in TRAINABLE.values():
-        with as_settings({"engine_args": "rollout.engine_args"}):
-            return parse_settings(kind, rollout.engine_args)
-    if rollout.engine_args:
-        raise UserError(
-            f"config.rollout.engine_args: goes with an engine by path; {kind.name} has config.rollout.{kind.name}.*"
-        )
-    return get_value(rollout, kind.name)
-
-
-def parse_settings(kind: EngineKind, engine_args: str) -> Any:
-    """An engine's own settings from a JSON object; empty for the defaults.
-
-    Raises:
-        UserError: in one line that names `engine_args`, for what is no object, an unknown name, a wrong type or a value
-            out of range.
-    """
+    section, given = "rollout.engine_args", rollout.engine_args
+    if kind in TRAINABLE.values():
+        if given:
+            own = f"config.rollout.{kind.name}.*"
+            raise UserError(f"config.{section}: goes with an engine by path; {kind.name} has {own}")
+        return get_value(rollout, kind.name)
     try:
-        values = json.loads(engine_args or "{}")
+        values = json.loads(given or "{}")
     except ValueError as error:
-        said = f"got {shorten(engine_args)}, must be a JSON object ({error})"
-        raise ArgumentError("engine_args", said) from None
+        raise UserError(f"config.{section}: got {shorten(given)}, must be a JSON object ({error})") from None
     if not isinstance(values, dict):
-        raise ArgumentError("engine_args", f"got {shorten(engine_args)}, must be a JSON object")
+        raise UserError(f"config.{section}: got {shorten(given)}, must be a JSON object")
     known = declared(kind.settings)
 
     def unknown(dotted: str) -> UserError:
-        near = nearest_name(dotted.removeprefix("engine_args."), list(known), list(known) or ["none"])
-        return UserError(f"{dotted}: no setting of {kind.name}; {near}")
+        near = nearest_name(dotted.removeprefix(f"{section}."), list(known), list(known) or ["none"])
+        return UserError(f"config.{dotted}: no setting of {kind.name}; {near}")
 
-    try:
-        made = build(kind.settings, values, unknown, "engine_args.")
-        for one in known.values():
-            name, value = f"engine_args.{one.name}", get_value(made, one.name)
-            check_choice(name, value, one.about.choices, one.about.why)
-            check_range(one, value, name)
-    except UserError as error:
-        raise ArgumentError(*str(error).removeprefix("config.").split(": ", 1)) from error
+    made = build(kind.settings, values, unknown, f"{section}.")
+    for one in known.values():
+        name, value = f"{section}.{one.name}", get_value(made, one.name)
+        check_choice(name, value, one.about.choices, one.about.why)
+        check_range(one, value, name)
     return made
 
 
