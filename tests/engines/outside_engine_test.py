@@ -102,10 +102,9 @@ def test_it_trains_evaluates_and_is_probed(server, tmp_path, capsys):
     assert result["length_mean"] == 5 and [what for what, _ in server.asked].count("sample") == 4
 
     server.asked.clear()
-    _run(
-        probe.main, capsys, "--model", run, "--a", ENGINE, "--b", "trainer", "--task", _TASK, "--prompts", "2",
-        "--completions", "2", "--max-completion-tokens", "8", "--no-rescoring", "--out", tmp_path / "probe",
-    )  # fmt: skip
+    asked = {"task.train": _TASK, "rollout.group_size": 2, "rollout.max_completion_tokens": 8}
+    words = [f"--config.{name}={value}" for name, value in asked.items()] + ["--prompts", "2", "--no-rescoring"]
+    _run(probe.main, capsys, "--model", run, "--a", ENGINE, "--b", "trainer", *words, "--out", tmp_path / "probe")
     [pair] = json.loads((tmp_path / "probe" / "probe.json").read_text())["pairs"]
     assert pair["statistics"]["tokens"] == 2 * 2 * 5
     assert pair["floors"][f"{ENGINE}:float32"] == 0  # it says -log V whatever else is in the batch
