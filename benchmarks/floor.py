@@ -26,7 +26,7 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import training_mesh
-from dcmdp_jax.run.run import layout
+from dcmdp_jax.run.run import compute_on, packing_on
 
 _TOKENS = 8192
 
@@ -55,7 +55,9 @@ def _row(size: str, tokens: int, repeats: int) -> str:
     run.training.prompts_per_step = run.training.prompts_per_mini_batch = count // GROUP
     # Rows that fit: what the lengths of a mixed batch cost is another measurement.
     run.training.row_lengths = (tokens,)
-    compute, shapes = layout(from_config_dict(run), training_mesh(num_params=num_params(config)))
+    settings, mesh = from_config_dict(run), training_mesh(num_params=num_params(config))
+    compute = compute_on(settings, mesh)
+    shapes = packing_on(settings, mesh, compute)
     batch, _ = batch_of(rollout(config, PROMPT_TOKENS, np.full(count, new), GROUP), shapes, config)
     step = stepper(config, "dc_grpo", compute, batch, max_completion_tokens=new)
     rate = matmul_gflop_per_cpu_second()

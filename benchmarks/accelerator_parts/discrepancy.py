@@ -22,7 +22,7 @@ from dcmdp_jax.models.products import products_in
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
-from dcmdp_jax.run.run import layout
+from dcmdp_jax.run.run import compute_on, packing_on
 from dcmdp_jax.training.rescore import batch_logprobs
 from dcmdp_jax.training.state import batch_shardings
 
@@ -80,7 +80,8 @@ def _logprobs(
 ) -> tuple[np.ndarray, np.ndarray, Compute]:
     """Log-probs of the sampled tokens by the training stack and by the engine, both [tokens] float32; how computed."""
     mesh = one_device_mesh()
-    compute, plan = layout(config, mesh)
+    compute = compute_on(config, mesh)
+    plan = packing_on(config, mesh, compute)
     batch, _ = pack(sampled, np.zeros(len(sampled), np.float32), plan, mask_truncated=False)
     row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=mesh)
     on_device = jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows)))

@@ -26,7 +26,7 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh, training_mesh
 from dcmdp_jax.process_memory import release_freed_memory
-from dcmdp_jax.run.run import Run, layout
+from dcmdp_jax.run.run import Run, compute_on, packing_on
 from dcmdp_jax.training import loop
 from dcmdp_jax.types import Params
 
@@ -37,7 +37,9 @@ def train(job: Job, rounds: Rounds) -> None:
     """The compiled step with one mini-batch or four, in the layout that a run chooses."""
     model = _model(job)
     mesh = training_mesh(num_params=num_params(model))
-    compute, plan = layout(from_config_dict(_run_config(job, 1 if job.part == "train1" else 4)), mesh)
+    config = from_config_dict(_run_config(job, 1 if job.part == "train1" else 4))
+    compute = compute_on(config, mesh)
+    plan = packing_on(config, mesh, compute)
     batch, _ = batch_of(rollout(model, job.prompt_lengths, np.asarray(job.lengths), job.group), plan, model)
     step = stepper(model, "dc_grpo", compute, batch, max_completion_tokens=job.new_tokens)
     release_freed_memory()  # as a run does before its first step

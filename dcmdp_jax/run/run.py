@@ -280,18 +280,14 @@ class Run:
         return mesh
 
     @cached_property
-    def _layout(self) -> tuple[Compute, RowShapes]:
-        return layout(self.asked, self.mesh, shortest=1 + self.shortest_prompt)
-
-    @property
     def compute(self) -> Compute:
         """How the training stack computes, its attention kernel the one of this mesh."""
-        return self._layout[0]
+        return compute_on(self.asked, self.mesh)
 
-    @property
+    @cached_property
     def packing(self) -> RowShapes:
-        """Shapes of a batch."""
-        return self._layout[1]
+        """Shapes of a batch, of prompts as long as those to train on."""
+        return packing_on(self.asked, self.mesh, self.compute, shortest=1 + self.shortest_prompt)
 
     @cached_property
     def machine(self) -> Machine:
@@ -398,35 +394,41 @@ class Run:
         return jax.jit(lambda: init_params(self.model, key, settings.param_dtype), out_shardings=shardings)()
 
 
-def layout(config: Config, mesh: Mesh, shortest: int = 1) -> tuple[Compute, RowShapes]:
-    """Computation of the training stack on a mesh, and the shapes of a batch of sequences of at least `shortest`."""
+def compute_on(config: Config, mesh: Mesh) -> Compute:
+    """Computation of the training stack on a mesh."""
     platform = mesh.devices.flat[0].platform
     dtype = np.dtype(jnp.dtype(config.model.compute_dtype))
     longest = -(-max((config.max_total_tokens, *config.training.row_lengths)) // 128) * 128
     kernel = choose_kernel(config.model.attention, dtype, platform, longest)
-    # Where other segments cost nothing rows are long and hold many.
-    segments = config.training.segments_per_row or (ANY_NUMBER if kernel in SKIP_SEGMENTS else 1)
-    row_lengths = config.training.row_lengths
-    if kernel == "splash" and (odd := [length for length in row_lengths if length % 128]):
-        raise UserError(f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128")
-    packing = make_row_shapes(
-        row_lengths=row_lengths,
-        longest=config.max_total_tokens,
-        shortest=shortest,
-        length_multiple=512 if kernel == "splash" else 8,
-        micro_batch_tokens=config.training.micro_batch_tokens,
-        mini_batches=config.mini_batches,
-        completions=config.completions_per_mini_batch,
-        segments_per_row=segments,
-        row_shards=row_shards(mesh),
-    )
-    compute = Compute(
+    return Compute(
         dtype=config.model.compute_dtype,
         remat=config.model.remat,
         scan_unroll=config.model.scan_unroll or (_CPU_UNROLL if platform == "cpu" else 1),
         attention=kernel,
         logprob_chunk=config.model.logprob_chunk,
-        one_segment=segments == 1,
+        one_segment=_segments(config, kernel) == 1,
         segments=config.training.segments_per_row,
     )
-    return compute, packing
+
+
+def packing_on(config: Config, mesh: Mesh, compute: Compute, shortest: int = 1) -> RowShapes:
+    """Shapes of a batch of sequences of at least `shortest` tokens, for a computation on a mesh."""
+    splash, row_lengths = compute.attention == "splash", config.training.row_lengths
+    if splash and (odd := [length for length in row_lengths if length % 128]):
+        raise UserError(f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128")
+    return make_row_shapes(
+        row_lengths=row_lengths,
+        longest=config.max_total_tokens,
+        shortest=shortest,
+        length_multiple=512 if splash else 8,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        mini_batches=config.mini_batches,
+        completions=config.completions_per_mini_batch,
+        segments_per_row=_segments(config, compute.attention),
+        row_shards=row_shards(mesh),
+    )
+
+
+def _segments(config: Config, kernel: str) -> int:
+    # Where other segments cost nothing rows are long and hold many.
+    return config.training.segments_per_row or (ANY_NUMBER if kernel in SKIP_SEGMENTS else 1)

@@ -10,7 +10,7 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
 from dcmdp_jax.run.memory_use import memory_of_run
-from dcmdp_jax.run.run import layout
+from dcmdp_jax.run.run import compute_on, packing_on
 
 QWEN3_8B = ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960)
 
@@ -19,7 +19,8 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
     config = from_config_dict(config)
     devices = shape[0] * shape[1] * shape[2]
     mesh = make_mesh(*shape, devices=jax.devices()[:devices])
-    compute, packing = layout(config, mesh)
+    compute = compute_on(config, mesh)
+    packing = packing_on(config, mesh, compute)
     if machine.platform == "gpu":
         compute = dataclasses.replace(compute, attention="cudnn")
     completions = config.training.prompts_per_step * config.rollout.group_size
