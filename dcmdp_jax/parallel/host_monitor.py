@@ -33,6 +33,9 @@ class HostMonitor:
 
     A process can't leave a collective operation that another one never enters, so the thread ends the process as a
     kill would; the run resumes from its newest checkpoint.
+
+    Attributes:
+        stopping: set once another process has asked all to meet early, or has failed.
     """
 
     def __init__(self, client: Any, index: int, names: Sequence[str], timeout_s: float, coordinator: str) -> None:
@@ -48,19 +51,12 @@ class HostMonitor:
         self._client, self._index, self._names, self._timeout_s = client, index, names, timeout_s
         self._beat, self._state, self._message = 0, RUNNING, ""
         self._lock = threading.Lock()
-        self._end = threading.Event()
-        self._stopping = threading.Event()
-        self._leaving = threading.Event()
+        self._end, self._leaving, self.stopping = threading.Event(), threading.Event(), threading.Event()
         self._write()
         if index:
             _explain_abort(coordinator, names[0])
         self._thread = threading.Thread(target=self._watch, name="host monitor", daemon=True)
         self._thread.start()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether another process has asked all to meet early, or has failed."""
-        return self._stopping.is_set()
 
     def say(self, state: str, message: str = "") -> None:
         """Tell the others at once what this process is doing."""
@@ -107,7 +103,7 @@ class HostMonitor:
                 if beat != seen[index][0]:
                     seen[index] = beat, now
                 if state != RUNNING:
-                    self._stopping.set()
+                    self.stopping.set()
                 if state == FAILED and now - failed_at.setdefault(index, now) > _GRACE_S:
                     self._end_process(f"{_who(index, self._names)} failed: {message}", others_live=True)
             for index, (_, at) in seen.items():

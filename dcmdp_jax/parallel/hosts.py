@@ -138,7 +138,7 @@ class SeveralHosts(Hosts):
 
     @property
     def called_together(self) -> bool:
-        return self._monitor.stopping
+        return self._monitor.stopping.is_set()
 
     def check_same(self, facts: Callable[[], Mapping[str, str]], remedy: str) -> None:
         self._compared += 1
