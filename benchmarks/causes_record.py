@@ -163,9 +163,13 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
         for _ in range(LENGTH):
             position = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
             out = model(
-                input_ids=tokens, attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True,
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=position,
+                past_key_values=cache,
+                use_cache=True,
                 logits_to_keep=1,
-            )  # fmt: skip
+            )
             cache, logits = out.past_key_values, out.logits[:, -1].float()
             plain, warm = (torch.log_softmax(each, -1) for each in (logits, logits / temperature))
             from_these = warm.clone()
@@ -224,10 +228,13 @@ def record_smollm2(directory: Path) -> dict[str, Columns]:
         for ids in plain["ids"]
     ]
     sizes = [min(len(a), len(b)) for a, b in zip(again, plain["ids"], strict=True)]
-    made["int8, re-tokenized"] = scored(plain | {
-        "ids": [np.array(ids[:n]) for ids, n in zip(again, sizes, strict=True)],
-        "rollout": [values[:n] for values, n in zip(plain["rollout"], sizes, strict=True)],
-    })  # fmt: skip
+    made["int8, re-tokenized"] = scored(
+        plain
+        | {
+            "ids": [np.array(ids[:n]) for ids, n in zip(again, sizes, strict=True)],
+            "rollout": [values[:n] for values, n in zip(plain["rollout"], sizes, strict=True)],
+        }
+    )
     plain, cut = sampled(changed(bits=4), chats, (1, 1), (1, 0.95))
     made |= {"int4": scored(plain), "int4, top-p 0.95": scored(cut)}
     [found] = sampled(changed(noise=0.05), chats, (1, 1))

@@ -71,9 +71,13 @@ class Comparison:
         names = list(self._pythons)
         apart = _is_apart(size, self._arguments.apart)
         measured: dict[str, Any] = {
-            "part": part, "size": size, "lengths": lengths, "in_turn": not apart, "contenders": {},
+            "part": part,
+            "size": size,
+            "lengths": lengths,
+            "in_turn": not apart,
+            "contenders": {},
             "needed_flop": needed_flop(part, model(size), WORKLOADS[lengths]),
-        }  # fmt: skip
+        }
         before, each = matmul_gflops(), matmul_gflop_per_cpu_second()
         for together in [[name] for name in names] if apart else [names]:
             with contextlib.ExitStack() as stack:
@@ -179,14 +183,18 @@ def _environment(scratch: Path, omp_wait: str) -> dict[str, str]:
     left_out = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "XLA_FLAGS")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     wait = {} if omp_wait == "default" else {"OMP_WAIT_POLICY": omp_wait}
-    return kept | wait | {
-        "JAX_PLATFORMS": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(scratch / "huggingface"),
-        "TMPDIR": str(scratch),
-        "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
+    return (
+        kept
+        | wait
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(scratch / "huggingface"),
+            "TMPDIR": str(scratch),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    )
 
 
 def _processor() -> str:

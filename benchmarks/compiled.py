@@ -156,12 +156,14 @@ def _operations(plan: CompiledRun) -> list[str]:
         f"  needed by the model:   {least.flops:.3e}: {per_token:.3e} for a token forward, three times that with "
         "its gradient, once more for p^Train of all mini-batches but the first",
         f"  compiled / needed {least.flops_ratio(plan):.2f}{_REMAT[plan.run.compute.remat]}",
-    ]  # fmt: skip
+    ]
 
 
 def _times(plan: CompiledRun) -> list[str]:
-    lines = ["time (estimate from the data sheet, seconds)",
-             "  program       compute   memory   communication   overlapped   in turn"]  # fmt: skip
+    lines = [
+        "time (estimate from the data sheet, seconds)",
+        "  program       compute   memory   communication   overlapped   in turn",
+    ]
     for name, compiled in plan.programs.items():
         if compiled.refused is None:
             bound = roofline(compiled.account, plan.topology.chip)
@@ -171,8 +173,10 @@ def _times(plan: CompiledRun) -> list[str]:
             )
     if is_compiled(plan, "decode") and plan.engine is not None:
         bound = roofline(plan.programs["decode"].account, plan.topology.chip)
-        lines.append(f"  decode is one token of {plan.engine.rows} rows: at most "
-                     f"{plan.engine.rows / bound.overlapped:,.0f} tokens/s with full caches")  # fmt: skip
+        lines.append(
+            f"  decode is one token of {plan.engine.rows} rows: at most "
+            f"{plan.engine.rows / bound.overlapped:,.0f} tokens/s with full caches"
+        )
     return lines + [f"  assumed: {assumption}" for assumption in ASSUMPTIONS]
 
 
@@ -185,8 +189,10 @@ def _checks(plan: CompiledRun) -> list[str]:
 
 
 def _notes(plan: CompiledRun) -> list[str]:
-    lines = ["compiled: programs, their memory, collectives, products, traffic. Worst case: every completion has the "
-             "longest length, every row is one sequence and all its tokens are in the loss."]  # fmt: skip
+    lines = [
+        "compiled: programs, their memory, collectives, products, traffic. Worst case: every completion has the "
+        "longest length, every row is one sequence and all its tokens are in the loss."
+    ]
     for name, compiled in plan.programs.items():
         if compiled.refused is not None:
             continue

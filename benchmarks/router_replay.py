@@ -77,9 +77,13 @@ def rows_of(episodes: Sequence[Episode]) -> Rows:
     """Lay each episode into a row of its own, [N, L]."""
     longest, count = max(len(episode.token_ids) for episode in episodes), len(episodes)
     plan = make_row_shapes(
-        row_lengths=(longest,), micro_batch_tokens=longest * count, mini_batches=1, completions=count,
-        segments_per_row=1, row_shards=1,
-    )  # fmt: skip
+        row_lengths=(longest,),
+        micro_batch_tokens=longest * count,
+        mini_batches=1,
+        completions=count,
+        segments_per_row=1,
+        row_shards=1,
+    )
     batch, _ = pack(episodes, np.zeros(count, np.float32), plan, mask_truncated=False)
     return jax.tree.map(lambda field: jnp.asarray(field[0, 0]), batch.rows[0])
 

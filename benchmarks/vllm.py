@@ -132,8 +132,11 @@ def client(repeats: int) -> None:
             path.write_text(json.dumps(request))
             direct = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.vllm_direct", str(path)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
             _answer(direct, "ready")
             sampling = SamplingParams(GROUP, NEW_TOKENS)
             times: dict[str, list[float]] = {"LLM.generate": [], "client": []}

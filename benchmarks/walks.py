@@ -22,12 +22,20 @@ _PACKAGE = str(Path(__file__).resolve().parents[1] / "dcmdp_jax")
 _TOLERANCE = 0.00123456789
 # Name of the function that begins it -> phase.
 _PHASES = {
-    "Run.check": "setup", "push_weights": "push", "_generate": "generate", "finish": "verify", "_pack": "pack",
+    "Run.check": "setup",
+    "push_weights": "push",
+    "_generate": "generate",
+    "finish": "verify",
+    "_pack": "pack",
     "_train_step": "step (tracing)",
-}  # fmt: skip
+}
 _KINDS = {
-    "Batch": "batch", "Rows": "batch", "TrainState": "weight", "AlgorithmSettings": "setting", "Config": "setting",
-}  # fmt: skip
+    "Batch": "batch",
+    "Rows": "batch",
+    "TrainState": "weight",
+    "AlgorithmSettings": "setting",
+    "Config": "setting",
+}
 
 
 def _walker(value: Any) -> str | None:

@@ -77,10 +77,13 @@ def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, RowSha
     """Settings and shapes of a step on 16 x 8 completions of 64 tokens: rows of one length, no padding."""
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
     plan = make_row_shapes(
-        row_lengths=(PROMPT_TOKENS + NEW_TOKENS,), micro_batch_tokens=micro_batch_tokens(config),
-        mini_batches=mini_batches, completions=PROMPTS * GROUP // mini_batches, segments_per_row=1,
+        row_lengths=(PROMPT_TOKENS + NEW_TOKENS,),
+        micro_batch_tokens=micro_batch_tokens(config),
+        mini_batches=mini_batches,
+        completions=PROMPTS * GROUP // mini_batches,
+        segments_per_row=1,
         row_shards=training_mesh(num_params=num_params(config)).size,
-    )  # fmt: skip
+    )
     return compute, plan
 
 

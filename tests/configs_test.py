@@ -97,11 +97,15 @@ def test_another_argument_is_refused():
 
 def test_an_unknown_option_names_all_that_the_file_has():
     own = {
-        "qwen3_8b": base.PAPER_OPTIONS, "qwen3_30b_a3b": base.PAPER_OPTIONS,
+        "qwen3_8b": base.PAPER_OPTIONS,
+        "qwen3_30b_a3b": base.PAPER_OPTIONS,
         "demo_vllm": ("float32", "fp8_kv", "fp8_weights", "int8"),
-        "r1_distill_qwen_1p5b": base.PAPER_OPTIONS, "demo_moe": ("vllm", "replay"), "remedies": remedies.REMEDIES,
-        "demo": (), "calculator": (),
-    }  # fmt: skip
+        "r1_distill_qwen_1p5b": base.PAPER_OPTIONS,
+        "demo_moe": ("vllm", "replay"),
+        "remedies": remedies.REMEDIES,
+        "demo": (),
+        "calculator": (),
+    }
     for name, options in own.items():
         with pytest.raises(ValueError, match="^config argument 'int9': allowed are ") as raised:
             _config(name, "debug,int9")
@@ -116,8 +120,11 @@ def test_the_papers_constants_of_the_8b_runs():
     config = _config("qwen3_8b")
     algorithm = config.algorithm
     assert (algorithm.method, algorithm.measure, algorithm.sided, algorithm.level) == (
-        "dc_grpo", "diff", "two", "token",
-    )  # fmt: skip
+        "dc_grpo",
+        "diff",
+        "two",
+        "token",
+    )
     assert (algorithm.multiplier, algorithm.tolerance, algorithm.dual_learning_rate) == (0.1, 0.0037, 1.0)
     assert algorithm.trust_region == "clip" and inspect.signature(clip).parameters["high"].default == 0.24
     assert algorithm.kl_coefficient == 0.0
@@ -173,9 +180,12 @@ def test_the_30b_runs_differ_from_the_8b_runs_by_model_mesh_and_budget():
     changed = _changes(_config("qwen3_8b"), _config("qwen3_30b_a3b"))
     architecture = {name for name in changed if name.startswith("model.architecture.")}
     assert set(changed) - architecture == {
-        "model.path", "run_dir", "rollout.vllm.tensor_parallel_size",
-        "algorithm.multiplier", "algorithm.tolerance",
-    }  # fmt: skip
+        "model.path",
+        "run_dir",
+        "rollout.vllm.tensor_parallel_size",
+        "algorithm.multiplier",
+        "algorithm.tolerance",
+    }
     assert (changed["algorithm.multiplier"][1], changed["algorithm.tolerance"][1]) == (0.05, 0.0050)
 
 

@@ -59,9 +59,12 @@ def test_prime_rl_is_its_formula_in_value_and_gradient():
     advantages = rng.normal(size=rollout.shape).astype(np.float32)
     mask, weights = rng.random(rollout.shape) < 0.8, rng.uniform(0.1, 1.0, rollout.shape).astype(np.float32)
     tokens = Tokens(
-        train_logprobs=train, anchor_logprobs=rollout, rollout_logprobs=rollout, advantages=advantages,
+        train_logprobs=train,
+        anchor_logprobs=rollout,
+        rollout_logprobs=rollout,
+        advantages=advantages,
         completion_mask=mask,
-    )  # fmt: skip
+    )
     loss = _remedies(loss=_PRIME_RL).loss
 
     @jax.jit
@@ -89,9 +92,12 @@ def test_without_its_kl_prime_rl_is_the_built_in_dppo():
     rollout = np.log(rng.uniform(0.02, 0.98, (2, 50))).astype(np.float32)
     train = np.log(np.clip(np.exp(rollout) + rng.normal(0, 0.2, rollout.shape), 0.01, 0.99)).astype(np.float32)
     tokens = Tokens(
-        train_logprobs=train, anchor_logprobs=rollout, rollout_logprobs=rollout, completion_mask=rollout < 1,
+        train_logprobs=train,
+        anchor_logprobs=rollout,
+        rollout_logprobs=rollout,
+        completion_mask=rollout < 1,
         advantages=rng.normal(size=rollout.shape).astype(np.float32),
-    )  # fmt: skip
+    )
     ours = _remedies(trust_region="dppo_tv(low=0.2,high=0.2)").loss
     theirs = _remedies(loss="examples/remedies.py:prime_rl(kl_tau=0)").loss
     totals = [losses.policy_loss(tokens, np.ones((2, 50)), loss=loss)[0].total for loss in (ours, theirs)]
@@ -102,11 +108,15 @@ def test_without_its_kl_prime_rl_is_the_built_in_dppo():
 def test_they_train_the_demo_by_name_and_stand_in_metrics_and_report(run_environment, tmp_path):
     assert load_function("examples/remedies.py:huber")  # relative to the working directory
     command = [
-        sys.executable, "-m", "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={tmp_path / 'run'}",
+        sys.executable,
+        "-m",
+        "bin.train",
+        "--config=configs/demo.py:debug",
+        f"--config.run_dir={tmp_path / 'run'}",
         "--config.algorithm.method=examples/remedies.py:huber(knee=0.001)",
         "--config.algorithm.loss=examples/remedies.py:prime_rl(kl_tau=1e-3)",
         "--config.algorithm.ratio_denominator=rollout",
-    ]  # fmt: skip
+    ]
     environment = {**run_environment, "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
@@ -169,14 +179,21 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
     )
 
     episodes = Rollout(
-        list(prompts.astype(np.int32)), [tokens[i, start : start + n].astype(np.int32) for i, n in enumerate(lengths)],
-        [rollout[i, :n] for i, n in enumerate(lengths)], ["stop"] * count,
-        np.repeat(np.arange(minimal.PROMPTS), minimal.GROUP), 0,
-    ).episodes  # fmt: skip
+        list(prompts.astype(np.int32)),
+        [tokens[i, start : start + n].astype(np.int32) for i, n in enumerate(lengths)],
+        [rollout[i, :n] for i, n in enumerate(lengths)],
+        ["stop"] * count,
+        np.repeat(np.arange(minimal.PROMPTS), minimal.GROUP),
+        0,
+    ).episodes
     plan = make_row_shapes(
-        row_lengths=(start + limit,), micro_batch_tokens=count * (start + limit), mini_batches=minimal.MINI_BATCHES,
-        completions=count // minimal.MINI_BATCHES, segments_per_row=1, row_shards=1,
-    )  # fmt: skip
+        row_lengths=(start + limit,),
+        micro_batch_tokens=count * (start + limit),
+        mini_batches=minimal.MINI_BATCHES,
+        completions=count // minimal.MINI_BATCHES,
+        segments_per_row=1,
+        row_shards=1,
+    )
     batch, _ = pack(episodes, rewards, plan, mask_truncated=False)
 
     def row_logprobs(params, rows):

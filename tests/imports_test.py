@@ -179,9 +179,12 @@ def test_no_two_rooms_import_each_other_in_a_circle():
 
 def test_the_package_does_not_import_its_commands():
     outside = {"bin", "configs", "benchmarks", "tests", "examples"}
-    found = [module for module, tree in _SOURCES.items()
-             if module.startswith("dcmdp_jax") and _room(module) != "commands"
-             if outside & {name.split(".")[0] for name in _imports(tree)}]  # fmt: skip
+    found = [
+        module
+        for module, tree in _SOURCES.items()
+        if module.startswith("dcmdp_jax") and _room(module) != "commands"
+        if outside & {name.split(".")[0] for name in _imports(tree)}
+    ]
     assert found == []
 
 
@@ -262,8 +265,11 @@ def test_the_loss_functions_can_be_imported_alone():
 
 def test_library_code_prints_nothing_and_unpickles_nothing():
     for module in [name for name in _SOURCES if name.startswith("dcmdp_jax")]:
-        names = {node.func.id for node in ast.walk(_SOURCES[module])
-                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}  # fmt: skip
+        names = {
+            node.func.id
+            for node in ast.walk(_SOURCES[module])
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
         assert _room(module) == "commands" or "print" not in names, module
         assert not {"pickle", "dill", "cloudpickle"} & {name.split(".")[0] for name in _imports(_SOURCES[module])}, (
             module

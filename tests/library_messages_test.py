@@ -46,19 +46,23 @@ def test_library_code_names_no_setting():
     ("engine", "message", "said"),
     [
         (
-            "vllm", "replicas: got 3 of `tensor_parallel_size`=2 devices each, name more in `visible_devices`",
+            "vllm",
+            "replicas: got 3 of `tensor_parallel_size`=2 devices each, name more in `visible_devices`",
             "config.rollout.vllm.replicas: got 3 of rollout.vllm.tensor_parallel_size=2 devices each, name more in "
             "rollout.vllm.visible_devices",
         ),
-        ("vllm", "precision: got 'fp8'; choose `compute_dtype`", "config.rollout.precision: got 'fp8'; choose "
-         "rollout.compute_dtype"),
+        (
+            "vllm",
+            "precision: got 'fp8'; choose `compute_dtype`",
+            "config.rollout.precision: got 'fp8'; choose rollout.compute_dtype",
+        ),
         ("local", "mesh (tensor=4, expert=1): 4 does not", "config.rollout.local (tensor=4, expert=1): 4 does not"),
         ("local", "tensor: got 3", "config.rollout.local.tensor: got 3"),
         # Not an argument of this engine, or no argument at all.
         ("local", "replicas: got 3", "replicas: got 3"),
         ("local", "weights: `layers` is missing", "weights: `layers` is missing"),
     ],
-)  # fmt: skip
+)
 def test_arguments_become_settings_in_one_place(engine, message, said):
     with pytest.raises(UserError) as raised, arguments.as_settings(arguments.of_engine(ENGINES[engine])):
         raise ArgumentError(*message.split(": ", 1))

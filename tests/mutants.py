@@ -40,8 +40,10 @@ class Mutant(NamedTuple):
 def mutants() -> list[Mutant]:
     """Read tests/mutants.txt."""
     lines = _TABLE.read_text(encoding="utf-8").splitlines()[2:]
-    return [Mutant(file, old.removeprefix("- "), new.removeprefix("+").strip())
-            for file, old, new in zip(lines[::3], lines[1::3], lines[2::3], strict=True)]  # fmt: skip
+    return [
+        Mutant(file, old.removeprefix("- "), new.removeprefix("+").strip())
+        for file, old, new in zip(lines[::3], lines[1::3], lines[2::3], strict=True)
+    ]
 
 
 def main(words: list[str]) -> int:

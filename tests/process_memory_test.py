@@ -68,8 +68,11 @@ def _report(
     done = subprocess.run(
         [sys.executable, *(["-m", "probe.run"] if command else ["-c", "import probe.run"]), argument],
         env={**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{directory}:{_ROOT}", **environment},
-        capture_output=True, text=True, check=True, timeout=HANGS_S,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANGS_S,
+    )
     return json.loads(done.stdout)
 
 

@@ -43,11 +43,15 @@ def measure(size: Size, tell: Tell) -> None:
         "engine, float32": (engine, exact),
         "training stack, engine": (trained, engine),
     }
-    tell({
-        "kind": "discrepancy", "tokens": len(exact), "attention": compute.attention,
-        "median_probability": float(np.median(np.exp(exact))),
-        "pairs": {name: _differences(*pair) for name, pair in pairs.items()},
-    })  # fmt: skip
+    tell(
+        {
+            "kind": "discrepancy",
+            "tokens": len(exact),
+            "attention": compute.attention,
+            "median_probability": float(np.median(np.exp(exact))),
+            "pairs": {name: _differences(*pair) for name, pair in pairs.items()},
+        }
+    )
 
 
 def _config(size: Size, dtype: str) -> Config:

@@ -72,8 +72,12 @@ def measure(size: Size, tell: Tell, *, precision: str) -> None:
     per_step = float(np.median(seconds)) / size.new_tokens
     needed = rows * forward_flops(model, size.decode_prompt_tokens * 2 + size.new_tokens)
     found |= {
-        "cache_slots": plan.slots, "cache_bytes": plan.cache_bytes, "weights_bytes": plan.weights_bytes,
-        "predicted_decode_peak_bytes": decode.peak, "seconds_per_token_of_all_rows": per_step, "chip_figures": source,
-    }  # fmt: skip
+        "cache_slots": plan.slots,
+        "cache_bytes": plan.cache_bytes,
+        "weights_bytes": plan.weights_bytes,
+        "predicted_decode_peak_bytes": decode.peak,
+        "seconds_per_token_of_all_rows": per_step,
+        "chip_figures": source,
+    }
     found |= limits.limits(decode, chip, per_step, needed)
     tell(found)

@@ -33,9 +33,13 @@ def measure(size: Size, tell: Tell) -> None:
     if jax.default_backend() != "cpu":
         contenders["ragged_dot"] = moe.products(size.experts, REFERENCE, sizes), params
     found: dict[str, Any] = {
-        "kind": "experts", "experts": size.experts, "tokens": size.expert_tokens, "chip_figures": source,
-        **sizes._asdict(), "passes": {},
-    }  # fmt: skip
+        "kind": "experts",
+        "experts": size.experts,
+        "tokens": size.expert_tokens,
+        "chip_figures": source,
+        **sizes._asdict(),
+        "passes": {},
+    }
     # Three products of [T, D] with k experts' matrices [D, F]; three times that with the gradients.
     forward = 3 * 2.0 * size.expert_tokens * sizes.embed * sizes.per_token * sizes.width
     for (name, wrap), passes in zip(moe.PASSES.items(), (1, 3), strict=True):

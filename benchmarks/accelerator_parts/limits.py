@@ -112,7 +112,11 @@ def measure(size: Size, tell: Tell) -> None:
     chip, source = chip_here(size)
     flops, bandwidth = measured_rates(size)
     found |= {
-        "chip": chip.name, "chip_figures": source, "peak_flops": chip.flops, "peak_bandwidth": chip.memory_bandwidth,
-        "measured_flops": flops, "measured_bandwidth": bandwidth,
-    }  # fmt: skip
+        "chip": chip.name,
+        "chip_figures": source,
+        "peak_flops": chip.flops,
+        "peak_bandwidth": chip.memory_bandwidth,
+        "measured_flops": flops,
+        "measured_bandwidth": bandwidth,
+    }
     tell(found)

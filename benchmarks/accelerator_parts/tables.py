@@ -42,11 +42,15 @@ def _device(found: Found) -> str:
     ]
     if "peak_flops" in found:
         rows += [
-            (f"peak ({found['chip_figures']})",
-             f"{found['peak_flops'] / 1e12:.4g} TFLOP/s, {found['peak_bandwidth'] / 1e9:,.0f} GB/s"),
-            ("a large bfloat16 product, a copy",
-             f"{found['measured_flops'] / 1e12:.4g} TFLOP/s, {found['measured_bandwidth'] / 1e9:,.0f} GB/s"),
-        ]  # fmt: skip
+            (
+                f"peak ({found['chip_figures']})",
+                f"{found['peak_flops'] / 1e12:.4g} TFLOP/s, {found['peak_bandwidth'] / 1e9:,.0f} GB/s",
+            ),
+            (
+                "a large bfloat16 product, a copy",
+                f"{found['measured_flops'] / 1e12:.4g} TFLOP/s, {found['measured_bandwidth'] / 1e9:,.0f} GB/s",
+            ),
+        ]
     return _rows(("device", ""), rows)
 
 
@@ -54,12 +58,15 @@ def _step(found: Found) -> str:
     padding = 1 - found["tokens"] / found["computed_tokens"]
     rows = [
         ("model", f"{found['parameters']:,} parameters, remat {found['remat']}, attention {found['attention']}"),
-        ("batch", f"{found['sequences']} sequences, {found['tokens']:,} tokens, at most "
-                  f"{found['most_sequences_per_row']} in a row, {found['micro_batches']} micro-batches; padding "
-                  f"{padding:.0%}"),
+        (
+            "batch",
+            f"{found['sequences']} sequences, {found['tokens']:,} tokens, at most "
+            f"{found['most_sequences_per_row']} in a row, {found['micro_batches']} micro-batches; padding "
+            f"{padding:.0%}",
+        ),
         ("compilation", f"{found['compile_seconds']:.0f} s"),
         ("peak memory, by the compiler", _gib(found["predicted_peak_bytes"])),
-    ]  # fmt: skip
+    ]
     if "seconds" in found:
         rows += [
             (
@@ -115,16 +122,23 @@ def _engine(found: Found) -> str:
         rows += [
             ("decode step's peak, by the compiler", _gib(found["predicted_decode_peak_bytes"])),
             ("weights, cache", f"{_gib(found['weights_bytes'])}, {_gib(found['cache_bytes'])}"),
-            ("a token of all rows, ms", f"{1e3 * found['seconds_per_token_of_all_rows']:.2f}; least "
-             + ", ".join(f"{name} {1e3 * value:.3g}" for name, value in found["bounds"].items())),
+            (
+                "a token of all rows, ms",
+                f"{1e3 * found['seconds_per_token_of_all_rows']:.2f}; least "
+                + ", ".join(f"{name} {1e3 * value:.3g}" for name, value in found["bounds"].items()),
+            ),
             ("nearer bound, its share of the time", _limit(found)),
-        ]  # fmt: skip
+        ]
     return _rows(("embedded engine", found["precision"]), rows)
 
 
 def _discrepancy(found: Found) -> str:
-    heading = (f"{found['tokens']:,} sampled tokens, median p {found['median_probability']:.2g}", "mean |p - p'|",
-               "mean |log p - log p'|", "largest")  # fmt: skip
+    heading = (
+        f"{found['tokens']:,} sampled tokens, median p {found['median_probability']:.2g}",
+        "mean |p - p'|",
+        "mean |log p - log p'|",
+        "largest",
+    )
     return _rows(
         heading, [(name, *(f"{value:.2e}" for value in pair.values())) for name, pair in found["pairs"].items()]
     )
@@ -143,9 +157,13 @@ def _experts(found: Found) -> str:
 
 
 _TABLES: dict[str, Callable[[Found], str]] = {
-    "device": _device, "step": _step, "attention": _attention, "engine": _engine, "experts": _experts,
+    "device": _device,
+    "step": _step,
+    "attention": _attention,
+    "engine": _engine,
+    "experts": _experts,
     "discrepancy": _discrepancy,
-}  # fmt: skip
+}
 
 
 def summary(record: Found) -> str:

@@ -126,8 +126,11 @@ def _convolution(visit: Visit) -> float:
 def _window(attributes: str) -> dict[str, list[tuple[int, ...]]]:
     found = re.search(r"window=\{([^}]*)\}", attributes)
     fields = dict(part.split("=") for part in found.group(1).split()) if found else {}
-    return {name: [tuple(map(int, one.split("_"))) for one in value.split("x")]
-            for name, value in fields.items() if name in ("stride", "pad", "lhs_dilate", "rhs_dilate")}  # fmt: skip
+    return {
+        name: [tuple(map(int, one.split("_"))) for one in value.split("x")]
+        for name, value in fields.items()
+        if name in ("stride", "pad", "lhs_dilate", "rhs_dilate")
+    }
 
 
 def _taps(left: int, right: int, out: int, window: dict[str, tuple[int, ...]]) -> int:

@@ -84,8 +84,12 @@ class Computation(NamedTuple):
 
     def operands(self, instruction: Instruction) -> list[Array]:
         """Types of an instruction's operands, tuples flattened."""
-        return [array for name in instruction.operands if name in self.instructions
-                for array in self.instructions[name].results]  # fmt: skip
+        return [
+            array
+            for name in instruction.operands
+            if name in self.instructions
+            for array in self.instructions[name].results
+        ]
 
 
 class Module(NamedTuple):
@@ -257,9 +261,12 @@ def _instruction(line: str) -> Instruction | None:
     first = stop + opcode.end() - 1
     last = _closing(line, first)
     return Instruction(
-        matched.group(1), opcode.group(1), _arrays(line[start:stop]), _operands(line[first + 1 : last]),
+        matched.group(1),
+        opcode.group(1),
+        _arrays(line[start:stop]),
+        _operands(line[first + 1 : last]),
         line[last + 1 :],
-    )  # fmt: skip
+    )
 
 
 def _closing(text: str, start: int) -> int:

@@ -102,12 +102,16 @@ class PlantedEngine:
         for group, prompt in enumerate(prompts):
             yield [
                 single_turn(
-                    prompt, np.array(rows[row][len(prompt) :], np.int32), np.array(logprobs[row], np.float32),
-                    policy_version=self._version, group=group, member=row - group * size,
+                    prompt,
+                    np.array(rows[row][len(prompt) :], np.int32),
+                    np.array(logprobs[row], np.float32),
+                    policy_version=self._version,
+                    group=group,
+                    member=row - group * size,
                     finish_reason="stop" if ended[row] else "length",
                 )
                 for row in range(group * size, (group + 1) * size)
-            ]  # fmt: skip
+            ]
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float

@@ -162,9 +162,13 @@ def _packed_step(data, clip_high):
     lengths = [LENGTHS[i] for i in order]
     ids = np.split(np.arange(1, sum(lengths) + 1, dtype=np.int32), np.cumsum(lengths)[:-1])
     rollout = Rollout(
-        [np.zeros(2, np.int32)] * len(ids), ids, [tables["rollout_logprobs"][each] for each in ids],
-        ["stop"] * len(ids), data["group_ids"][order], 0,
-    )  # fmt: skip
+        [np.zeros(2, np.int32)] * len(ids),
+        ids,
+        [tables["rollout_logprobs"][each] for each in ids],
+        ["stop"] * len(ids),
+        data["group_ids"][order],
+        0,
+    )
     plan = make_row_shapes(
         row_lengths=(16,), micro_batch_tokens=32, mini_batches=1, completions=len(ids), segments_per_row=2, row_shards=1
     )

@@ -55,9 +55,12 @@ def test_one_token_by_hand(ratio, advantage, loss, slope):
 
 def _loss_of_one_token(train, old, advantage, clip_low, clip_high):
     loss, _ = policy_surrogate(
-        *(jnp.float32([[x]]) for x in (train, old, advantage)), np.ones((1, 1), bool), np.ones((1, 1), np.float32),
-        clip_low=clip_low, clip_high=clip_high,
-    )  # fmt: skip
+        *(jnp.float32([[x]]) for x in (train, old, advantage)),
+        np.ones((1, 1), bool),
+        np.ones((1, 1), np.float32),
+        clip_low=clip_low,
+        clip_high=clip_high,
+    )
     return loss.total
 
 

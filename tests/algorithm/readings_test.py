@@ -59,9 +59,12 @@ def test_engine_probability_moves_the_advantage_and_not_the_importance_ratio():
         Tokens(advantages=-np.ones((1, 1)), discrepancy=_delta(0.25, 0.4), multiplier=MULTIPLIER)
     )
     tokens = Tokens(
-        train_logprobs=np.log([[0.5]]), anchor_logprobs=np.log([[0.25]]), rollout_logprobs=np.log([[0.4]]),
-        advantages=charged, completion_mask=ONE,
-    )  # fmt: skip
+        train_logprobs=np.log([[0.5]]),
+        anchor_logprobs=np.log([[0.25]]),
+        rollout_logprobs=np.log([[0.4]]),
+        advantages=charged,
+        completion_mask=ONE,
+    )
     summed, clipped = losses.policy_loss(tokens, np.ones((1, 1)))
     assert float(clipped["policy/ratio_mean"].value()) == pytest.approx(2.0, rel=1e-6)
     assert float(summed.total) == pytest.approx(2.03, rel=1e-6)

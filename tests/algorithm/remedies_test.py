@@ -71,12 +71,16 @@ def check(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"method": "mine.py:right"}, {"method": "mine.py:right(knee=2)"}, {"method": "mine.py:positional(knee=2)"},
-        {"corrections": "tis,mine.py:keep,veto"}, {"trust_region": "mine.py:region"}, {"loss": "mine.py:loss"},
+        {"method": "mine.py:right"},
+        {"method": "mine.py:right(knee=2)"},
+        {"method": "mine.py:positional(knee=2)"},
+        {"corrections": "tis,mine.py:keep,veto"},
+        {"trust_region": "mine.py:region"},
+        {"loss": "mine.py:loss"},
         {"loss": "mine.py:loss", "method": "mine.py:needs(knee=1)", "corrections": "mine.py:keep"},
         {"method": "configs.remedies:missing"},
     ],
-)  # fmt: skip
+)
 def test_right_ones_pass(check, algorithm):
     if algorithm == {"method": "configs.remedies:missing"}:
         with pytest.raises(ValueError, match="configs.remedies has no function 'missing'; it has get_config"):
@@ -175,9 +179,12 @@ def test_a_loss_sees_zero_outside_the_tokens_that_take_part():
 
     broken = jnp.float32([[-1.0, jnp.nan, -2.0]])
     tokens = Tokens(
-        train_logprobs=broken, anchor_logprobs=broken, rollout_logprobs=broken, advantages=broken,
+        train_logprobs=broken,
+        anchor_logprobs=broken,
+        rollout_logprobs=broken,
+        advantages=broken,
         completion_mask=np.array([[True, False, True]]),
-    )  # fmt: skip
+    )
     found, _ = losses.policy_loss(tokens, np.array([[1.0, 1.0, 0.0]]), loss=loss)
     assert float(found.total) == -1.0
     np.testing.assert_array_equal(seen["completion_mask"], [[True, False, False]])

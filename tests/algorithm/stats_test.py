@@ -84,8 +84,11 @@ def test_nan_survives_a_merge_and_the_devices(place):
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
     over_devices = jax.shard_map(
         lambda tree: stats.across(jax.tree.map(lambda x: x[0], tree), "data"),
-        mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+        check_vma=False,
+    )
     merged = jax.jit(over_devices)(stacked)
     assert np.isnan(merged["largest"].value())
     assert np.isnan(merged["smallest"].value())

@@ -110,9 +110,12 @@ def test_a_kernel_that_ignores_segments_is_found():
     attends["wrong"] = lambda query, key, value: REFERENCE.attention(query, key, value, causal)
     errors = _errors(attends, inputs, exact, ids)
     assert [line.split(":")[:2] for line in attention.too_large(errors)] == [
-        ["wrong", f" {name} is off by {error:.3g} of its largest value, the plain version by "
-         f"{errors['plain'][name]:.3g}"] for name, error in errors["wrong"].items()
-    ]  # fmt: skip
+        [
+            "wrong",
+            f" {name} is off by {error:.3g} of its largest value, the plain version by {errors['plain'][name]:.3g}",
+        ]
+        for name, error in errors["wrong"].items()
+    ]
     # NaN is not below any bound.
     errors["wrong"] = dict.fromkeys(attention.RESULTS, float("nan"))
     assert len(attention.too_large(errors)) == 4

@@ -70,8 +70,11 @@ def test_every_parameter_is_gathered_once_a_pass_and_reduced_once(plan):
         pieces: 8 * passes,
     }
     assert _moved(step, "all-reduce", "reduce-scatter") == {
-        (hidden, hidden): 4 * layers, (hidden, fused): 4 * layers, (hidden, wide): 3 * 4 * layers, pieces: 8 * 4,
-    }  # fmt: skip
+        (hidden, hidden): 4 * layers,
+        (hidden, fused): 4 * layers,
+        (hidden, wide): 3 * 4 * layers,
+        pieces: 8 * 4,
+    }
 
 
 def test_what_the_checks_find(plan):

@@ -65,9 +65,12 @@ def test_a_point_that_does_not_fit_is_told_so():
 
 @pytest.mark.parametrize(
     ("argument", "message"),
-    [("--topologies=h100:x", "--topology: got 'h100:x', known are"), ("--lengths=0", "got '0', must be a whole"),
-     ("--model=GPT-2", "invalid choice: 'GPT-2'")],
-)  # fmt: skip
+    [
+        ("--topologies=h100:x", "--topology: got 'h100:x', known are"),
+        ("--lengths=0", "got '0', must be a whole"),
+        ("--model=GPT-2", "invalid choice: 'GPT-2'"),
+    ],
+)
 def test_bad_arguments(argument, message):
     with pytest.raises(UserError, match=message):
         memory.main(["memory", argument])

@@ -68,10 +68,12 @@ def test_a_failure_is_one_line_and_its_code(error, code, line, capsys):
     [
         (KeyError("x"), "error: KeyError: 'x' (unexpected; traceback above)"),
         (ValueError("shapes differ"), "error: ValueError: shapes differ (unexpected; traceback above)"),
-        (ConnectionResetError(errno.ECONNRESET, "Reset"), "error: ConnectionResetError: [Errno 104] Reset (unexpected; "
-         "traceback above)"),
+        (
+            ConnectionResetError(errno.ECONNRESET, "Reset"),
+            "error: ConnectionResetError: [Errno 104] Reset (unexpected; traceback above)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_defect_without_a_run_prints_its_traceback(error, line, capsys):
     code, text = _run(_raiser(error), ["p"], capsys)
     assert code == 1 and text.startswith("Traceback (most recent call last)")

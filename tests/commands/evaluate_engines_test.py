@@ -39,10 +39,9 @@ def _run(hf_dir, out, *options):
         "--config.task.prompt_suffix",
         "",
     )
-    evaluate.main([
-        "evaluate", str(hf_dir), TASK, task, SAMPLES, "1", TOKENS, "40", *precision,
-        "--out", str(out), *options,
-    ])  # fmt: skip
+    evaluate.main(
+        ["evaluate", str(hf_dir), TASK, task, SAMPLES, "1", TOKENS, "40", *precision, "--out", str(out), *options]
+    )
     [result] = json.loads(out.read_text())["tasks"].values()
     return result
 

@@ -115,9 +115,12 @@ def test_finished_parts_are_not_sampled_again(hf_dir, tasks, tmp_path, monkeypat
     main(["evaluate", *_words(hf_dir, tasks, tmp_path / "o.json")])
     # 5 problems in parts of 2, 2 and 1, then 3 in parts of 2 and 1; the first part has the seed itself.
     assert [call for call in calls if call != "stop"] == [
-        ("five", 0), ("five", part_seed(0, 1)), ("five", part_seed(0, 2)),
-        ("three", 0), ("three", part_seed(0, 1)),
-    ]  # fmt: skip
+        ("five", 0),
+        ("five", part_seed(0, 1)),
+        ("five", part_seed(0, 2)),
+        ("three", 0),
+        ("three", part_seed(0, 1)),
+    ]
     assert len({part_seed(0, part) for part in range(100)}) == 100
 
 

@@ -97,9 +97,8 @@ def _evaluate(out, *argv):
 def test_greedy_scores_are_exact(hf_dir, tasks, tmp_path, capsys):
     # The tie between 4 and 7 goes to the lower token id, 4: right on the first problem alone, every time.
     record = _evaluate(
-        tmp_path / "out.json", hf_dir, TASK, tasks, TEMPERATURE, 0, SAMPLES, 3,
-        TOKENS, 6, "--method", "coin, greedy",
-    )  # fmt: skip
+        tmp_path / "out.json", hf_dir, TASK, tasks, TEMPERATURE, 0, SAMPLES, 3, TOKENS, 6, "--method", "coin, greedy"
+    )
     scores = record["tasks"]["three"]
     assert scores["problem_averages"] == [1.0, 0.0, 0.0] and scores["problem_rows"] == [0, 1, 2]
     assert scores["pass_at_k"] == pytest.approx(1 / 3) and scores["samples"] == 3
@@ -185,9 +184,8 @@ def test_the_six_benchmarks_with_the_papers_k(tmp_path, capsys, monkeypatch):
     files = ",".join(str(_BENCHMARKS / f"{name}.jsonl") for name in names)
     # Few rows at a time: one shape for K = 32 and K = 4.
     record = _evaluate(
-        tmp_path / "out.json", tmp_path / "m", TASK, files, "--config.evaluation.max_problems", 1, TOKENS, 4,
-        ROWS, 4,
-    )  # fmt: skip
+        tmp_path / "out.json", tmp_path / "m", TASK, files, "--config.evaluation.max_problems", 1, TOKENS, 4, ROWS, 4
+    )
     assert {name: record["tasks"][name]["samples"] for name in names} == {
         "aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4,
     }  # fmt: skip
@@ -207,8 +205,7 @@ def test_every_row_of_the_six_benchmarks_is_answered_and_graded(tmp_path, monkey
     save_params(coin_params(model, "4"), model, tmp_path / "m", dtype="float32", tokenizer_dir=tmp_path / "tokenizer")
     names = ["aime24", "aime25", "amc23", "math500", "minerva", "olympiadbench"]
     files = {name: _BENCHMARKS / f"{name}.jsonl" for name in names}
-    words = (tmp_path / "m", TASK, ",".join(map(str, files.values())), SAMPLES, 1,
-             TOKENS, 4, ROWS, 16)  # fmt: skip
+    words = (tmp_path / "m", TASK, ",".join(map(str, files.values())), SAMPLES, 1, TOKENS, 4, ROWS, 16)
     record = _evaluate(tmp_path / "out.json", *words)
     # As a kill leaves it, in the middle of a part; what is continued ends with the same bytes.
     whole = (tmp_path / "out.problems.jsonl").read_bytes()

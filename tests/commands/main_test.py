@@ -60,9 +60,13 @@ def dcmdp(wheel, tmp_path, run_environment):
 
     def run(*words, **more):
         return subprocess.run(
-            [str(wheel / "dcmdp"), *words], cwd=tmp_path / "work", env=environment | more,
-            capture_output=True, text=True, timeout=HANGS_S,
-        )  # fmt: skip
+            [str(wheel / "dcmdp"), *words],
+            cwd=tmp_path / "work",
+            env=environment | more,
+            capture_output=True,
+            text=True,
+            timeout=HANGS_S,
+        )
 
     return run
 
@@ -238,9 +242,13 @@ def test_the_package_is_imported_without_jax_and_has_its_public_names():
         "print(*(name for name in dcmdp_jax.__all__ if getattr(dcmdp_jax, name) is None))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S,
+        [sys.executable, "-c", program],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
         env=os.environ | {"PYTHONPATH": str(_ROOT)},
-    )  # fmt: skip
+    )
     assert (done.stdout, done.stderr) == (f"{dcmdp_jax.__version__} False False\n\n", "")
     with pytest.raises(AttributeError, match="module 'dcmdp_jax' has no attribute 'trian'"):
         _ = dcmdp_jax.trian

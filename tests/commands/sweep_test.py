@@ -65,8 +65,8 @@ def test_a_stopped_study_continues_and_compares(tmp_path):
     study.write_text(_HEAD + _TINY)
     words = [f"--study={study}", f"--out={out}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "bin.sweep", *words], cwd=_ROOT, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "bin.sweep", *words], cwd=_ROOT, stdout=subprocess.PIPE, text=True
+    )
     # The second run begins once the first is finished.
     assert "grpo, seed 3: finished" in process.stdout.readline()
     process.send_signal(signal.SIGTERM)
@@ -85,8 +85,12 @@ def test_a_stopped_study_continues_and_compares(tmp_path):
         assert {arm: found["arms"][arm]["values"]["3"] for arm in values} == pytest.approx(values)
         assert found["difference"]["dc"]["mean"] == pytest.approx(values["dc"] - values["grpo"])
     assert {path.stem for path in (out / "figures").glob("*.png")} == {
-        "reward", "discrepancy", "multiplier", "entropy", "difference_discrepancy",
-    }  # fmt: skip
+        "reward",
+        "discrepancy",
+        "multiplier",
+        "entropy",
+        "difference_discrepancy",
+    }
     # What was kept gives the same results, without the runs.
     kept, again = out / "metrics.jsonl.gz", tmp_path / "again"
     assert main(["sweep", f"--study={study}", f"--out={again}", f"--redraw={kept}"]) == 0
@@ -132,9 +136,13 @@ def test_a_run_that_fails_is_named_and_the_others_are_evaluated(tmp_path, capsys
     assert "Failed: a, seed 0, a, seed 1." in text and "| b | 2 | 0.5 ± 0 |" in text
     assert "b (2 runs) | 50.0 ±317.7 | 50.0 ±317.7" in text  # sd 35.36, t(1) = 12.706, over sqrt(2)
     assert called == [
-        ("a, seed 0", "train"), ("b, seed 0", "train"), ("b, seed 0", "evaluate"),
-        ("a, seed 1", "train"), ("b, seed 1", "train"), ("b, seed 1", "evaluate"),
-    ]  # fmt: skip
+        ("a, seed 0", "train"),
+        ("b, seed 0", "train"),
+        ("b, seed 0", "evaluate"),
+        ("a, seed 1", "train"),
+        ("b, seed 1", "train"),
+        ("b, seed 1", "evaluate"),
+    ]
     # Nothing that is done is done again; what failed is tried again.
     called.clear()
     main(["sweep", f"--study={study}", f"--out={tmp_path}/out"])
@@ -180,13 +188,15 @@ def test_the_study_of_remedies_has_each_remedy_and_a_control_without_mismatch(ar
     assert configs["tis"].algorithm.corrections == "tis(high=2)"
     assert configs["icepop"].algorithm.corrections == "icepop(low=0.5,high=5)"
     assert (configs["dppo"].algorithm.trust_region, configs["dppo"].algorithm.ratio_denominator) == (
-        "dppo_tv", "rollout",
-    )  # fmt: skip
+        "dppo_tv",
+        "rollout",
+    )
     matched = configs["matched"]
     expected = {
-        "": ("local", "fp8", "fp8", "full"), ":vllm": ("vllm", "bfloat16", "full", "fp8"),
+        "": ("local", "fp8", "fp8", "full"),
+        ":vllm": ("vllm", "bfloat16", "full", "fp8"),
         ":paper": ("vllm", "fp8_per_block", "fp8_per_block", "full"),
-    }  # fmt: skip
+    }
     model, rollout = matched.model, matched.rollout
     found = rollout.engine, rollout.precision, model.forward_precision, model.forward_cache
     assert found == expected[argument]

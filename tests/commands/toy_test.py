@@ -30,8 +30,10 @@ def test_table_figures_and_check(tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "toy.json").read_text())
     assert [row["status"] for row in record if row["sided"] == "one" and row["budget"] == 0.1] == [
-        "slack", "met", "jump",
-    ]  # fmt: skip
+        "slack",
+        "met",
+        "jump",
+    ]
 
 
 @pytest.mark.parametrize(

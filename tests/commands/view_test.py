@@ -38,8 +38,9 @@ def test_a_run_without_recorded_tokens_shows_its_samples_and_curves(tmp_path, ca
     assert code == 0 and said == f"wrote {tmp_path / 'run' / 'view.html'}: 2 completions\n"
     rows = _rows(tmp_path / "run" / "view.html")["rows"]
     assert [(row["text"], row["reward"], row["discrepancy"], row["step"]) for row in rows] == [
-        ("so 2", 1.0, 0.125, 1), ("so 3", 0.0, 0.125, 1),
-    ]  # fmt: skip
+        ("so 2", 1.0, 0.125, 1),
+        ("so 3", 0.0, 0.125, 1),
+    ]
     assert "<svg" in (tmp_path / "run" / "view.html").read_text()
 
 
@@ -79,8 +80,9 @@ def test_an_evaluation_shows_every_completion_with_what_was_found(tmp_path, caps
     assert _view(capsys, path, "--out", tmp_path / "page")[0] == 0
     rows = _rows(tmp_path / "page" / "view.html")["rows"]
     assert [(row["prompt"], row["text"], row["found"], row["answer"], row["reward"]) for row in rows] == [
-        ("1+1?", "so 2", "2", "2", 1.0), ("1+1?", "hm", "", "2", 0.0),
-    ]  # fmt: skip
+        ("1+1?", "so 2", "2", "2", 1.0),
+        ("1+1?", "hm", "", "2", 0.0),
+    ]
 
 
 def test_the_directory_of_an_evaluation_shows_its_completions(tmp_path, capsys):

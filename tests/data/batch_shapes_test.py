@@ -17,12 +17,14 @@ def test_the_abstract_batch_is_the_one_that_is_packed(further):
         row_lengths=(4, 8), segments_per_row=1, micro_batch_tokens=70, mini_batches=2, completions=4, row_shards=2
     )
     episodes = [
-        episode.with_columns(**{
-            name: np.zeros((len(episode.token_ids), *entry), np.int16 if entry else np.float32)
-            for name, entry in further.items()
-        })
+        episode.with_columns(
+            **{
+                name: np.zeros((len(episode.token_ids), *entry), np.int16 if entry else np.float32)
+                for name, entry in further.items()
+            }
+        )
         for episode in counted_rollout([(3, 1), (3, 4)] * 4, 2).episodes
-    ]  # fmt: skip
+    ]
     batch, _ = pack(episodes, np.zeros(8, np.float32), packing, mask_truncated=False)
 
     def shape(leaf):

@@ -32,9 +32,13 @@ def _episodes(name, entries):
 def test_a_column_is_one_declaration(monkeypatch, tmp_path, segments, entries):
     monkeypatch.setitem(COLUMNS, "marks", Column("a number", np.float32, -7.0))
     plan = make_row_shapes(
-        row_lengths=(6, 16), micro_batch_tokens=16, mini_batches=1, completions=3, segments_per_row=segments,
+        row_lengths=(6, 16),
+        micro_batch_tokens=16,
+        mini_batches=1,
+        completions=3,
+        segments_per_row=segments,
         row_shards=1,
-    )  # fmt: skip
+    )
     batch, _ = pack(_episodes("marks", entries), np.zeros(3, np.float32), plan, mask_truncated=False)
     columns = {"rollout_logprobs": (), "policy_versions": (), "marks": entries}
     abstract = abstract_batch(plan, columns)
@@ -52,8 +56,10 @@ def test_a_column_is_one_declaration(monkeypatch, tmp_path, segments, entries):
         for index in np.unique(rows.completion_index[mask]):
             found[int(index)] = marks[mask & (np.asarray(rows.completion_index) == index)].reshape(-1, *entries)
     assert {i: values[..., -1].tolist() if entries else values.tolist() for i, values in found.items()} == {
-        0: [0, 1], 1: [100, 101, 102, 103, 104], 2: [200, 201, 202],
-    }  # fmt: skip
+        0: [0, 1],
+        1: [100, 101, 102, 103, 104],
+        2: [200, 201, 202],
+    }
 
 
 def test_columns_that_an_engine_gives_unasked_are_declared():

@@ -71,8 +71,10 @@ def test_each_task_has_its_share_of_every_cycle_and_goes_through_its_problems():
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=4),
-    st.integers(0, 60), st.integers(1, 40), st.integers(0, 5),
-)  # fmt: skip
+    st.integers(0, 60),
+    st.integers(1, 40),
+    st.integers(0, 5),
+)
 def test_a_resumed_stream_goes_on_where_the_other_one_is(parts, first, count, seed):
     stream = PromptStream(tuple(size for size, _ in parts), tuple(Fraction(weight, 4) for _, weight in parts))
     whole = stream.at(seed=seed, first=0, count=first + count)

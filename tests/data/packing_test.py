@@ -120,9 +120,13 @@ def test_segments_first_fit_longest_first():
 def test_every_completion_comes_back_whole(lengths, segments, buckets, tokens, shards):
     rollout = counted_rollout(lengths, group_size=2)
     plan = make_row_shapes(
-        row_lengths=buckets, micro_batch_tokens=tokens, mini_batches=2, completions=4, segments_per_row=segments,
+        row_lengths=buckets,
+        micro_batch_tokens=tokens,
+        mini_batches=2,
+        completions=4,
+        segments_per_row=segments,
         row_shards=shards,
-    )  # fmt: skip
+    )
     batch, report = pack(rollout.episodes, np.arange(8, dtype=np.float32), plan, mask_truncated=False)
     assert all(rows % shards == 0 for rows in plan.rows_per_micro_batch)
     found = _unpack(batch)

@@ -210,9 +210,10 @@ def _byte_level(directory: Path, tokenizer_class: str) -> Path:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<end>"])
     PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<end>",
+        tokenizer_object=backend,
+        eos_token="<end>",
         chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<end>{% endfor %}",
-    ).save_pretrained(directory)  # fmt: skip
+    ).save_pretrained(directory)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class, "unk_token": None}))
     return directory
@@ -250,8 +251,10 @@ def test_a_tokenizer_that_loses_characters_is_refused_and_one_that_says_so_is_no
         load_tokenizer(str(source))
     digits = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"12": 0, "?": 1, "<end>": 2}, unk_token="?")),
-        eos_token="<end>", unk_token="?", chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
-    )  # fmt: skip
+        eos_token="<end>",
+        unk_token="?",
+        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
+    )
     digits.save_pretrained(tmp_path / "digits")
     load_tokenizer(str(tmp_path / "digits"))
     assert "digits: 'What is" in caplog.text and "has unknown tokens: '?" in caplog.text

@@ -28,9 +28,13 @@ def _brute_force(lengths, plan):
     """The least cost over all numbers of micro-batches that hold the sequences, longest first."""
     falling, best = sorted(lengths, reverse=True), np.inf
     for counts in itertools.product(*(range(most + 1) for most in plan.micro_batches)):
-        places = [length for length, rows, count in
-                  zip(plan.row_lengths[::-1], plan.rows_per_micro_batch[::-1], counts[::-1], strict=True)
-                  for _ in range(rows * count)]  # fmt: skip
+        places = [
+            length
+            for length, rows, count in zip(
+                plan.row_lengths[::-1], plan.rows_per_micro_batch[::-1], counts[::-1], strict=True
+            )
+            for _ in range(rows * count)
+        ]
         if len(places) >= len(falling) and all(n <= place for n, place in zip(falling, places, strict=False)):
             cost = computed_tokens(plan, np.array(counts)) + 32 * plan.row_shards * sum(counts)
             best = min(best, cost)
@@ -118,12 +122,16 @@ def _draws(seed, limit, prompts, group, shortest, longest):
 @pytest.mark.parametrize(
     ("limit", "prompts", "mini_batches", "shards", "segments", "most"),
     [
-        (256, 16, 1, 2, 1, 1.28), (256, 16, 4, 2, 1, 1.36), (256, 16, 1, 2, ANY_NUMBER, 1.1),
-        (256, 16, 4, 2, ANY_NUMBER, 1.13), (8192, 64, 4, 8, 1, 1.25), (8192, 64, 4, 8, ANY_NUMBER, 1.05),
+        (256, 16, 1, 2, 1, 1.28),
+        (256, 16, 4, 2, 1, 1.36),
+        (256, 16, 1, 2, ANY_NUMBER, 1.1),
+        (256, 16, 4, 2, ANY_NUMBER, 1.13),
+        (8192, 64, 4, 8, 1, 1.25),
+        (8192, 64, 4, 8, ANY_NUMBER, 1.05),
         # 128 completions on 64 devices: the longest alone takes a device 1.44 times its equal share.
         (8192, 64, 4, 64, ANY_NUMBER, 1.48),
     ],
-)  # fmt: skip
+)
 def test_ragged_lengths_leave_little_padding(limit, prompts, mini_batches, shards, segments, most):
     asked = (16, 48) if limit == 256 else (64, 512)
     completions = prompts * 8 // mini_batches

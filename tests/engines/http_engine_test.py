@@ -94,8 +94,12 @@ class _Server:
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments.split()],
-                env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=base,
-            )  # fmt: skip
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=base,
+            )
 
     def wait(self):
         wait_until(lambda: self._healthy() or self._process.poll() is not None, "vLLM's server")

@@ -282,8 +282,11 @@ def test_trainer_may_delete_its_buffers_after_a_push(precision):
 @pytest.mark.parametrize("precision", ["int8", "int4", "fp8"])
 def test_quantized_weights_are_kept_in_a_byte_each(precision):
     made = engine(precision=precision)
-    kernels = [x for x in jax.tree.leaves(made.weights, is_leaf=lambda x: isinstance(x, QuantizedKernel))
-               if isinstance(x, QuantizedKernel)]  # fmt: skip
+    kernels = [
+        x
+        for x in jax.tree.leaves(made.weights, is_leaf=lambda x: isinstance(x, QuantizedKernel))
+        if isinstance(x, QuantizedKernel)
+    ]
     assert len(kernels) == 2 * 4 + 1
     assert {kernel.values.dtype.itemsize for kernel in kernels} == {1}
 

@@ -256,10 +256,13 @@ def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used
         (DENSE, {"tensor": 8}, "tensor: got 8, must divide the model's num_kv_heads=4"),
         (EXPERTS, {"tensor": 2, "expert": 3}, "expert: got 3, must divide the model's num_experts=8, or be 1"),
         (DENSE, {"expert": 2}, "expert: got 2, must divide the model's num_experts=0, or be 1"),
-        (dataclasses.replace(DENSE, intermediate_size=6), {"tensor": 4},
-         "tensor: got 4, must divide the model's intermediate_size=6"),
+        (
+            dataclasses.replace(DENSE, intermediate_size=6),
+            {"tensor": 4},
+            "tensor: got 4, must divide the model's intermediate_size=6",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mesh_that_does_not_divide_the_model_is_refused(
     config: ModelConfig, sizes: dict[str, int], message: str
 ) -> None:

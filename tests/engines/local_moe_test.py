@@ -103,9 +103,13 @@ def _rows(rollout: Rollout) -> Rows:
     total = max(len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
     count = len(rollout.completion_ids)
     plan = make_row_shapes(
-        row_lengths=(total,), micro_batch_tokens=total * count, mini_batches=1, completions=count, segments_per_row=1,
+        row_lengths=(total,),
+        micro_batch_tokens=total * count,
+        mini_batches=1,
+        completions=count,
+        segments_per_row=1,
         row_shards=1,
-    )  # fmt: skip
+    )
     batch, _ = pack(rollout.episodes, np.zeros(count, np.float32), plan, mask_truncated=False)
     return jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.rows[0])
 

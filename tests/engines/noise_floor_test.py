@@ -35,9 +35,12 @@ def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
     )  # fmt: skip
     save_tokenizer(tokenizer, tmp_path / "tokenizer", (tokenizer.eos_token_id,))
     save_params(
-        init_params(config, jax.random.key(0)), config, tmp_path / "model", dtype="float32",
+        init_params(config, jax.random.key(0)),
+        config,
+        tmp_path / "model",
+        dtype="float32",
         tokenizer_dir=tmp_path / "tokenizer",
-    )  # fmt: skip
+    )
     command = [
         sys.executable, "-m", "bin.train", "--config=configs/demo_vllm.py:debug",
         f"--config.run_dir={tmp_path / 'run'}", f"--config.model.path={tmp_path / 'model'}",

@@ -75,10 +75,14 @@ def _settings(server):
 def test_it_trains_evaluates_and_is_probed(server, tmp_path, capsys):
     run = tmp_path / "run"
     command = [
-        "--config=configs/demo.py:debug", f"--config.rollout.engine={ENGINE}", "--config.rollout.precision=float32",
-        f"--config.rollout.engine_args={_settings(server)}", f"--config.run_dir={run}", "--config.training.steps=2",
+        "--config=configs/demo.py:debug",
+        f"--config.rollout.engine={ENGINE}",
+        "--config.rollout.precision=float32",
+        f"--config.rollout.engine_args={_settings(server)}",
+        f"--config.run_dir={run}",
+        "--config.training.steps=2",
         "--config.warmup.steps=0",
-    ]  # fmt: skip
+    ]
     planned = _run(train.main, capsys, *command, "--dry_run")
     [line] = [line for line in planned.splitlines() if "stub's buffer" in line]
     assert line.split()[-3:] == ["16.00", "16.00", "16.00"] and not run.exists() and not server.asked

@@ -64,10 +64,13 @@ def test_engines_of_two_processes_get_the_same_weights_from_any_mesh():
     started = [
         subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(number), port],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for number in range(2)
-    ]  # fmt: skip
+    ]
     for process in started:
         stdout, stderr = process.communicate(timeout=HANGS_S)
         assert process.returncode == 0 and "all is well" in stdout, stderr

@@ -460,8 +460,11 @@ def test_another_process_reads_and_writes_the_same_memory():
         held.bytes[:10] = range(10)
         done = subprocess.run(
             [sys.executable, "-c", program, str(held.descriptor), "10000"],
-            pass_fds=[held.descriptor], capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            pass_fds=[held.descriptor],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.split() == ["45"]
         assert held.bytes[100] == 77
         other = attach(f"/proc/{os.getpid()}/fd/{held.descriptor}", 10_000)

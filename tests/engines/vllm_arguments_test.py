@@ -45,9 +45,13 @@ def test_vllm_takes_the_arguments_for_gpus(vllm_is_installed, tmp_path):
 
     asked = [arguments("bfloat16"), arguments("fp8"), arguments("fp8_per_block"), arguments("bfloat16", sleep=2)]
     done = subprocess.run(
-        [sys.executable, str(script)], input=json.dumps(asked), capture_output=True, text=True, timeout=HANGS_S,
+        [sys.executable, str(script)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
         env={**os.environ, **launch.environment(EngineArguments(settings=vllm_settings(), platform="cpu"))},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     plain, tensor, block, sleep = json.loads(line.removeprefix("found "))

@@ -42,8 +42,10 @@ def test_worked_turns_are_right_but_for_the_share_of_errors():
             assert (call.solution == f"calc({expression})") == (rate == 0.0)
             assert (answer.solution == rf"\boxed{{{problem.answer}}}") == (rate == 0.0)
             assert [message["content"] for message in answer.messages] == [
-                problem.prompt, f"calc({expression})", problem.answer,
-            ]  # fmt: skip
+                problem.prompt,
+                f"calc({expression})",
+                problem.answer,
+            ]
             # The tokens of a worked second turn are those that the policy sees there.
             assert answer.prompt == problem.answer
             assert re.fullmatch(r"calc\([\d+*-]+\)", call.solution) and len(call.solution) == len(expression) + 6

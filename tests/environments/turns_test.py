@@ -69,8 +69,9 @@ class _Script:
 
 def _play(environment, texts, rows, *, group_size=1, turns=4, turn_tokens=8, limit=60, timeout_s=_LONG_S, **settings):
     answers = settings.pop("answers", "unused")
-    problems = [problem_from_row(row, source="f", index=n, keep_columns=True, answers=answers)
-                for n, row in enumerate(rows)]  # fmt: skip
+    problems = [
+        problem_from_row(row, source="f", index=n, keep_columns=True, answers=answers) for n, row in enumerate(rows)
+    ]
     prompts = encode_prompts(problems, _TOKENIZER, max_prompt_tokens=64).token_ids
     engine, columns = _Script(texts), sorted({name for row in rows for name in row} - {"prompt"})
     sampling = SamplingParams(group_size=group_size, max_completion_tokens=limit)

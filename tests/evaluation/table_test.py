@@ -38,9 +38,7 @@ def _result(task, average, *, samples=4, problems=250):
 
 
 # Table "BF16, 8B", DC-GRPO row.
-_PAPER = {
-    "aime24": 0.632, "aime25": 0.525, "amc23": 0.918, "math500": 0.942, "minerva": 0.501, "olympiadbench": 0.744,
-}  # fmt: skip
+_PAPER = {"aime24": 0.632, "aime25": 0.525, "amc23": 0.918, "math500": 0.942, "minerva": 0.501, "olympiadbench": 0.744}
 
 
 def _cells(line):

@@ -105,9 +105,13 @@ def test_skyrls_own_batch_estimator_and_loss_take_the_charge():
     rewards = torch.zeros(2, 3)
     rewards[0, 2] = 1.0
     advantages, _ = ppo_utils.compute_advantages_and_returns(
-        token_level_rewards=rewards, response_mask=MASK, index=np.array(["a", "a"]), adv_estimator="grpo",
-        config=None, grpo_norm_by_std=True,
-    )  # fmt: skip
+        token_level_rewards=rewards,
+        response_mask=MASK,
+        index=np.array(["a", "a"]),
+        adv_estimator="grpo",
+        config=None,
+        grpo_norm_by_std=True,
+    )
     batch = TrainingInputBatch(
         {"advantages": advantages, "action_log_probs": P, "rollout_logprobs": Q, "loss_mask": MASK}
     )

@@ -222,8 +222,12 @@ def test_no_array_has_two_axes_along_the_row() -> None:
     ids = jnp.ones((2, 1024), jnp.int32)
     attend = functools.partial(row_attention, kernel="blockwise", one_segment=False, ops=CPU)
     compiled = jax.jit(jax.grad(lambda *qkv: jnp.sum(attend(*qkv, ids)), argnums=(0, 1, 2))).lower(*qkv).compile()
-    arrays = {array.dims for c in parse(compiled.as_text()).computations.values()
-              for i in c.instructions.values() for array in i.results}  # fmt: skip
+    arrays = {
+        array.dims
+        for c in parse(compiled.as_text()).computations.values()
+        for i in c.instructions.values()
+        for array in i.results
+    }
     assert not [dims for dims in arrays if sum(dim >= 1024 for dim in dims) > 1]
     # Blocks of 64: [1 key head, 64, 2 x 64] scores are 32 KiB each, the inputs 64. Whole rows take 16 MiB.
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20

@@ -108,9 +108,13 @@ def _run(hub, home, *words, **variables):
     """A command in a process of its own: the Hub's address and cache are read at import."""
     unset = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     environment = {name: value for name, value in os.environ.items() if name not in unset} | {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port if hub else 1}", "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1", "HF_HUB_ETAG_TIMEOUT": "5", "PYTHONPATH": str(_ROOT), **variables,
-    }  # fmt: skip
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port if hub else 1}",
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_ETAG_TIMEOUT": "5",
+        "PYTHONPATH": str(_ROOT),
+        **variables,
+    }
     return subprocess.run(
         [sys.executable, "-m", *words], cwd=home, env=environment, capture_output=True, text=True, timeout=HANGS_S,
         check=False,
@@ -152,9 +156,13 @@ def test_a_pushed_export_is_fetched_again_and_a_pinned_commit_needs_no_network(h
     hub.files["modeling_policy.py"] = b"raise SystemExit('code of the Hub ran')"
 
     train = (
-        "bin.train", "--config=demo:debug", "--config.mesh.cpu_devices=1", "--dry_run", "--config.rollout.max_rows=8",
+        "bin.train",
+        "--config=demo:debug",
+        "--config.mesh.cpu_devices=1",
+        "--dry_run",
+        "--config.rollout.max_rows=8",
         f"--config.run_dir={tmp_path / 'run'}",
-    )  # fmt: skip
+    )
     name = f"me/policy@{_COMMIT}"
     fetched = _run(hub, tmp_path, *train, f"--config.model.path={name}")
     assert fetched.returncode == 0, fetched.stdout + fetched.stderr

@@ -242,9 +242,13 @@ def float64_logprobs(params, ids, scheme):
 
 @pytest.mark.parametrize(
     ("products", "cache"),
-    [("int8", "fp8"), ("fp8", "fp8_e5m2"), ("fp8_per_block", "fp8_truncated"),
-     ("fp8_weights_per_block", "fp8_e5m2_truncated")],
-)  # fmt: skip
+    [
+        ("int8", "fp8"),
+        ("fp8", "fp8_e5m2"),
+        ("fp8_per_block", "fp8_truncated"),
+        ("fp8_weights_per_block", "fp8_e5m2_truncated"),
+    ],
+)
 def test_the_forward_pass_is_that_of_the_scheme_in_float64(products, cache):
     """Fused or not on this platform: blocks of 128 lie across q and k, of 96 and 32 columns."""
     params = init_params(WHOLE, jax.random.key(0))

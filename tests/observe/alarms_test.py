@@ -86,9 +86,10 @@ def test_cut_sampling_and_retokenization(planted):
     found = measure(columns(**planted, noise=0.01))
     rng = np.random.default_rng(0)
     series = {
-        "mismatch__k1": found.k1 * rng.normal(1, 0.1, 50), "mismatch__k3": found.k3 * rng.normal(1, 0.1, 50),
+        "mismatch__k1": found.k1 * rng.normal(1, 0.1, 50),
+        "mismatch__k3": found.k3 * rng.normal(1, 0.1, 50),
         "mismatch__effective_sample_size": np.full(50, found.effective_sample_size),
-    }  # fmt: skip
+    }
     if "top_p" in planted:
         assert _named(**series) == ["support"]
     missing = 1 - np.mean(np.exp(columns(**planted, noise=0.01).log_ratio))

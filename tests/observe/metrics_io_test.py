@@ -270,9 +270,13 @@ def test_trackio_keeps_one_local_run_and_its_samples_through_a_resume(tmp_path):
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
     run = tmp_path / "mine"
     done = subprocess.run(
-        [sys.executable, "-c", script, run, json.dumps(_SAMPLES)], env=environment, capture_output=True, text=True,
-        timeout=HANGS_S, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", script, run, json.dumps(_SAMPLES)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     [base] = (tmp_path / "trackio").glob("p*.db")
     with contextlib.closing(sqlite3.connect(base)) as rows:

@@ -230,8 +230,11 @@ def test_the_timeline_has_the_colors_of_the_panel_of_phases():
     series |= {f"time/start_{name}": (steps, 1e9 + steps) for name in ("wait", *STEP_PHASES)}
 
     def colors(axes):
-        return {bars.get_label(): to_hex(bars.patches[0].get_facecolor()) for bars in axes.containers
-                if not bars.get_label().startswith("_")}  # fmt: skip
+        return {
+            bars.get_label(): to_hex(bars.patches[0].get_facecolor())
+            for bars in axes.containers
+            if not bars.get_label().startswith("_")
+        }
 
     above, below = colors(_draw("time", {"r": series}).axes[0]), colors(_draw("timeline", {"r": series}).axes[0])
     assert set(above) == set(STEP_PHASES) and len(set(below.values())) == 6

@@ -99,10 +99,13 @@ def _two(end):
     started = [
         subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(number), port, end],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for number in range(2)
-    ]  # fmt: skip
+    ]
     return [(*process.communicate(timeout=HANGS_S), process.returncode) for process in started]
 
 

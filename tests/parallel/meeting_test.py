@@ -180,17 +180,24 @@ def _train(address, *flags):
         f"--config.hosts.coordinator={address}", *flags,
     ]  # fmt: skip
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment | {"JAX_PLATFORMS": "cpu"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_run_whose_other_host_is_missing_ends_with_one_line(address, tmp_path, process):
     started = _train(
-        address, "--dry_run", f"--config.run_dir={tmp_path}", "--config.hosts.timeout_s=2",
+        address,
+        "--dry_run",
+        f"--config.run_dir={tmp_path}",
+        "--config.hosts.timeout_s=2",
         f"--config.hosts.process={process}",
-    )  # fmt: skip
+    )
     out, err = started.communicate(timeout=HANGS_S)
     missing = "process 1 of 2 did not come to" if process == 0 else "process 1 did not find process 0 at"
     [line] = [line for line in err.splitlines() if line]
@@ -221,11 +228,14 @@ with join_hosts(address, 2, number, 20.0) as hosts:
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", program, address, str(number)], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-c", program, address, str(number)],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for number in range(2)
-    ]  # fmt: skip
+    ]
     (out, err), (_, other_err) = (process.communicate(timeout=HANGS_S) for process in started)
     assert [process.returncode for process in started] == [0, 0], err + other_err
     listening = {line for line in out.splitlines() if line.startswith("listens")}

@@ -64,10 +64,13 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) 
     [
         ((1, 1, 8, 1), "tensor: got 8, must divide the model's 12 query heads; that do 1, 2, 3, 4, 6, 12"),
         ((1, 1, 1, 8), "expert: got 8, must divide the model's 6 experts; that do 1, 2, 3, 6"),
-        ((1, 8, 1, 1), "mesh: data x fsdp x expert = 8 devices split the rows of a mini-batch, which has 7 "
-         "completions; use at most that many and `tensor` for the rest, or raise `completions`"),
+        (
+            (1, 8, 1, 1),
+            "mesh: data x fsdp x expert = 8 devices split the rows of a mini-batch, which has 7 "
+            "completions; use at most that many and `tensor` for the rest, or raise `completions`",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mesh_that_does_not_divide_the_model_or_the_batch(sizes: tuple[int, ...], message: str) -> None:
     mesh = make_mesh(*sizes, devices=jax.devices()[:8])
     with pytest.raises(ValueError) as caught:

@@ -242,9 +242,13 @@ def _rows() -> dict[str, np.ndarray]:
 def _objective(params: Any, rows: dict[str, jax.Array], mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
     row_logprobs = make_row_logprobs(CONFIG, Compute(remat="full", logprob_chunk=32), temperature=0.7, mesh=mesh)
     packed = Rows(
-        rows["input_ids"], rows["position_ids"], rows["segment_ids"], rows["mask"],
-        completion_index=jnp.zeros_like(rows["input_ids"]), columns={},
-    )  # fmt: skip
+        rows["input_ids"],
+        rows["position_ids"],
+        rows["segment_ids"],
+        rows["mask"],
+        completion_index=jnp.zeros_like(rows["input_ids"]),
+        columns={},
+    )
     mapped = shard_map_over_data(row_logprobs, mesh, in_specs=(P(), P("data")), out_specs=P("data"))
     found = mapped(params, packed)
     return jnp.sum(rows["weights"] * found.logprobs) + jnp.sum(found.entropy), found.logprobs

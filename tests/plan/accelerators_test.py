@@ -55,8 +55,11 @@ def test_no_program_has_logits_attention_matrices_or_the_whole_tree(topology, co
     record = _plan(tmp_path, topology, compiler, {})
     assert set(record["programs"]) == {"step", "prefill", "decode", "score"}
     checks = {check["name"]: check for check in record["checks"]}
-    for what in ("[tokens, vocabulary] array", "[length, length] attention matrix",
-                 "gather of a parameter of all layers"):  # fmt: skip
+    for what in (
+        "[tokens, vocabulary] array",
+        "[length, length] attention matrix",
+        "gather of a parameter of all layers",
+    ):
         assert checks[f"no {what}"] == {"name": f"no {what}", "found": "none", "holds": True}
     assert record["programs"]["step"]["attention_kernel_flops"] > 0
 

@@ -112,14 +112,18 @@ def test_the_report_and_the_record(plan):
     ("changes", "message"),
     [
         ({"mesh__fsdp": 3}, "config.mesh (data=1, fsdp=3, tensor=1, expert=1): needs 8"),
-        ({"mesh__tensor": 3}, "config.mesh (data=1, fsdp=-1, tensor=3, expert=1): 3 does not divide the 8 devices; "
-         "that do 1, 2, 4, 8"),
+        (
+            {"mesh__tensor": 3},
+            "config.mesh (data=1, fsdp=-1, tensor=3, expert=1): 3 does not divide the 8 devices; that do 1, 2, 4, 8",
+        ),
         ({"mesh__tensor": 8}, "config.mesh.tensor: got 8, must divide the model's 4 query heads; that do 1, 2, 4"),
         ({"mesh__expert": 2}, "config.mesh.expert: got 2, the model has no experts; must be 1"),
-        ({"training__prompts_per_mini_batch": 1}, "config.mesh: data x fsdp x expert = 8 devices split the rows of a "
-         "mini-batch, which has 4 completions"),
+        (
+            {"training__prompts_per_mini_batch": 1},
+            "config.mesh: data x fsdp x expert = 8 devices split the rows of a mini-batch, which has 4 completions",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_mesh_that_does_not_divide(changes, message):
     if "mesh__fsdp" in changes:
         message = "config.mesh (data=1, fsdp=3, tensor=1, expert=1): needs 3 devices, there are 8"

@@ -240,12 +240,16 @@ def _as_older(run_dir, **changes):
 
 def test_a_removed_setting_is_ignored_where_it_did_what_is_done_now(run_dir):
     _as_older(
-        run_dir, rollout__top_p=1.0, rollout__vllm__expert_parallel=False, algorithm__ratio_limit=10.0,
+        run_dir,
+        rollout__top_p=1.0,
+        rollout__vllm__expert_parallel=False,
+        algorithm__ratio_limit=10.0,
         # Never a matter of what is learned.
-        rollout__vllm__max_restarts=9, training__max_skipped_in_row=3,
+        rollout__vllm__max_restarts=9,
+        training__max_skipped_in_row=3,
         # Without effect, as c was given.
         algorithm__tolerance_quantile=0.9,
-    )  # fmt: skip
+    )
     check_run_directory(_config(run_dir))
 
 

@@ -42,8 +42,9 @@ def test_rows_are_told(tmp_path):
     assert re.search(
         r"^rows +micro-batches of 192 x 56 tokens, a program for each; \d+% padding expected of completions with a "
         r"median of 9 tokens$",
-        told, re.MULTILINE,
-    )  # fmt: skip
+        told,
+        re.MULTILINE,
+    )
 
 
 def test_the_plan_advises_float32_on_a_cpu(tmp_path):

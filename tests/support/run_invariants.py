@@ -26,9 +26,13 @@ _RANGES = {
     ),
 }  # fmt: skip
 _EITHER_SIGN = (
-    "dual/violation", "mismatch/k1", "policy/loss", "time/overlap", "displacement/mean",
+    "dual/violation",
+    "mismatch/k1",
+    "policy/loss",
+    "time/overlap",
+    "displacement/mean",
     *(f"{part}/log_ratio_mean" for part in ("staleness", "mismatch", "gap")),
-)  # fmt: skip
+)
 # Ascending.
 _ORDERED = (
     ("completion/length_min", "completion/length_mean", "completion/length_max"),
@@ -142,9 +146,12 @@ def _of_counts(series: Series, config: Mapping[str, Any]) -> Iterator[str]:
         "reward/all_equal_groups": get["reward/all_equal_groups"] * prompts,
         "completion/truncated_fraction": get["completion/truncated_fraction"] * total,
         "completion/length_mean": get["completion/length_mean"] * total,
-        **{name: get[name] for name, metric in METRICS.items()
-           if metric.unit in ("completions", "updates") and name in get},
-    }  # fmt: skip
+        **{
+            name: get[name]
+            for name, metric in METRICS.items()
+            if metric.unit in ("completions", "updates") and name in get
+        },
+    }
     if _is_verified(config):
         wholes["reward/mean"] = get["reward/mean"] * kept
         # Rewards are 0 or 1.

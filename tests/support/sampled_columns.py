@@ -59,6 +59,9 @@ def columns(*, noise=0.0, temperature=1.0, top_p=1.0, raw=False, broken=0, entro
             found["entropy"].append(-np.nansum(np.exp(train) * train, axis=-1))
         found["lag"].append(np.full(LENGTH, lag))
     return make_pairs(
-        found["ids"], found["train"], found["rollout"], entropies=found["entropy"] if entropies else None,
+        found["ids"],
+        found["train"],
+        found["rollout"],
+        entropies=found["entropy"] if entropies else None,
         lags=None if lags is None else found["lag"],
-    )  # fmt: skip
+    )

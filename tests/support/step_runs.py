@@ -116,9 +116,13 @@ def packed_batch(
     n = PROMPTS * GROUP // mini_batches
     shards = row_shards(mesh) if mesh else 1
     plan = make_row_shapes(
-        row_lengths=row_lengths, micro_batch_tokens=tokens, mini_batches=mini_batches, completions=n,
-        segments_per_row=segments, row_shards=shards,
-    )  # fmt: skip
+        row_lengths=row_lengths,
+        micro_batch_tokens=tokens,
+        mini_batches=mini_batches,
+        completions=n,
+        segments_per_row=segments,
+        row_shards=shards,
+    )
     rollout, rewards = sampled
     batch, _ = pack(rollout.episodes, rewards, plan, mask_truncated=mask_truncated, dropped=dropped)
     return jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows))) if mesh else batch

@@ -12,9 +12,13 @@ def policy_surrogate(
     """The surrogate with sizes of its trust region; `sequence` is (completion index, number of completions)."""
     index, count = sequence or (None, 0)
     tokens = Tokens(
-        train_logprobs=train, anchor_logprobs=old, advantages=advantages, completion_mask=mask, completion_index=index,
+        train_logprobs=train,
+        anchor_logprobs=old,
+        advantages=advantages,
+        completion_mask=mask,
+        completion_index=index,
         num_completions=count,
-    )  # fmt: skip
+    )
     region = functools.partial(losses.TRUST_REGIONS[trust_region], low=clip_low, high=clip_high, **dual)
     loss = functools.partial(losses.surrogate, trust_region=region)
     level = "sequence" if sequence else "token"

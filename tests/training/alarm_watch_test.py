@@ -28,8 +28,12 @@ def runs(run_environment, tmp_path_factory):
     environment = {name: value for name, value in run_environment.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.planted_alarms", str(directory)],
-        cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=3 * HANGS_S,
-    )  # fmt: skip
+        cwd=_ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=3 * HANGS_S,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return directory, {line.split()[0]: line for line in done.stdout.splitlines() if line.split()[0] in FAULTS}
 

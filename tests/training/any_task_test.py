@@ -19,9 +19,11 @@ from tests.support.waiting import HANGS_S
 _ROOT = Path(__file__).resolve().parents[2]
 _EXAMPLES = trl_examples.__file__
 _SMALL = (
-    "--config=configs/demo.py:debug", "--config.warmup.steps=0", "--config.mesh.cpu_devices=1",
+    "--config=configs/demo.py:debug",
+    "--config.warmup.steps=0",
+    "--config.mesh.cpu_devices=1",
     "--config.observe.samples_every_steps=1",
-)  # fmt: skip
+)
 _NO_EVALUATION = "--config.evaluation.every_steps=0"
 
 _VERL = """
@@ -65,11 +67,15 @@ def test_documented_examples_of_trl_train_on_chats_and_are_the_held_out_score(ru
              "async_reward_func", "scheduled_reward")  # fmt: skip
     weights = (1, 1, 2, 1, 1, 0.01, 1)
     records = _run(
-        run_environment, tmp_path / "run", f"--config.task.train={chats}",
+        run_environment,
+        tmp_path / "run",
+        f"--config.task.train={chats}",
         f"--config.rewards.functions={','.join(f'{_EXAMPLES}:{name}' for name in names)}",
-        f"--config.rewards.weights={','.join(map(str, weights))}", f"--config.evaluation.task={chats},{other}",
-        "--config.evaluation.samples=2,3", "--config.evaluation.every_steps=2",
-    )  # fmt: skip
+        f"--config.rewards.weights={','.join(map(str, weights))}",
+        f"--config.evaluation.task={chats},{other}",
+        "--config.evaluation.samples=2,3",
+        "--config.evaluation.every_steps=2",
+    )
     trained = [record for record in records if "reward/mean" in record]
     assert [record["step"] for record in trained] == [1, 2]
     # No step is finished at the first, half of the two at the second.
@@ -100,9 +106,13 @@ def test_a_prompt_alone_and_a_reward_of_lengths_train(run_environment, tmp_path)
     prompts = _write(tmp_path / "prompts.jsonl", [{"prompt": f"{number}?"} for number in range(4)])
     names = f"{_EXAMPLES}:reward_ids,{_EXAMPLES}:reward_text"
     records = _run(
-        run_environment, tmp_path / "run", f"--config.task.train={prompts}", f"--config.rewards.functions={names}",
-        "--config.rewards.weights=1,0", _NO_EVALUATION,
-    )  # fmt: skip
+        run_environment,
+        tmp_path / "run",
+        f"--config.task.train={prompts}",
+        f"--config.rewards.functions={names}",
+        "--config.rewards.weights=1,0",
+        _NO_EVALUATION,
+    )
     for record in records:
         assert record["reward/mean"] == pytest.approx(record["completion/length_mean"], abs=1e-5)
 
@@ -114,9 +124,12 @@ def test_rows_of_verl_train_with_a_reward_of_the_user(run_environment, tmp_path,
     rows = [row | {"extra_info": {"index": number}} for number in range(4)]
     location = _write(tmp_path / "rows.jsonl", rows)
     records = _run(
-        run_environment, tmp_path / "run", f"--config.task.train={location}", _NO_EVALUATION,
+        run_environment,
+        tmp_path / "run",
+        f"--config.task.train={location}",
+        _NO_EVALUATION,
         f"--config.rewards.functions={tmp_path}/own.py:{function}",
-    )  # fmt: skip
+    )
     assert [record["step"] for record in records] == [1, 2]
     log = (tmp_path / "run" / "rewards.log").read_text()
     if function == "code":
@@ -132,9 +145,11 @@ def test_a_mixture_of_three_trains_with_curves_of_each(run_environment, tmp_path
     search = _write(tmp_path / "search.jsonl", [SEARCH | {"extra_info": {"index": n}} for n in range(3)])
     sums = _write(tmp_path / "sums.jsonl", [{"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(5)])
     overrides = (
-        f"--config.task.train={search}@2,{sums}@1,arithmetic:difficulty=1,count=8@1", _NO_EVALUATION,
-        f"--config.rewards.functions=math,{tmp_path}/own.py:own", "--config.task.max_prompt_tokens=64",
-    )  # fmt: skip
+        f"--config.task.train={search}@2,{sums}@1,arithmetic:difficulty=1,count=8@1",
+        _NO_EVALUATION,
+        f"--config.rewards.functions=math,{tmp_path}/own.py:own",
+        "--config.task.max_prompt_tokens=64",
+    )
     (tmp_path / "own.py").write_text(
         "def own(source, completions, **columns):\n"
         "    return [float(len(c[0]['content'])) if s == 'nq' else None for s, c in zip(source, completions)]\n"
@@ -147,8 +162,10 @@ def test_a_mixture_of_three_trains_with_curves_of_each(run_environment, tmp_path
         assert record["reward/source/nq/mean"] == pytest.approx(record["reward/own/mean"], abs=1e-5)
         assert record["reward/source/sums/mean"] == 0.0 == record["reward/math/mean"]
         parts = [2, 1, 1]
-        for metric, whole in (("completion/source/{}/length_mean", "completion/length_mean"),
-                              ("reward/source/{}/mean", "reward/mean")):  # fmt: skip
+        for metric, whole in (
+            ("completion/source/{}/length_mean", "completion/length_mean"),
+            ("reward/source/{}/mean", "reward/mean"),
+        ):
             means = [record[metric.format(source)] for source in ("nq", "sums", "arithmetic")]
             assert record[whole] == pytest.approx(np.dot(means, parts) / 4, abs=1e-5)
         assert all(record[f"discrepancy/source/{source}/mean"] > 0 for source in sources)

@@ -24,9 +24,13 @@ def run_dir(tmp_path: Path) -> Path:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     # Two devices whatever the machine: what is merged over devices is part of the record.
     command = [
-        sys.executable, "-m", "bin.train", "--config=configs/demo.py", f"--config.run_dir={tmp_path}/run",
+        sys.executable,
+        "-m",
+        "bin.train",
+        "--config=configs/demo.py",
+        f"--config.run_dir={tmp_path}/run",
         "--config.mesh.cpu_devices=2",
-    ]  # fmt: skip
+    ]
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
     assert done.returncode == 0, done.stderr
     return tmp_path / "run"

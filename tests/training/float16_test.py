@@ -62,9 +62,13 @@ def _step(dtype):
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
     parts = StepParts(
         row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=None),
-        compute_dtype=dtype, settings=ALGORITHM, max_completion_tokens=LIMIT,
-        optimizer=make_optimizer(OPTIMIZER, schedule), schedule=schedule, mesh=None,
-    )  # fmt: skip
+        compute_dtype=dtype,
+        settings=ALGORITHM,
+        max_completion_tokens=LIMIT,
+        optimizer=make_optimizer(OPTIMIZER, schedule),
+        schedule=schedule,
+        mesh=None,
+    )
     return make_train_step(parts)
 
 
@@ -81,10 +85,12 @@ def _run(dtype, loss_scale=None, rollout=None, steps=1):
 
 
 def _moved(state):
-    return np.concatenate([
-        np.ravel(np.asarray(after) - np.asarray(before))
-        for after, before in zip(jax.tree.leaves(state.params), jax.tree.leaves(make_params()), strict=True)
-    ])  # fmt: skip
+    return np.concatenate(
+        [
+            np.ravel(np.asarray(after) - np.asarray(before))
+            for after, before in zip(jax.tree.leaves(state.params), jax.tree.leaves(make_params()), strict=True)
+        ]
+    )
 
 
 def test_the_update_is_float32s_to_float16s_rounding():

@@ -152,7 +152,7 @@ def test_sigterm_saves_what_a_resumed_run_needs(run_environment, tmp_path, whole
             "config.rollout.vllm.sleep: got 1 with rollout.lag; an engine that sleeps while the trainer trains",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_lag_that_can_not_be_is_one_line(overrides, said):
     with pytest.raises(UserError) as raised:
         parse(["train", "--config=configs/demo.py", *(f"--config.{each}" for each in overrides)])

@@ -48,9 +48,12 @@ def _lengths(seed):
     """Completions of a batch: any number and lengths; one; all at the cap; all of one token; only long ones."""
     rng = np.random.default_rng(seed)
     kinds = [
-        rng.integers(1, CAP, rng.integers(1, COUNT + 1)), np.array([5]), np.full(COUNT, CAP - 4), np.ones(COUNT, int),
+        rng.integers(1, CAP, rng.integers(1, COUNT + 1)),
+        np.array([5]),
+        np.full(COUNT, CAP - 4),
+        np.ones(COUNT, int),
         rng.integers(CAP - 8, CAP - 3, 7),
-    ]  # fmt: skip
+    ]
     return kinds[seed % len(kinds)].clip(1, CAP - 4)
 
 
@@ -96,11 +99,13 @@ _MESHES = ((2, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1), (1, 1, 8))
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
-        (None, "one"), (None, "packed"), (None, "user's lengths"), ((4, 1, 1), "packed"),
-        *(pytest.param(shape, name, marks=pytest.mark.long)
-          for shape in _MESHES for name in ("one", "packed")),
+        (None, "one"),
+        (None, "packed"),
+        (None, "user's lengths"),
+        ((4, 1, 1), "packed"),
+        *(pytest.param(shape, name, marks=pytest.mark.long) for shape in _MESHES for name in ("one", "packed")),
     ],
-)  # fmt: skip
+)
 def test_any_layout_gives_the_same_gradient(shape, name):
     mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)]) if shape else None
     plan = make_row_shapes(

@@ -68,9 +68,11 @@ def _scores(run_dir):
 
 # Evaluations are due at every step, so wherever a signal comes the resumed run has one to make up for.
 _EVALUATED = (
-    "--config.training.steps=6", "--config.checkpoint.every_steps=2", "--config.evaluation.every_steps=1",
+    "--config.training.steps=6",
+    "--config.checkpoint.every_steps=2",
+    "--config.evaluation.every_steps=1",
     "--config.checkpoint.keep_last=9",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +182,13 @@ def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(run_environ
 def test_sigterm_saves_and_says_so(run_environment, tmp_path):
     # At another temperature than the run below, which keeps its step 0 as well.
     process = start(
-        run_environment, tmp_path / "run", "--config.training.steps=500", "--config.evaluation.every_steps=0",
-        "--config.rollout.temperature=0.5", "--config.checkpoint.keep_last=9",
-    )  # fmt: skip
+        run_environment,
+        tmp_path / "run",
+        "--config.training.steps=500",
+        "--config.evaluation.every_steps=0",
+        "--config.rollout.temperature=0.5",
+        "--config.checkpoint.keep_last=9",
+    )
     wait_until(lambda: len(read_records(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps")
     assert process.poll() is None, process.communicate()[0]
     process.send_signal(signal.SIGTERM)
@@ -225,12 +231,15 @@ def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(run_environment, t
 def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, tmp_path):
     """Equal groups are replaced by later prompts; a killed run goes on from the prompt that it had come to."""
     settings = (
-        "--config.training.steps=4", "--config.checkpoint.every_steps=1", "--config.evaluation.every_steps=0",
-        "--config.checkpoint.keep_last=9", "--config.algorithm.drop_equal_groups=true",
+        "--config.training.steps=4",
+        "--config.checkpoint.every_steps=1",
+        "--config.evaluation.every_steps=0",
+        "--config.checkpoint.keep_last=9",
+        "--config.algorithm.drop_equal_groups=true",
         "--config.algorithm.refill_rounds=2",
         # A policy that knows little gets it right now and then: some groups of four differ, others do not.
         f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
-    )  # fmt: skip
+    )
     finish(start(run_environment, tmp_path / "run", *settings))
     records = read_records(tmp_path / "run")
     assert contradictions(tmp_path / "run") == []

@@ -70,8 +70,9 @@ def test_the_gradient_is_that_of_the_full_forward_at_the_engines_weights(tied):
     }
     rounded["layers"] = jax.tree.map(
         lambda x: x.values * x.scale[..., None, :] if isinstance(x, quantize.QuantizedKernel) else x,
-        rounded["layers"], is_leaf=lambda x: isinstance(x, quantize.QuantizedKernel),
-    )  # fmt: skip
+        rounded["layers"],
+        is_leaf=lambda x: isinstance(x, quantize.QuantizedKernel),
+    )
     kernel = quantize.quantize_kernel(output, "int8")
     rounded["output"] = kernel.values * kernel.scale
     expected = loss(make_row_logprobs(untied, Compute(one_segment=True), **options))(rounded)

@@ -22,13 +22,16 @@ FLOAT32 = ("rollout.precision=float32", "rollout.compute_dtype=float32")
 def _train(environment: dict[str, str], run_dir: Path, options: str, *overrides: str) -> list[dict[str, float]]:
     """Train with configs/demo_moe.py; return the records of the steps."""
     command = [
-        sys.executable, "-m", "bin.train", f"--config=configs/demo_moe.py:{options}", f"--config.run_dir={run_dir}",
+        sys.executable,
+        "-m",
+        "bin.train",
+        f"--config=configs/demo_moe.py:{options}",
+        f"--config.run_dir={run_dir}",
         *(f"--config.{each}" for each in overrides),
-    ]  # fmt: skip
+    ]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S,
-        check=False,
-    )  # fmt: skip
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "qwen3_moe" in done.stdout
     assert not list(contradictions(run_dir))

@@ -55,9 +55,7 @@ SHAPES = [(2, 1, 1, 1), (1, 2, 1, 2), *(pytest.param(s, marks=pytest.mark.long) 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_experts_on_several_devices_equal_one(shape: tuple[int, ...]) -> None:
     """Parameters and every metric after two steps with replay and balancing; the router's gradient shows in both."""
-    options = {
-        "mini_batches": 1, "steps": 2, "compute": _compute(), "settings": BALANCED, "rollout": _replaying(),
-    }  # fmt: skip
+    options = {"mini_batches": 1, "steps": 2, "compute": _compute(), "settings": BALANCED, "rollout": _replaying()}
     expected, one, _ = step_runs.run_steps(**options)
     devices = jax.devices()[: int(np.prod(shape))]
     state, several, step = step_runs.run_steps(**options, mesh=make_mesh(*shape, devices=devices))
@@ -98,9 +96,11 @@ def test_balancing_loss_has_its_weight() -> None:
     assert float(metrics["policy/loss"]) == pytest.approx(0.3 * float(value), rel=1e-5)
     assert float(metrics["optimizer/grad_norm"]) == pytest.approx(0.3 * float(optax.tree.norm(gradient)), rel=1e-4)
     _, [without], _ = step_runs.run_steps(
-        mini_batches=1, settings=dataclasses.replace(settings, router_aux_loss=0.0), compute=_compute(),
+        mini_batches=1,
+        settings=dataclasses.replace(settings, router_aux_loss=0.0),
+        compute=_compute(),
         rollout=(rollout, np.ones_like(rewards)),
-    )  # fmt: skip
+    )
     assert float(without["optimizer/grad_norm"]) == 0 and "moe/routing_agreement" not in without
 
 
@@ -135,9 +135,11 @@ def test_balancing_loss_weighs_the_same_whatever_corrections_drop(
     denominator: str, limit: float, aggregation: str
 ) -> None:
     settings = dataclasses.replace(
-        BALANCED, corrections=f"tis(high=2),token_k1(high={limit})", correction_denominator=denominator,
+        BALANCED,
+        corrections=f"tis(high=2),token_k1(high={limit})",
+        correction_denominator=denominator,
         aggregation=aggregation,
-    )  # fmt: skip
+    )
     rollout, rewards = step_runs.make_rollout()
     expected, terms, norm, _, _ = step_runs.algorithm_one(
         settings, 2, step_runs.make_params(), rollout, rewards, 0.4, corrected=limit, router=_balance

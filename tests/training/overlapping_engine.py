@@ -62,9 +62,11 @@ class OverlappingEngine:
         version, weights = self._version, self._weights
         for group, prompt in enumerate(prompts):
             ids, logprobs = self._ask(
-                weights=weights, row=[seed, step, first_prompt + group], count=sampling.group_size,
+                weights=weights,
+                row=[seed, step, first_prompt + group],
+                count=sampling.group_size,
                 vocabulary=self._vocabulary,
-            )  # fmt: skip
+            )
             arrays = zip(np.array(ids, np.int32), np.array(logprobs, np.float32), strict=True)
             same = {"policy_version": version, "group": group, "finish_reason": "stop"}
             yield [single_turn(prompt, *pair, member=member, **same) for member, pair in enumerate(arrays)]

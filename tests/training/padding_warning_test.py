@@ -36,9 +36,11 @@ def _rollout(count, tokens):
         for i in range(count)
     ]  # fmt: skip
     return SimpleNamespace(
-        episodes=episodes, rows=np.arange(count), scores=SimpleNamespace(totals=np.zeros(count, np.float32)),
+        episodes=episodes,
+        rows=np.arange(count),
+        scores=SimpleNamespace(totals=np.zeros(count, np.float32)),
         dropped=np.zeros(count, bool),
-    )  # fmt: skip
+    )
 
 
 def test_much_padding_is_told_once_with_the_setting(caplog):

@@ -21,9 +21,11 @@ from tests.training import recorded_penalty
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SMALL = (
-    "--config.evaluation.every_steps=0", "--config.warmup.steps=5", "--config.mesh.cpu_devices=1",
+    "--config.evaluation.every_steps=0",
+    "--config.warmup.steps=5",
+    "--config.mesh.cpu_devices=1",
     "--config.training.steps=3",
-)  # fmt: skip
+)
 
 
 def _train(environment, run_dir, *options):
@@ -44,10 +46,12 @@ def run(run_environment, tmp_path_factory):
     """
     run_dir = tmp_path_factory.mktemp("recorded") / "run"
     options = (
-        "observe.rollouts_every_steps=1", "training.steps=20", "algorithm.dual_learning_rate=3",
+        "observe.rollouts_every_steps=1",
+        "training.steps=20",
+        "algorithm.dual_learning_rate=3",
         f"algorithm.method={recorded_penalty.__file__}:dc_grpo",
         f"rewards.functions={_ROOT}/examples/length_reward.py:score",  # differs where no answer is right
-    )  # fmt: skip
+    )
     environment = run_environment | {"CHARGED_TO": str(run_dir.with_name("charged"))}
     return _train(environment, run_dir, *(f"--config.{option}" for option in options))
 
@@ -102,9 +106,11 @@ def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_co
 
     settings, metrics = json.loads((run / "config.json").read_text())["algorithm"], read_metrics(run)
     dc_grpo = DcGrpo(
-        tolerance=settings["tolerance"], multiplier=settings["multiplier"],
-        learning_rate=settings["dual_learning_rate"], maximum=settings["multiplier_max"],
-    )  # fmt: skip
+        tolerance=settings["tolerance"],
+        multiplier=settings["multiplier"],
+        learning_rate=settings["dual_learning_rate"],
+        maximum=settings["multiplier_max"],
+    )
     lambdas = metrics["dual/multiplier"][1]
     by_step = recorded_penalty.read(run.with_name("charged"))
     largest, learned = 0.0, 0

@@ -82,9 +82,13 @@ def _start(run_environment, run_dir, *overrides, program=_PLAIN, place=(ROOT, RO
     command = [sys.executable, *program, config, f"--config.run_dir={run_dir}", *overrides]
     working_directory, code = place
     return subprocess.Popen(
-        command, cwd=working_directory, env=run_environment | {"PYTHONPATH": str(code)}, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        command,
+        cwd=working_directory,
+        env=run_environment | {"PYTHONPATH": str(code)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def _free_port():
@@ -192,9 +196,11 @@ def test_two_processes_with_a_lag_stopped_while_sampling_and_resumed_are_like_on
 
 
 _OVERLAPPING = (
-    f"--config.rollout.engine={ROOT}/tests/training/overlapping_engine.py:ENGINE", "--config.rollout.precision=float32",
-    "--config.evaluation.every_steps=0", "--config.rollout.lag=1",
-)  # fmt: skip
+    f"--config.rollout.engine={ROOT}/tests/training/overlapping_engine.py:ENGINE",
+    "--config.rollout.precision=float32",
+    "--config.evaluation.every_steps=0",
+    "--config.rollout.lag=1",
+)
 
 
 @pytest.mark.long
@@ -253,20 +259,23 @@ def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_p
     """The same loss to float32 rounding, wherever steps 2 and 3 are computed. An fsdp mesh has other rows."""
     shorter = [setting for setting in _RUN if "fsdp" not in setting and "data" not in setting]
     float32 = [
-        "--config.rollout.precision=float32", "--config.evaluation.every_steps=0",
+        "--config.rollout.precision=float32",
+        "--config.evaluation.every_steps=0",
         # Some completions get it right: without a gradient Adam would turn rounding into steps of full size.
         f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
-    ]  # fmt: skip
+    ]
     start = tmp_path / "start"
     on = "--config.mesh.data={} --config.mesh.fsdp={}".format
     codes = _two(run_environment, start, *shorter, *float32, *on(1, 4).split(), "--config.training.steps=1", devices=2)
     assert [code for code, _, _ in codes] == [0, 0], codes[0][2] + codes[1][2]
     runs = {}
     for name, processes, devices, mesh in (
-        ("two processes, fsdp", 2, 2, (1, 4)), ("two processes, data and fsdp", 2, 2, (2, 2)),
-        ("two processes, one device each", 2, 1, (2, 1)), ("one process", 1, 1, (1, 1)),
+        ("two processes, fsdp", 2, 2, (1, 4)),
+        ("two processes, data and fsdp", 2, 2, (2, 2)),
+        ("two processes, one device each", 2, 1, (2, 1)),
+        ("one process", 1, 1, (1, 1)),
         ("one process, fsdp", 1, 4, (1, 4)),
-    ):  # fmt: skip
+    ):
         run_dir = tmp_path / name.replace(" ", "_").replace(",", "")
         shutil.copytree(start, run_dir)
         settings = *shorter, *float32, *on(*mesh).split()

@@ -55,9 +55,7 @@ class _Scoring:
         pass
 
     def finish(self, on_wait):
-        totals = [
-            1.0 if problem % 2 else float(place % _GROUP) for place, problem in enumerate(self._problems)
-        ]  # fmt: skip
+        totals = [1.0 if problem % 2 else float(place % _GROUP) for place, problem in enumerate(self._problems)]
         totals = np.array(totals, np.float32)
         texts = [str(problem) for problem in self._problems]
         return texts, BatchScores(totals=totals, values={"math": totals}, failed={}, grades=None)
@@ -75,11 +73,13 @@ class _Named:
 
 def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
     monkeypatch.setattr(step_rollout, "BatchScoring", _Scoring)
-    config = _Named({
-        "training": _Named({"prompts_per_step": wanted, "seed": 5, "steps": 9}),
-        "algorithm": _Named({"refill_rounds": rounds}),
-        "rollout": _Named({"on_non_finite": "error", "router_replay": False}),
-    })  # fmt: skip
+    config = _Named(
+        {
+            "training": _Named({"prompts_per_step": wanted, "seed": 5, "steps": 9}),
+            "algorithm": _Named({"refill_rounds": rounds}),
+            "rollout": _Named({"on_non_finite": "error", "router_replay": False}),
+        }
+    )
     ids = [np.array([i], np.int32) for i in range(problems)]
     plan = _Named({
         "config": config, "tokenizer": None, "sampling": _Named({"group_size": _GROUP}),

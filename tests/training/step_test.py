@@ -142,9 +142,7 @@ def test_correction_drops_tokens_and_the_loss_is_divided_by_the_rest(mini_batche
     settings = dataclasses.replace(ALGORITHM, aggregation=aggregation, corrections=CORRECTIONS)
     rollout, rewards = make_rollout()
     old = np.asarray(naive_logprobs(make_params(), padded(rollout)[0]))
-    apart = np.concatenate([
-        old[i, a:b] - rollout.rollout_logprobs[i] for i, (a, b) in enumerate(padded(rollout)[1])
-    ])  # fmt: skip
+    apart = np.concatenate([old[i, a:b] - rollout.rollout_logprobs[i] for i, (a, b) in enumerate(padded(rollout)[1])])
     assert 0.2 < np.mean(np.abs(apart) >= MAX_APART) < 0.8
     assert np.abs(np.abs(apart) - MAX_APART).min() > 1e-4  # no token is dropped by rounding
     expected, terms, norm, mean_delta, _ = algorithm_one(
@@ -212,9 +210,11 @@ def test_several_devices_equal_one(shape, mini_batches):
 def test_remedies_over_whole_completions_are_the_same_on_a_mesh():
     mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
     settings = dataclasses.replace(
-        ALGORITHM, corrections="sequence_tis(high=3),mean_k3(high=2),off_policy_mask(high=1.5)", ratio_level="sequence",
+        ALGORITHM,
+        corrections="sequence_tis(high=3),mean_k3(high=2),off_policy_mask(high=1.5)",
+        ratio_level="sequence",
         correction_denominator="all",
-    )  # fmt: skip
+    )
     expected, one, _ = run_steps(settings=settings, steps=2)
     state, eight, _ = run_steps(settings=settings, steps=2, mesh=mesh)
     close(state.params, expected.params, 1e-5)
@@ -226,9 +226,11 @@ def test_remedies_over_whole_completions_are_the_same_on_a_mesh():
 def test_a_users_remedies_and_their_statistics_are_the_same_on_a_mesh_and_in_one_micro_batch():
     mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2])
     settings = dataclasses.replace(
-        ALGORITHM, method="examples/remedies.py:huber(knee=0.2)", loss="examples/remedies.py:prime_rl(kl_tau=0.1)",
+        ALGORITHM,
+        method="examples/remedies.py:huber(knee=0.2)",
+        loss="examples/remedies.py:prime_rl(kl_tau=0.1)",
         ratio_denominator="rollout",
-    )  # fmt: skip
+    )
     expected, one, _ = run_steps(settings=settings)
     assert 0.05 < one[0]["remedy/huber/above_knee"] < 0.95 and 0.05 < one[0]["remedy/prime_rl/masked"] < 0.95
     for options in ({"mesh": mesh}, {"tokens": 10_000}):
@@ -359,9 +361,12 @@ _LOSSES = (("kept", "seq_mean_token_mean", MAX_APART), ("all", "token_mean", MAX
 def test_corrections_leave_the_divergence_as_it_is(denominator, aggregation, limit):
     """Some tokens dropped, or all: the divergence keeps its tokens, its weights and its denominator."""
     settings = dataclasses.replace(
-        ALGORITHM, corrections=f"tis(high=2),token_k1(high={limit})", correction_denominator=denominator,
-        kl_coefficient=0.3, aggregation=aggregation,
-    )  # fmt: skip
+        ALGORITHM,
+        corrections=f"tis(high=2),token_k1(high={limit})",
+        correction_denominator=denominator,
+        kl_coefficient=0.3,
+        aggregation=aggregation,
+    )
     rollout, rewards = make_rollout()
     reference = make_params(seed=5)
     expected, terms, norm, _, _ = algorithm_one(
@@ -437,11 +442,15 @@ def test_mini_batch_without_completions_still_moves_parameters_by_momentum():
     adam = state.opt_state[0]
     # Undo the second update's decay of the moments: m1 = mu / b1 = (1 - b1) g, n1 = nu / b2 = (1 - b2) g^2.
     expected = jax.tree.map(
-        lambda p, mu, nu: p
-        - 0.3 * (mu / b1 / (1 - b1)) / (np.sqrt(nu / b2 / (1 - b2)) + eps)
-        - 0.3 * (1 - 1 / UPDATES) * (mu / (1 - b1**2)) / (np.sqrt(nu / (1 - b2**2)) + eps),
-        make_params(), adam.mu, adam.nu,
-    )  # fmt: skip
+        lambda p, mu, nu: (
+            p
+            - 0.3 * (mu / b1 / (1 - b1)) / (np.sqrt(nu / b2 / (1 - b2)) + eps)
+            - 0.3 * (1 - 1 / UPDATES) * (mu / (1 - b1**2)) / (np.sqrt(nu / (1 - b2**2)) + eps)
+        ),
+        make_params(),
+        adam.mu,
+        adam.nu,
+    )
     close(state.params, expected)
     # The truncated half still enters the mean discrepancy: the value is that of the whole batch.
     _, whole, _ = run_steps(rollout=(rollout, rewards))

@@ -17,9 +17,12 @@ from tests.support.waiting import HANGS_S, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SMALL = (
-    "--config=configs/demo.py:debug", "--config.evaluation.every_steps=0", "--config.warmup.steps=0",
-    "--config.mesh.cpu_devices=1", "--config.observe.samples_every_steps=1",
-)  # fmt: skip
+    "--config=configs/demo.py:debug",
+    "--config.evaluation.every_steps=0",
+    "--config.warmup.steps=0",
+    "--config.mesh.cpu_devices=1",
+    "--config.observe.samples_every_steps=1",
+)
 
 # Writes down what it gets. `bonus` and `source` are columns of the data.
 _OWN = """
@@ -118,9 +121,7 @@ def test_what_is_trained_on_is_the_weighted_sum_of_the_rewards(environment, file
     for call, record in zip(calls, records, strict=True):
         assert len(call["prompts"]) == 16  # 4 prompts, 4 completions each: the whole batch in one call
         assert call["prompts"][:4] == call["prompts"][:1] * 4 != call["prompts"][4:8]
-        assert call["columns"] == [
-            "data_source", "day", "log_extra", "log_metric", "reference_answer", "trainer_state",
-        ]  # fmt: skip
+        assert call["columns"] == ["data_source", "day", "log_extra", "log_metric", "reference_answer", "trainer_state"]
         rows = [int(prompt.partition("+")[0]) for prompt in call["prompts"]]
         assert call["answer"] == [str(row + 1) for row in rows]
         assert call["source"] == ["first" if row % 2 else "second" for row in rows]
@@ -163,9 +164,9 @@ def test_what_is_trained_on_is_the_weighted_sum_of_the_rewards(environment, file
 )
 def test_a_reward_that_fails_saves_and_stops_the_run_with_one_line(environment, files, tmp_path, function, problem):
     name, run_dir = f"{files}/bad.py:{function}", tmp_path / "run"
-    errors = _finish(_start(
-        environment, run_dir, f"--config.rewards.functions=math,{name}", "--config.rewards.timeout=1",
-    ), code=2)  # fmt: skip
+    errors = _finish(
+        _start(environment, run_dir, f"--config.rewards.functions=math,{name}", "--config.rewards.timeout=1"), code=2
+    )
     line = errors.splitlines()[-1]
     assert line.startswith(f"error: config.rewards.functions: reward {name}: {problem}")
     assert line.endswith(

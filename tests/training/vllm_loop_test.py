@@ -15,9 +15,11 @@ from tests.support.waiting import HANGS_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (
-    "--config.evaluation.every_steps=5", "--config.warmup.steps=10",
-    "--config.rollout.max_completion_tokens=36", "--config.training.row_lengths=(100,)",
-)  # fmt: skip
+    "--config.evaluation.every_steps=5",
+    "--config.warmup.steps=10",
+    "--config.rollout.max_completion_tokens=36",
+    "--config.training.row_lengths=(100,)",
+)
 
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("vllm_is_installed")]
@@ -159,5 +161,9 @@ def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(run_envir
     for step, record in one.items():
         assert two[step] == pytest.approx(record, **_ROUNDING), step
     assert sorted(p.name for p in (tmp_path / "killed" / "vllm").rglob("*")) == [
-        "0", "1", "config.json", "sidecar.log", "sidecar.log",
-    ]  # fmt: skip
+        "0",
+        "1",
+        "config.json",
+        "sidecar.log",
+        "sidecar.log",
+    ]

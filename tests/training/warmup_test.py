@@ -182,8 +182,10 @@ def test_steps_started_faster_than_they_end_do_not_deadlock():
     done = subprocess.run(
         [sys.executable, "-c", _MANY],
         env={**os.environ, "NPROC": "2", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
-        capture_output=True, text=True, timeout=HANGS_S,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+    )
     assert done.stdout.endswith("done\n"), done.stderr[-2000:]
 
 

@@ -132,7 +132,8 @@ def test_memory_is_bounded_and_rows_are_kept_evenly(tmp_path):
 
 _BAD = {
     "a missing column, naming those there are": (
-        [{"ids": [1], "train": [-1.0], "logp": [-1.0]}], "no column 'rollout' .*found are ids, train, logp",
+        [{"ids": [1], "train": [-1.0], "logp": [-1.0]}],
+        "no column 'rollout' .*found are ids, train, logp",
     ),
     "another length": ([_ROW | {"rollout": [-1.0, -2.0]}], "row 0: rollout has 2 entries, ids has 3"),
     "nothing but null": ([_ROW | {"train": [None] * 3}], "no sampled token in 1 rows; left out: 3 tokens whose"),
@@ -154,7 +155,7 @@ _BAD = {
     "never filled": ([_ROW | {"rollout": [0.0, 0.0, 0.0]}], "rollout is 0 on every token; it looks like it was never"),
     "no object": ([[1, 2]], r"line 1: \[1, 2\], must be a JSON object"),
     "nothing": ([], "no sampled token in 0 rows"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", _BAD)

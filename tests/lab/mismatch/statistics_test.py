@@ -158,9 +158,11 @@ def test_a_correction_that_looks_at_advantages_is_left_out_and_named_without_the
     assert not_computed(_FIVE) == ["off_policy_mask", "dppo_tv", "dppo_kl"]
     # Both completions are a nat likelier for the engine; the one with a negative advantage is dropped.
     pairs = make_pairs(
-        [np.array([1, 2]), np.array([3])], [np.array([-2.0, -3.0]), np.array([-4.0])],
-        [np.array([-1.0, -2.0]), np.array([-3.0])], advantages=[-0.5, 0.5],
-    )  # fmt: skip
+        [np.array([1, 2]), np.array([3])],
+        [np.array([-2.0, -3.0]), np.array([-4.0])],
+        [np.array([-1.0, -2.0]), np.array([-3.0])],
+        advantages=[-0.5, 0.5],
+    )
     found = {effect.name: effect for effect in effects(pairs)}["off_policy_mask"]
     assert found.dropped == pytest.approx(2 / 3) and not_computed(pairs) == []
 

@@ -27,9 +27,13 @@ P = np.array([2, 3, 2, 1]) / 8.0
 Q = np.array([1, 5, 1, 1]) / 8.0
 REWARDS = np.array([1.0, 0.0, 0.5, 2.0])
 PLAIN = AlgorithmSettings(
-    method="grpo", normalize_std=False, multiplier=0.4, tolerance=0.05, correction_denominator="all",
+    method="grpo",
+    normalize_std=False,
+    multiplier=0.4,
+    tolerance=0.05,
+    correction_denominator="all",
     aggregation="token_mean",
-)  # fmt: skip
+)
 S = np.eye(4) - P  # s_a
 RATIO, DELTA = P / Q, np.abs(P - Q)
 LOG_RATIO = np.log(RATIO)
@@ -99,9 +103,11 @@ CASES = {
     "veto": ({"corrections": "veto(floor=0.7)"}, (RATIO >= 0.7).astype(float), np.zeros(4)),
     "token_k1": ({"corrections": "token_k1(high=0.6)"}, (np.abs(LOG_RATIO) <= 0.6).astype(float), np.zeros(4)),
     "dppo_tv": (
-        {"trust_region": "dppo_tv(low=0.1,high=0.1)", "ratio_denominator": "rollout"}, _dppo, np.zeros(4),
+        {"trust_region": "dppo_tv(low=0.1,high=0.1)", "ratio_denominator": "rollout"},
+        _dppo,
+        np.zeros(4),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,13 @@ from tests.support.tiny_model import CONFIG, TOKENIZER, params
 def _session():
     config = for_sampling(Config(), {"rollout.max_rows": 16, "training.seed": 0})
     run = ModelRun(
-        config, saved=SavedModel("tiny", CONFIG, Path(), Path(), None, ()), model=CONFIG, tokenizer=TOKENIZER,
-        stop_token_ids=(TOKENIZER.eos_token_id,), params=params(),
-    )  # fmt: skip
+        config,
+        saved=SavedModel("tiny", CONFIG, Path(), Path(), None, ()),
+        model=CONFIG,
+        tokenizer=TOKENIZER,
+        stop_token_ids=(TOKENIZER.eos_token_id,),
+        params=params(),
+    )
     return Session(
         run=run, problems=load_problems("arithmetic:difficulty=1,count=3,seed=0", limit=3),
         sampling=SamplingParams(4, 5, stop_token_ids=run.stop_token_ids), score_temperature=1.0, earlier=[],
@@ -122,7 +126,7 @@ def test_the_words_name_the_best_and_its_price():
     # 1 - 0.9^2 / (1 + 0.62) = 0.5 and 1 - 0.6^2 / (1 + 0.775) = 0.8; 0.62 / 0.775 = 0.8 of the variance.
     found = _verdicts(
         _verdict("tis(high=2)", 0.9, 0.62, gain=0.3, effective=9, dropped=0.25), _verdict(NOTHING, 0.6, 0.775)
-    )  # fmt: skip
+    )
     said = summary(found)
     assert said["best"] == (
         "tis(high=2): its gradient has the smallest error at its best length, 0.50 against 0.80 without remedy and 1 "

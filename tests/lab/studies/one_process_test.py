@@ -47,9 +47,12 @@ def _config(section=None, **changes):
 def test_another_charge_makes_a_step_and_another_engine_closes_the_last(made):
     with one_process.Shared() as shared:
         for section, changes in (
-            ("training", {"seed": 1}), ("training", {"seed": 9}), ("algorithm", {"multiplier": 0.5}),
-            ("algorithm", {"multiplier_max": 7.0}), ("rollout", {"max_rows": 8}),
-        ):  # fmt: skip
+            ("training", {"seed": 1}),
+            ("training", {"seed": 9}),
+            ("algorithm", {"multiplier": 0.5}),
+            ("algorithm", {"multiplier_max": 7.0}),
+            ("rollout", {"max_rows": 8}),
+        ):
             shared.train(_config(section, **changes), print)
     first = (1, f"programs of {Config().algorithm.multiplier_max}")
     assert made == [

@@ -208,9 +208,13 @@ def verl(sources, out):
         scores = torch.zeros(mask.shape)
         scores[:, -1] = (rows["advantage"] > 0).float()
         batch = {
-            "responses": rows["ids"], "old_log_probs": rows["train"], "rollout_log_probs": rows["rollout"],
-            "response_mask": mask, "advantages": rows["advantage"][:, None] * mask, "token_level_scores": scores,
-        }  # fmt: skip
+            "responses": rows["ids"],
+            "old_log_probs": rows["train"],
+            "rollout_log_probs": rows["rollout"],
+            "response_mask": mask,
+            "advantages": rows["advantage"][:, None] * mask,
+            "token_level_scores": scores,
+        }
         other = {"uid": np.array([f"p{i // 4}" for i in range(len(mask))], object)}
         other["data_source"] = np.array(["openai/gsm8k"] * len(mask), object)
         record_verl(recorder, step + 1, batch, other)
