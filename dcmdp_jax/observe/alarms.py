@@ -1,4 +1,4 @@
-"""Alarms over the metrics of a run: what kind of mismatch it has, told apart by the reasoning of `causes`."""
+"""Alarms over the metrics of a run: they name its kind of mismatch by the reasoning of `causes`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Alarm:
     """One problem of a run.
 
     Attributes:
-        name: of `ALARMS`.
-        text: what was seen and what to do, for people.
+        name: member of `ALARMS`.
+        text: observation and remedy, for people.
     """
 
     name: str

@@ -11,8 +11,8 @@ class Metric(NamedTuple):
     """One recorded quantity.
 
     Attributes:
-        name: what `metrics.jsonl` calls it.
-        unit: what one unit of the value is.
+        name: key in `metrics.jsonl`.
+        unit: unit of the value.
         description: one line.
     """
 

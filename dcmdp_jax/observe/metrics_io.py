@@ -331,7 +331,7 @@ def _record_start(run_dir: Path, step: int) -> None:
     """Append the command, the code, the machine and the date of a start to `starts.jsonl`.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         step: finished training steps at this start.
     """
     device = jax.devices()[0]

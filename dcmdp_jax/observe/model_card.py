@@ -40,8 +40,8 @@ def model_card(run_dir: Path, step: int, *, on_hub: Callable[[str], bool]) -> st
     What a run did not record is left out.
 
     Args:
-        run_dir: of the run.
-        step: of the checkpoint; later steps are not of this model.
+        run_dir: the run directory.
+        step: the checkpoint's step; later steps are left out.
         on_hub: whether the path that the run started from names a model on the Hub, which is then the base model.
     """
     config = flatten(read_json_object(run_dir / CONFIG_FILE)) if (run_dir / CONFIG_FILE).is_file() else {}

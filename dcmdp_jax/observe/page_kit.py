@@ -1,4 +1,4 @@
-"""What all pages and figures share: HTML of the templates, values for JSON, one figure style, completions.
+"""Parts that all pages and figures share: HTML of the templates, JSON values, one figure style, completions.
 
 A page extends `templates/page.html`, which has the style, and uses the macros of `parts.html`: `table`, `figure`,
 `warnings`. Figures, data and scripts are embedded, all text is escaped, and no page makes a request: it runs the
@@ -42,7 +42,7 @@ def render_page(template: str, **values: Any) -> str:
 
     Args:
         template: file name in `templates/`.
-        values: what the template reads; `scripts`, names of scripts in `templates/`, is empty if absent. Filters:
+        values: variables of the template; `scripts`, names of scripts in `templates/`, is empty if absent. Filters:
             `as_text` makes text of a JSON value, `number` and `percent` are those of `number_format`.
 
     Raises:
@@ -76,7 +76,7 @@ def make_figure(
     Args:
         width, height: inches.
         title: heading of the whole figure.
-        rows, columns: of panels.
+        rows, columns: numbers of panels.
         options: further arguments of `Figure.subplots`.
     """
     # The plotting library takes most of a second to import.
@@ -169,7 +169,7 @@ class Completion:
         text: the completion, where its tokens are not known.
         tokens: text of each token.
         train_probs, rollout_probs: [T] of each token; NaN where it was not sampled.
-        reward, advantage: of the completion.
+        reward, advantage: the completion's.
         discrepancy: mean |p - q| over its sampled tokens, where the tokens are not known.
     """
 

@@ -43,7 +43,7 @@ class Panel:
         from_zero: the vertical axis has 0.
         percent: its values are shares.
         smoothed: curves above 40 steps are drawn under their moving average.
-        marker: of each point.
+        marker: matplotlib's name of a point's marker.
         draw: draws (axes, runs) in place of the curves.
         beside: draws (axes, runs) what the panel has beside its curves.
         by_step: the horizontal axis is the training step.
@@ -256,7 +256,7 @@ def _draw_phases(axes: Axes, runs: Runs) -> None:
 
 
 def _draw_timeline(runs: Runs) -> Figure | None:
-    """Draw three steps of each run that samples ahead as bars in time: which phase when, in which process."""
+    """Draw three steps of each run that samples ahead: a bar in time for each phase, a line for each process."""
     shown = {label: chosen for label, series in runs.items() if (chosen := _three_steps(series)) is not None}
     if not shown:
         return None

@@ -99,10 +99,10 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
 
 
 def first_sentence(run_dir: str | Path) -> str:
-    """What happened in a run, as its report begins.
+    """Return the sentence with which a run's report begins.
 
     Raises:
-        ValueError, OSError: as `read_run`.
+        ValueError, OSError: see `read_run`.
     """
     run = read_run(run_dir)
     return verdict(run, summarize(run.series))

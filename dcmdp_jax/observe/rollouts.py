@@ -53,9 +53,9 @@ class RolloutWriter:
     """Writes the recordings of a run, and keeps their size within a bound by deleting the oldest.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         every_steps: record steps 1, 1 + every_steps, ...; 0: none.
-        max_bytes: of all files together. A step that alone takes more is not recorded, with a warning.
+        max_bytes: limit of all files together. A step that alone takes more is not recorded, with a warning.
         resume_step: last finished step of the checkpoint that the run continues from; recordings of later ones are
             deleted. None: a new run; recordings of an earlier attempt are moved to rollouts.previous.
     """

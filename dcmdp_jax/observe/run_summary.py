@@ -100,7 +100,7 @@ def summarize(series: Series) -> Summary:
 
 
 def what_the_multiplier_did(series: Series) -> str:
-    """What lambda, the budget and the discrepancy did, in words; empty for a run that recorded none of them."""
+    """Describe the course of lambda, budget and discrepancy; empty for a run that recorded none of them."""
     multiplier, discrepancy = (_finite(series, name) for name in ("dual/multiplier", "discrepancy/mean"))
     over, said = _over(series), []
     if len(multiplier):
@@ -120,7 +120,7 @@ def what_the_multiplier_did(series: Series) -> str:
 
 
 def overlap(series: Series) -> tuple[str, str] | None:
-    """What sampling ahead of training won in a median step, and how; None for a run that does not."""
+    """Describe the time that sampling ahead saves in a median step, and how; None for a run without it."""
     if "time/overlap" not in series:
         return None
 

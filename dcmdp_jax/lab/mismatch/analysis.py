@@ -34,8 +34,8 @@ class Group:
     Attributes:
         label: the property.
         tokens: how many.
-        mean: of |p - q| over them.
-        share: of the sum of |p - q| over all tokens that is theirs.
+        mean: their mean |p - q|.
+        share: their part of the sum of |p - q| over all tokens.
         mean_log_ratio: mean of |log p - log q|, nats.
     """
 
@@ -208,15 +208,15 @@ class Measured:
     """A pair as it was measured, before anything is concluded.
 
     Attributes:
-        name: of the pair, for people.
-        source: what was compared: label -> value.
+        name: the pair's name, for people.
+        source: label -> value, a description of both sides.
         pairs: the tokens.
         text: id -> text; None without a tokenizer.
         floors: engine -> mean |p - q| of the engine against itself in another batch shape.
         rounding: see `evidence.Evidence`.
         explanations: controlled re-scorings.
         settings, lifted: see `evidence.Evidence`.
-        over_training: by step, rank and source; None unless the pair was recorded over training.
+        over_training: mismatch by step, rank and source; None unless the pair was recorded over training.
     """
 
     name: str
@@ -246,7 +246,7 @@ class ColoredText:
 
     Attributes:
         completion: its index.
-        mean: of |p - q| over its tokens.
+        mean: mean |p - q| over its tokens.
         tokens: its first 400 tokens.
         left_out: how many more it has.
     """
@@ -262,18 +262,18 @@ class Analysis:
     """The whole result for one pair.
 
     Attributes:
-        name, source, floors: of `Measured`.
+        name, source, floors: see `Measured`.
         statistics: in numbers; completions over c for the recommended c.
         findings: causes, the likeliest first.
-        recommendation: of c.
-        effects: of the corrections.
+        recommendation: the budget c.
+        effects: the corrections' effects.
         not_computed: corrections whose effect depends on advantages, which were not recorded.
         groups: heading -> groups.
         growth: along completions.
         worst: tokens in context.
         texts: the completions of the largest and of the median mismatch.
-        evidence: what the findings are drawn from.
-        over_training: of `Measured`.
+        evidence: measurements behind the findings.
+        over_training: see `Measured`.
     """
 
     name: str

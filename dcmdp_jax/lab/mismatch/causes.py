@@ -34,7 +34,7 @@ class Cause:
 
     Attributes:
         title: one noun phrase.
-        remedy: what to do, one line.
+        remedy: advice, one line.
         defect: to be repaired. The others are the price of a fast engine, which a budget c can bound.
     """
 
@@ -113,7 +113,7 @@ class Finding:
 
     Attributes:
         cause: key of `CAUSES`.
-        evidence: what was measured, one sentence each.
+        evidence: measurements, one sentence each.
     """
 
     cause: str
@@ -227,7 +227,7 @@ def _runner_up(e: Evidence, best: Explanation) -> Explanation | None:
 
 
 def _which_temperature(e: Evidence, expected: float = np.inf) -> tuple[str, str]:
-    """Whose log-probs belong to another distribution than the tokens: the training stack's, or the engine's.
+    """Tell whose log-probs belong to another distribution than the tokens: the training stack's or the engine's.
 
     Args:
         e: the evidence.
@@ -364,7 +364,7 @@ def _reach(e: Evidence) -> float:
 
 
 def _power_of_tests(e: Evidence) -> list[str]:
-    """What each test would have seen at least, and what it could not look at."""
+    """Name the least effect that each test would have seen, and the tests that were not possible."""
     seen, unseen = [], []
     if np.isnan(e.surprise.mean):
         unseen.append("raw log-probs on both sides (no entropies)")

@@ -30,8 +30,8 @@ class Explanation:
     """The tokens scored again by the training stack with one thing changed.
 
     Attributes:
-        name: what was changed.
-        cause: of `causes.CAUSES`.
+        name: the change.
+        cause: key of `causes.CAUSES`.
         share: 1 - sum |q - h| / sum |q - p|, h the probability after the change: 1 reproduces the engine, 0 is no
             nearer to it than the training stack, below 0 is farther.
     """
@@ -46,8 +46,8 @@ class Lifted:
     """The tokens scored again by the engine itself, without one of its settings.
 
     Attributes:
-        engine: what it is then.
-        cause: of `causes.CAUSES`, the price of the setting.
+        engine: its name without the setting.
+        cause: key of `causes.CAUSES`, the price of the setting.
         share: 1 - sum |h - p| / sum |q - p|, h the probability without the setting: 1 if nothing of the mismatch is
             left, 0 if all of it is.
     """
@@ -105,37 +105,37 @@ class Evidence:
 
     Attributes:
         tokens, completions: how many.
-        mean: of |p - q|.
+        mean: mean |p - q|.
         median_log_ratio: median |d|, nats, of the tokens with p or q below 0.9; of all if those are fewer than 16. Near
             1 a probability can't differ much.
         square: mean of d^2.
-        ratio: of p / q.
+        ratio: mean of p / q.
         inner_ratio: 1 + (p / q - 1), the tokens with |d| above 1.5 counted as 0: a few tokens that one side finds
             impossible do not move it.
-        inverse_ratio: of q / p.
+        inverse_ratio: mean of q / p.
         sample_size: effective number of tokens under weights p / q, of `ratio_tokens`.
-        surprise: of -log p - H; NaN without entropies, as are the next three.
+        surprise: mean of -log p - H; NaN without entropies, as are the next three.
         variance: mean of (log p + H)^2.
         power: b, the slope of log q - log p over log p + H.
         alignment: their correlation; 1 or -1 for a power, in (-0.7, 0.3) for noise, other weights, other prompts.
         spread: log of the standard deviation of log q over that of log p.
-        correlation: of log p and log q.
+        correlation: Pearson's, of log p and log q.
         uncertain: tokens with p and q below 0.9, the only ones that show a temperature.
         broken: share of the completions whose columns agree up to a token and are unrelated from there on.
-        broken_correlation: of log p and log q after these tokens; `whole_correlation` of all others.
+        broken_correlation: the same after these tokens; `whole_correlation` over all others.
         start: mean |d| of the first 4 tokens of a completion.
         start_expected: the same for tokens from the 17th on with the same q; NaN if there are too few.
-        start_excess: of |d| less 3 times what is expected, over the first 4.
+        start_excess: mean of |d| less 3 times the expected, over the first 4.
         lowered: share of the tokens that q finds less likely than p by 0.02 nats.
         lag_means: age of the weights in steps -> mean of |p - q|; empty if not known.
         floor: the larger of both engines' noise floors; None if not measured.
         rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if not measured.
         explanations: controlled re-scorings; empty without a model.
         settings: cause -> setting of the engine that has it as its price; empty for a recording.
-        lifted: what is left without each of these settings; empty if not measured.
+        lifted: re-scorings without each of these settings; empty if not measured.
 
     From `median_log_ratio` to `correlation` all is over the other completions where some are broken, and from the 17th
-    token on where the first ones stand apart: what is planted on the rest then shows.
+    token on where the first ones stand apart, so that a second cause shows.
     """
 
     tokens: int
@@ -214,7 +214,7 @@ def collect(
 
 
 def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
-    """What the kept tokens say of the distribution that they were sampled from."""
+    """Measure which distribution the kept tokens were sampled from."""
     d, rows = pairs.log_ratio[kept], pairs.completion[kept]
     log_p, log_q = (x[kept].astype(np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
     weight, inner = np.exp(d), np.abs(d) <= INNER_LOG_RATIO

@@ -1,4 +1,4 @@
-"""What each framework records: where its files lie, how they are told apart, and which column is which.
+"""Recording formats of the frameworks: file patterns, identifying keys, and the meaning of each column.
 
 To add a format, add an entry to `FORMATS`.
 """
@@ -110,7 +110,7 @@ def rows_of(file: RecordedFile, left_out: LeftOut) -> Iterator[tuple[Place, str 
 
 
 def files_below(directory: Path) -> list[Path]:
-    """The recorded files at any depth below a directory: those that a format's pattern names, else all that may be."""
+    """Return the files at any depth that a format's pattern matches, or else all of a known suffix."""
     known = [pattern for each in FORMATS.values() for pattern in each.patterns]
     known += [f"{pattern}.gz" for pattern in known if pattern.endswith(".jsonl")]
     for patterns in (known, [f"*{suffix}" for suffix in _SUFFIXES]):
@@ -195,7 +195,7 @@ def _of_sample(path: Path, row: Mapping[str, Any]) -> Place:
 
 
 def _mean_advantage(advantages: str, mask: str) -> Callable[[dict[str, Any]], None]:
-    """Of an advantage for each token, the mean over the sampled ones: only its sign is used."""
+    """Replace an advantage for each token by the mean over the sampled ones: only its sign is used."""
 
     def prepare(row: dict[str, Any]) -> None:
         values, sampled = row.get(advantages), row.get(mask)

@@ -60,8 +60,8 @@ class OverTraining:
         steps: in order.
         ranks, sources: empty where there is only one or none is recorded.
         odd_rank: the first rank that stands out, in words: no budget bounds other weights on one rank; "" without one.
-        notes: what stands out among ranks and sources, and how a run's own metrics agree.
-        alarms: of the steps; see `observe.alarms`.
+        notes: sentences about outliers among ranks and sources, and agreement with the run's own metrics.
+        alarms: alarms over the steps; see `observe.alarms`.
         tolerance: c that the alarms compare with; NaN if there is none.
         tolerance_from: where it comes from.
     """
@@ -84,7 +84,7 @@ class TrainingRecord:
         framework: who recorded it.
         files: how many.
         pairs: the tokens, at most `max_tokens`, spread evenly over the run.
-        rows, kept_every: as in `recording.Recording`.
+        rows, kept_every: see `recording.Recording`.
         over_training: None where the steps are not known.
     """
 
@@ -153,12 +153,12 @@ def read_run(
     """Read and measure a recording, one step in memory at a time beside the tokens that are kept.
 
     Args:
-        files: from `find_files`.
+        files: result of `find_files`.
         left_out: is told what is not read. Ranks that the last step still lacks are.
         max_tokens: tokens to keep at most.
         allow_gaps: go on where steps or ranks are missing in the middle.
         tolerance: c for the alarms; None: the run's own, else the one recommended for the first steps.
-        metrics: of the run itself, where they are known: the alarms are theirs, and the steps are compared with them.
+        metrics: the run's own, if known: the alarms look at them, and the steps are compared with them.
 
     Raises:
         UserError: in one line, if a step or rank is missing in the middle or comes twice, or a row is wrong.

@@ -45,8 +45,8 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
     """Write `out_dir`/probe.json, probe.html, completions.json and plots/*.png; existing ones are replaced.
 
     Args:
-        title: of the page.
-        measured, analyses: of each pair, in order.
+        title: heading of the page.
+        measured, analyses: the pairs and their results, in one order.
         out_dir: made if it is not there.
 
     Returns:

@@ -92,14 +92,14 @@ class Statistics:
 
     Attributes:
         tokens, completions: how many.
-        mean, p50, p99, max: of |p - q|.
+        mean, p50, p99, max: statistics of |p - q|.
         k1: mean of -d: KL(q || p) if the tokens were sampled from q, unbiased, may be negative.
         k3: mean of e^d - 1 - d, the same KL, never negative.
         median_log_ratio: median of |d|, nats.
         pearson: correlation of p and q; 0 where either is constant.
         effective_sample_size: (sum w)^2 / (n sum w^2) with w = p / q, in (0, 1].
-        displacement_mean: of eps = logit p - logit q; displacement_abs_mean and the quantiles: of |eps|. |p - q| is
-            p (1 - p) |eps| to first order, so confidence shrinks it and not eps.
+        displacement_mean: mean of eps = logit p - logit q. displacement_abs_mean and the quantiles are of |eps|.
+            |p - q| is p (1 - p) |eps| to first order, so confidence shrinks it and not eps.
         completions_over: share of completions whose own mean |p - q| exceeds `tolerance`; NaN without one.
         tolerance: c, or NaN.
     """

@@ -32,11 +32,11 @@ class Columns:
         token: token ids, whole numbers that int32 holds.
         train, rollout: log-probs in nats, training stack's and engine's.
         mask: 1 on sampled tokens, 0 on prompt and padding; "" if every token was sampled.
-        entropy: of the training stack, nats, at least 0; "" if there is none.
+        entropy: the training stack's entropy, nats, at least 0; "" if there is none.
         lag: age of the weights that sampled a token in training steps, whole numbers from 0, a list or one number; ""
             if there is none.
-        advantage: of the completion, a number, or a list with the same number for each token; "" if there is none.
-        reward: of the completion, a number; "" if there is none. Less its group's mean it has the advantage's sign.
+        advantage: the completion's, a number, or a list with the same number for each token; "" if there is none.
+        reward: the completion's, a number; "" if there is none. Less its group's mean it has the advantage's sign.
         group: prompt that a completion answers, a number or text; needed with `reward`.
     """
 
@@ -78,7 +78,7 @@ def require(where: str | Path, wanted: Mapping[str, str], found: list[str]) -> N
 
 @dataclasses.dataclass
 class LeftOut:
-    """What a recording holds and nobody reads: counted, and said in one line.
+    """Count of what a recording holds and nobody reads; its text is one line.
 
     Attributes:
         tokens: sampled tokens of which a log-prob or an entropy is null, NaN or infinite.
@@ -108,7 +108,7 @@ def checked_row(where: str, cells: dict[str, Any], columns: Columns, left_out: L
 
     Args:
         where: file and row, for errors.
-        cells: by column name.
+        cells: column name -> cell.
         columns: names of the columns.
         left_out: counts the tokens that are left out.
 
@@ -374,7 +374,7 @@ def read_rows(
     """The rows of a .parquet, .jsonl or .jsonl.gz file, at least with the named cells.
 
     Args:
-        path: of the file.
+        path: the file.
         wanted: option that names a column -> column, which must be there.
         optional: columns to read where they are there.
         left_out: is told of a last line that is cut.
@@ -476,7 +476,7 @@ def _lines(path: Path, left_out: LeftOut) -> Iterator[tuple[int, bytes]]:
 
 
 class _Object(dict):
-    """A JSON object that keeps all its names: of a name that comes twice, a dict drops the first value."""
+    """A JSON object that keeps all its names; a dict would drop the first value of a name that comes twice."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
