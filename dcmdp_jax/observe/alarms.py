@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -67,14 +67,11 @@ def alarms(series: Series) -> list[Alarm]:
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
     window raises none. The numbers of `charge` are guesses: no runs have measured from where on a charge harms.
     """  # noqa: E501 - a table
-    found = [alarm for rule in (_support, _retokenization, _staleness, _noise, _charge) if (alarm := rule(series))]
-    if not {"retokenization", "charge"} & {alarm.name for alarm in found} and (alarm := _weight_sync(series)):
-        found.append(alarm)
-    if not {alarm.name for alarm in found} - {"charge"} and (alarm := _mismatch(series)):
-        found.append(alarm)
-    if not any(alarm.name == "weight_sync" for alarm in found) and (alarm := _collapse(series)):
-        found.append(alarm)
-    return found
+    found: dict[str, str] = {}
+    for name, (rule, explained_by) in _RULES.items():
+        if not found.keys() & explained_by and (text := rule(series)):
+            found[name] = text
+    return [Alarm(name, text) for name, text in found.items()]
 
 
 def broken_completions(discrepancy: np.ndarray) -> float:
@@ -120,7 +117,7 @@ def _mixed_lag(series: Series, count: int) -> np.ndarray | None:
     return None if _STALENESS in series else _last(series, "rollout/staleness_max", count)
 
 
-def _support(series: Series) -> Alarm | None:
+def _support(series: Series) -> str | None:
     k1, k3 = _last(series, "mismatch/k1"), _last(series, "mismatch/k3")
     size = _last(series, "mismatch/effective_sample_size")
     if k1 is None or k3 is None or size is None or size.mean() < _LEAST_SAMPLE_SIZE:
@@ -128,42 +125,36 @@ def _support(series: Series) -> Alarm | None:
     missing = k1 - k3
     if missing.mean() - 4 * missing.std() / np.sqrt(WINDOW) <= _MISSING_MASS:
         return None
-    return Alarm(
-        "support",
+    return (
         f"The trainer gives {missing.mean():.1%} of its probability to tokens that the engine did not: sampling is cut "
-        "(top-p, top-k). Sample with top_p=1 and no top_k.",
+        "(top-p, top-k). Sample with top_p=1 and no top_k."
     )
 
 
-def _retokenization(series: Series) -> Alarm | None:
+def _retokenization(series: Series) -> str | None:
     broken = _last(series, "discrepancy/broken_completions", _BROKEN_STEPS)
     lag = _mixed_lag(series, _BROKEN_STEPS)
     if broken is None or not broken.min() > 0 or (lag is not None and lag.max() > 0):
         return None
-    return Alarm(
-        "retokenization",
+    return (
         f"{broken.mean():.1%} of the completions disagree wildly while the others agree: they were decoded and encoded "
-        "again on their way, or their prompts were. Pass the sampled token ids on.",
+        "again on their way, or their prompts were. Pass the sampled token ids on."
     )
 
 
-def _staleness(series: Series) -> Alarm | None:
+def _staleness(series: Series) -> str | None:
     moved = _last(series, _STALENESS)
-    if moved is not None:
-        if moved.mean() <= _MOST_STALENESS:
-            return None
-        return Alarm(
-            "staleness",
+    if moved is not None and moved.mean() > _MOST_STALENESS:
+        return (
             f"Since its tokens were sampled the policy moved by {moved.mean():.2g} nats a token: the clip stops many. "
-            "Lower rollout.lag or the learning rate, or set algorithm.ratio_denominator=proximal.",
+            "Lower rollout.lag or the learning rate, or set algorithm.ratio_denominator=proximal."
         )
     lag, over = _mixed_lag(series, WINDOW), _over(series)
     if lag is None or over is None or not lag.max() > 0:
         return None
-    return Alarm(
-        "staleness",
+    return (
         f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g}, and the tokens were sampled by weights up to "
-        f"{lag.max():.0f} steps old. Push weights more often, or correct by importance weights.",
+        f"{lag.max():.0f} steps old. Push weights more often, or correct by importance weights."
     )
 
 
@@ -181,7 +172,7 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
     return (usual, float(values[-3:].mean()), start) if start <= len(values) - 3 else None
 
 
-def _charge(series: Series) -> Alarm | None:
+def _charge(series: Series) -> str | None:
     multiplier, delta = _last(series, "dual/multiplier"), _last(series, "discrepancy/mean")
     if multiplier is None or delta is None:
         return None
@@ -212,7 +203,7 @@ def _charge(series: Series) -> Alarm | None:
         return None
     every = series["dual/multiplier"][1]
     remedy = "or a smaller multiplier" if every.min() == every.max() else "lower multiplier_max, or raise c"
-    return Alarm("charge", f"{text} Set algorithm.method=grpo, {remedy}.")
+    return f"{text} Set algorithm.method=grpo, {remedy}."
 
 
 def _reward_fell(series: Series, place: int) -> bool:
@@ -224,38 +215,35 @@ def _reward_fell(series: Series, place: int) -> bool:
     return bool(values[place - 3 : place].mean() < usual - _REWARD_FALL * abs(usual))
 
 
-def _weight_sync(series: Series) -> Alarm | None:
+def _weight_sync(series: Series) -> str | None:
     jump = _jump(series)
     if jump is None or _entropy_moves(series) or _reward_fell(series, jump[2]):
         return None
-    return Alarm(
-        "weight_sync",
+    return (
         f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g} within a few steps: the engine's weights "
-        "are not the trainer's. Check the push, compare checksums, and run dcmdp probe with --earlier.",
+        "are not the trainer's. Check the push, compare checksums, and run dcmdp probe with --earlier."
     )
 
 
-def _noise(series: Series) -> Alarm | None:
+def _noise(series: Series) -> str | None:
     delta, tolerance = _last(series, "discrepancy/mean"), _last(series, "dual/tolerance")
     if delta is None or tolerance is None or not np.mean(delta > tolerance) > 0.5:
         return None
     floor = _floor(series)
     if not (floor <= tolerance[-1] and delta.mean() <= _FLOORS * floor):
         return None
-    return Alarm(
-        "noise",
+    return (
         f"The discrepancy {delta.mean():.3g} is over the budget c = {tolerance[-1]:.3g} but within the noise of the "
-        f"engine, {floor:.3g} against itself: lambda charges for rounding. Raise c above {2 * floor:.2g}.",
+        f"engine, {floor:.3g} against itself: lambda charges for rounding. Raise c above {2 * floor:.2g}."
     )
 
 
-def _mismatch(series: Series) -> Alarm | None:
+def _mismatch(series: Series) -> str | None:
     if (over := _over(series)) is None:
         return None
-    return Alarm(
-        "mismatch",
+    return (
         f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor of {_floor(series):.3g}: the "
-        "engines differ. Run dcmdp probe on this run for the cause; then raise c, or the engine's precision.",
+        "engines differ. Run dcmdp probe on this run for the cause; then raise c, or the engine's precision."
     )
 
 
@@ -269,7 +257,7 @@ def _entropy_moves(series: Series, count: int = _TREND_WINDOW) -> bool:
     return large and abs(_rank_correlation(entropy)) >= _RANK_CORRELATION
 
 
-def _collapse(series: Series) -> Alarm | None:
+def _collapse(series: Series) -> str | None:
     delta = _last(series, "discrepancy/mean", _TREND_WINDOW)
     if delta is None or delta[-5:].mean() <= _FLOORS * _floor(series):
         return None
@@ -277,11 +265,10 @@ def _collapse(series: Series) -> Alarm | None:
     if last < _GROWTH * first or _rank_correlation(delta) < _RANK_CORRELATION or not _entropy_moves(series):
         return None
     entropy = _last(series, "policy/entropy", _TREND_WINDOW)
-    return Alarm(
-        "collapse",
+    return (
         f"Over {_TREND_WINDOW} steps the discrepancy rose from {first:.3g} to {last:.3g} and the entropy went from "
         f"{entropy[:5].mean():.3g} to {entropy[-5:].mean():.3g} nats: a collapse may be ahead. Go back to an earlier "
-        "checkpoint with a lower learning rate, a more precise engine or, where lambda is above 0, without the charge.",
+        "checkpoint with a lower learning rate, a more precise engine or, where lambda is above 0, without the charge."
     )
 
 
@@ -291,3 +278,16 @@ def _rank_correlation(values: np.ndarray) -> float:
         return 0.0
     ranks = np.argsort(np.argsort(values, kind="stable"), kind="stable")
     return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
+
+
+_RULES: Mapping[str, tuple[Callable[[Series], str | None], tuple[str, ...]]] = {
+    "support": (_support, ()),
+    "retokenization": (_retokenization, ()),
+    "staleness": (_staleness, ()),
+    "noise": (_noise, ()),
+    "charge": (_charge, ()),
+    "weight_sync": (_weight_sync, ("retokenization", "charge")),
+    "mismatch": (_mismatch, ("support", "retokenization", "staleness", "noise", "weight_sync")),
+    "collapse": (_collapse, ("weight_sync",)),
+}
+"""Alarm -> its rule, which returns what is wrong or None, and the alarms before it that explain it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from dcmdp_jax.observe.alarms import ALARMS
@@ -21,169 +22,137 @@ class Metric(NamedTuple):
     description: str
 
 
-_TABLE = (
-    Metric("reward/mean", "reward", "mean over the step's completions of the weighted sum of all rewards"),
-    Metric("reward/std", "reward", "standard deviation of the reward over the step's completions"),
-    Metric(
-        "reward/all_equal_groups", "fraction", "prompts whose completions all got one reward: no advantage to learn"
-    ),
-    Metric("reward/without_value", "completions", "completions that no reward has a value for; they get reward 0"),
-    Metric("reward/verifier_timeouts", "completions", "answers over the verifier's time limit; they get reward 0"),
-    Metric("reward/verifier_errors", "completions", "answers the verifier raised on; they get reward 0"),
-    Metric(
-        "reward/verifier_over_budget",
-        "completions",
-        "answers undecided when the verifier's budget for the batch ran out; they get reward 0",
-    ),
-    Metric("reward/no_answer_fraction", "fraction", "completions without an answer, which get reward 0"),
-    Metric("completion/length_mean", "tokens", "mean sampled tokens of a completion, end-of-sequence included"),
-    Metric("completion/length_min", "tokens", "shortest completion"),
-    *(Metric(f"completion/length_p{p}", "tokens", f"{p}th percentile of the lengths") for p in (10, 25, 50, 75, 90)),
-    Metric("completion/length_max", "tokens", "longest completion"),
-    Metric("completion/truncated_fraction", "fraction", "completions cut by the length limit"),
-    Metric(
-        "completion/beyond_vocabulary_fraction",
-        "fraction",
-        "sampled tokens whose id is beyond the tokenizer's: the model has more rows than it, and they have no text",
-    ),
-    Metric(
-        "discrepancy/mean", "discrepancy", "token-weighted batch mean: what the dual step compares with the tolerance"
-    ),
-    Metric("discrepancy/p50", "discrepancy", "median over sampled tokens"),
-    Metric("discrepancy/p99", "discrepancy", "99th percentile over sampled tokens"),
-    Metric("discrepancy/max", "discrepancy", "largest over sampled tokens"),
-    Metric("discrepancy/completions_over_tolerance", "fraction", "completions whose own mean exceeds the tolerance"),
-    Metric(
-        "discrepancy/broken_completions",
-        "fraction",
-        "completions whose own mean is above 0.1 and 10 times the median completion's",
-    ),
-    *(
-        Metric(f"displacement/{name}", "nats", f"logit p_train - logit p_engine of the sampled token: {what}")
-        for name, what in (
-            ("mean", "mean"),
-            ("abs_mean", "mean absolute value, which confidence does not shrink as it does |p - q|"),
-            *((f"abs_p{q}", f"{q}th percentile of the absolute value") for q in (50, 95, 99)),
-        )
-    ),
-    Metric("mismatch/k1", "nats", "mean of rollout - train log-probs: KL(rollout || train), unbiased, may be negative"),
-    Metric("mismatch/k3", "nats", "the same KL by the non-negative low-variance estimator"),
-    Metric("mismatch/pearson", "correlation", "Pearson correlation of train and rollout token probabilities"),
-    Metric(
-        "mismatch/effective_sample_size",
-        "fraction",
-        "effective share of tokens under train / rollout weights; 1 is best",
-    ),
-    Metric(
-        "mismatch/noise_floor",
-        "discrepancy",
-        "mean discrepancy of the engine against itself in another batch shape, at steps 1, 17, 65, 257, ...",
-    ),
-    Metric(
-        "mismatch/probe",
-        "nats",
-        "mean |log p_train - log p_engine| on fixed sequences, right after the push",
-    ),
-    Metric("mismatch/sampler", "discrepancy", "precision exact: of the sampler's own log-probs, which were replaced"),
-    *(
-        Metric(f"{part}/log_ratio_{name}", "nats", f"{meaning}, {how} over sampled tokens; recorded with rollout.lag")
-        for part, meaning in (
-            ("staleness", "log p_train now - log p_train under the weights that sampled"),
-            ("mismatch", "log p_train under the weights that sampled - log p_engine"),
-            ("gap", "log p_train now - log p_engine, the sum of staleness and mismatch"),
-        )
-        for name, how in (("mean", "mean"), ("abs_mean", "mean absolute value"), ("max", "largest absolute value"))
-    ),
-    Metric("rollout/dropped_completions", "completions", "left out because a log-prob was not finite"),
-    Metric(
-        "rollout/sampled_prompts", "prompts", "prompts sampled by dynamic sampling, those of replaced groups included"
-    ),
-    Metric("rollout/refill_rounds", "calls", "further calls of the engine by dynamic sampling"),
-    Metric(
-        "rollout/unfilled_groups", "prompts", "groups of all-equal rewards that dynamic sampling found no other for"
-    ),
-    Metric("rollout/staleness_mean", "steps", "mean age of the sampled tokens: the trained policy's step minus theirs"),
-    Metric("rollout/staleness_max", "steps", "the same of the oldest sampled token"),
-    Metric("rollout/padding_fraction", "fraction", "padding among the tokens that the training step computed"),
-    Metric(
-        "dual/multiplier", "advantage / discrepancy", "lambda, the price of a unit of discrepancy, as this step used it"
-    ),
-    Metric("dual/violation", "discrepancy", "mean discrepancy minus the tolerance; lambda rises where it is positive"),
-    Metric("dual/tolerance", "discrepancy", "c, the budget for the mean discrepancy"),
-    Metric(
-        "dual/charge_share",
-        "fraction",
-        "charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum |advantage| (1 - p), as tokens weigh",
-    ),
-    Metric("policy/clip_low_fraction", "fraction", "tokens whose gradient the lower clip of the ratio stops"),
-    Metric("policy/clip_high_fraction", "fraction", "tokens whose gradient the upper clip of the ratio stops"),
-    Metric("policy/dual_clip_fraction", "fraction", "tokens whose gradient the dual clip stops"),
-    Metric("policy/ratio_mean", "ratio", "mean importance ratio, train now over train at sampling"),
-    Metric("policy/ratio_max", "ratio", "largest importance ratio"),
-    Metric("policy/ratio_min", "ratio", "smallest importance ratio"),
-    Metric("policy/entropy", "nats", "mean entropy of the policy over sampled tokens"),
-    Metric("policy/loss", "advantage", "the minimized loss, mean of the updates that were made"),
-    Metric("policy/surrogate", "advantage", "its first term, recorded where the loss has others too"),
-    Metric("policy/kl", "nats", "its divergence from the initial policy, before algorithm.kl_coefficient"),
-    Metric("policy/router_loss", "1", "its load-balancing loss, before algorithm.router_aux_loss"),
-    Metric(
-        "moe/load_max_over_mean",
-        "ratio",
-        "tokens of the busiest expert over the mean, in the layer where it is largest",
-    ),
-    Metric("moe/load_entropy", "fraction", "entropy of the experts' load over its largest, mean of layers; 1 is even"),
-    Metric("moe/router_entropy", "nats", "mean entropy of the router's distribution for a token"),
-    Metric("moe/balance_loss", "1", "load-balancing loss before its weight; the experts of a token if all is even"),
-    Metric(
-        "moe/routing_agreement",
-        "fraction",
-        "replayed experts that the trainer's router would have chosen for the token",
-    ),
-    Metric("correction/dropped_fraction", "fraction", "tokens that corrections leave out of the loss"),
-    Metric("correction/truncated_fraction", "fraction", "kept tokens whose weight a bound of a correction changed"),
-    Metric("correction/weight_mean", "1", "mean weight by corrections over all tokens, 0 where dropped"),
-    Metric("correction/effective_sample_size", "fraction", "effective share of tokens under those weights; 1 is best"),
-    Metric("environment/turns_mean", "1", "turns of the policy in a completion, mean"),
-    Metric("environment/done_fraction", "fraction", "completions that the environment ended, not a limit"),
-    Metric("optimizer/grad_norm", "norm", "global gradient norm before clipping"),
-    Metric("optimizer/learning_rate", "1", "learning rate of the step's last update"),
-    Metric("optimizer/skipped_updates", "updates", "updates skipped: gradient, loss or advantage not finite"),
-    Metric("optimizer/skipped_in_row", "updates", "skipped updates since the last that was made"),
-    Metric("optimizer/skipped_share", "fraction", "skipped updates among those of the last 20 steps"),
-    Metric("optimizer/loss_scale", "1", "factor of the loss against underflow of float16 gradients"),
-    Metric("time/push", "seconds", "weights to the inference engine"),
-    Metric("time/generate", "seconds", "sampling the completions"),
-    Metric("time/verify", "seconds", "verifying the answers"),
-    Metric("time/noise_floor", "seconds", "the engine against itself, at the steps that measure it"),
-    Metric("time/pack", "seconds", "packing tokens into rows"),
-    Metric("time/step", "seconds", "the compiled training step"),
-    Metric("time/wait", "seconds", "with rollout.lag: the trainer waits for the sampler"),
-    Metric("time/engine_idle", "seconds", "with rollout.lag: the sampler waits for the trainer, pushes included"),
-    Metric("time/overlap", "seconds", "with rollout.lag: the parts of a step in turn, less its time: what overlap won"),
-    *(
-        Metric(f"time/start_{phase}", "seconds", f"with rollout.lag: Unix time at which {what} began")
-        for phase, what in (
-            ("wait", "the trainer's wait"),
-            ("push", "the push"),
-            ("step", "the training step"),
-            ("generate", "sampling this step's completions"),
-            ("verify", "the rest of the rewards"),
-            ("noise_floor", "measuring the noise floor"),
-            ("pack", "packing"),
-        )
-    ),
-    Metric("time/clock", "seconds", "Unix time at which the line was written"),
-    Metric("time/total", "seconds", "the whole step, from prompts to record"),
-    Metric("throughput/tokens_per_second", "tokens / s", "prompt and completion tokens over the whole step's time"),
-    Metric("throughput/sampled_tokens_per_second", "tokens / s", "sampled tokens over the time spent generating"),
-)
+_TABLE = """
+reward/mean | reward | mean over the step's completions of the weighted sum of all rewards
+reward/std | reward | standard deviation of the reward over the step's completions
+reward/all_equal_groups | fraction | prompts whose completions all got one reward: no advantage to learn
+reward/without_value | completions | completions that no reward has a value for; they get reward 0
+reward/verifier_timeouts | completions | answers over the verifier's time limit; they get reward 0
+reward/verifier_errors | completions | answers the verifier raised on; they get reward 0
+reward/verifier_over_budget | completions | answers undecided when the verifier's budget for the batch ran out; they get
+    reward 0
+reward/no_answer_fraction | fraction | completions without an answer, which get reward 0
+completion/length_mean | tokens | mean sampled tokens of a completion, end-of-sequence included
+completion/length_min | tokens | shortest completion
+completion/length_p10 | tokens | 10th percentile of the lengths
+completion/length_p25 | tokens | 25th percentile of the lengths
+completion/length_p50 | tokens | 50th percentile of the lengths
+completion/length_p75 | tokens | 75th percentile of the lengths
+completion/length_p90 | tokens | 90th percentile of the lengths
+completion/length_max | tokens | longest completion
+completion/truncated_fraction | fraction | completions cut by the length limit
+completion/beyond_vocabulary_fraction | fraction | sampled tokens whose id is beyond the tokenizer's: the model has more
+    rows than it, and they have no text
+discrepancy/mean | discrepancy | token-weighted batch mean: what the dual step compares with the tolerance
+discrepancy/p50 | discrepancy | median over sampled tokens
+discrepancy/p99 | discrepancy | 99th percentile over sampled tokens
+discrepancy/max | discrepancy | largest over sampled tokens
+discrepancy/completions_over_tolerance | fraction | completions whose own mean exceeds the tolerance
+discrepancy/broken_completions | fraction | completions whose own mean is above 0.1 and 10 times the median completion's
+displacement/mean | nats | logit p_train - logit p_engine of the sampled token: mean
+displacement/abs_mean | nats | logit p_train - logit p_engine of the sampled token: mean absolute value, which
+    confidence does not shrink as it does |p - q|
+displacement/abs_p50 | nats | logit p_train - logit p_engine of the sampled token: 50th percentile of the absolute value
+displacement/abs_p95 | nats | logit p_train - logit p_engine of the sampled token: 95th percentile of the absolute value
+displacement/abs_p99 | nats | logit p_train - logit p_engine of the sampled token: 99th percentile of the absolute value
+mismatch/k1 | nats | mean of rollout - train log-probs: KL(rollout || train), unbiased, may be negative
+mismatch/k3 | nats | the same KL by the non-negative low-variance estimator
+mismatch/pearson | correlation | Pearson correlation of train and rollout token probabilities
+mismatch/effective_sample_size | fraction | effective share of tokens under train / rollout weights; 1 is best
+mismatch/noise_floor | discrepancy | mean discrepancy of the engine against itself in another batch shape, at steps 1,
+    17, 65, 257, ...
+mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
+mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were replaced
+staleness/log_ratio_mean | nats | log p_train now - log p_train under the weights that sampled, mean over sampled
+    tokens; recorded with rollout.lag
+staleness/log_ratio_abs_mean | nats | log p_train now - log p_train under the weights that sampled, mean absolute value
+    over sampled tokens; recorded with rollout.lag
+staleness/log_ratio_max | nats | log p_train now - log p_train under the weights that sampled, largest absolute value
+    over sampled tokens; recorded with rollout.lag
+mismatch/log_ratio_mean | nats | log p_train under the weights that sampled - log p_engine, mean over sampled tokens;
+    recorded with rollout.lag
+mismatch/log_ratio_abs_mean | nats | log p_train under the weights that sampled - log p_engine, mean absolute value over
+    sampled tokens; recorded with rollout.lag
+mismatch/log_ratio_max | nats | log p_train under the weights that sampled - log p_engine, largest absolute value over
+    sampled tokens; recorded with rollout.lag
+gap/log_ratio_mean | nats | log p_train now - log p_engine, the sum of staleness and mismatch, mean over sampled tokens;
+    recorded with rollout.lag
+gap/log_ratio_abs_mean | nats | log p_train now - log p_engine, the sum of staleness and mismatch, mean absolute value
+    over sampled tokens; recorded with rollout.lag
+gap/log_ratio_max | nats | log p_train now - log p_engine, the sum of staleness and mismatch, largest absolute value
+    over sampled tokens; recorded with rollout.lag
+rollout/dropped_completions | completions | left out because a log-prob was not finite
+rollout/sampled_prompts | prompts | prompts sampled by dynamic sampling, those of replaced groups included
+rollout/refill_rounds | calls | further calls of the engine by dynamic sampling
+rollout/unfilled_groups | prompts | groups of all-equal rewards that dynamic sampling found no other for
+rollout/staleness_mean | steps | mean age of the sampled tokens: the trained policy's step minus theirs
+rollout/staleness_max | steps | the same of the oldest sampled token
+rollout/padding_fraction | fraction | padding among the tokens that the training step computed
+dual/multiplier | advantage / discrepancy | lambda, the price of a unit of discrepancy, as this step used it
+dual/violation | discrepancy | mean discrepancy minus the tolerance; lambda rises where it is positive
+dual/tolerance | discrepancy | c, the budget for the mean discrepancy
+dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum |advantage| (1 - p),
+    as tokens weigh
+policy/clip_low_fraction | fraction | tokens whose gradient the lower clip of the ratio stops
+policy/clip_high_fraction | fraction | tokens whose gradient the upper clip of the ratio stops
+policy/dual_clip_fraction | fraction | tokens whose gradient the dual clip stops
+policy/ratio_mean | ratio | mean importance ratio, train now over train at sampling
+policy/ratio_max | ratio | largest importance ratio
+policy/ratio_min | ratio | smallest importance ratio
+policy/entropy | nats | mean entropy of the policy over sampled tokens
+policy/loss | advantage | the minimized loss, mean of the updates that were made
+policy/surrogate | advantage | its first term, recorded where the loss has others too
+policy/kl | nats | its divergence from the initial policy, before algorithm.kl_coefficient
+policy/router_loss | 1 | its load-balancing loss, before algorithm.router_aux_loss
+moe/load_max_over_mean | ratio | tokens of the busiest expert over the mean, in the layer where it is largest
+moe/load_entropy | fraction | entropy of the experts' load over its largest, mean of layers; 1 is even
+moe/router_entropy | nats | mean entropy of the router's distribution for a token
+moe/balance_loss | 1 | load-balancing loss before its weight; the experts of a token if all is even
+moe/routing_agreement | fraction | replayed experts that the trainer's router would have chosen for the token
+correction/dropped_fraction | fraction | tokens that corrections leave out of the loss
+correction/truncated_fraction | fraction | kept tokens whose weight a bound of a correction changed
+correction/weight_mean | 1 | mean weight by corrections over all tokens, 0 where dropped
+correction/effective_sample_size | fraction | effective share of tokens under those weights; 1 is best
+environment/turns_mean | 1 | turns of the policy in a completion, mean
+environment/done_fraction | fraction | completions that the environment ended, not a limit
+optimizer/grad_norm | norm | global gradient norm before clipping
+optimizer/learning_rate | 1 | learning rate of the step's last update
+optimizer/skipped_updates | updates | updates skipped: gradient, loss or advantage not finite
+optimizer/skipped_in_row | updates | skipped updates since the last that was made
+optimizer/skipped_share | fraction | skipped updates among those of the last 20 steps
+optimizer/loss_scale | 1 | factor of the loss against underflow of float16 gradients
+time/push | seconds | weights to the inference engine
+time/generate | seconds | sampling the completions
+time/verify | seconds | verifying the answers
+time/noise_floor | seconds | the engine against itself, at the steps that measure it
+time/pack | seconds | packing tokens into rows
+time/step | seconds | the compiled training step
+time/wait | seconds | with rollout.lag: the trainer waits for the sampler
+time/engine_idle | seconds | with rollout.lag: the sampler waits for the trainer, pushes included
+time/overlap | seconds | with rollout.lag: the parts of a step in turn, less its time: what overlap won
+time/start_wait | seconds | with rollout.lag: Unix time at which the trainer's wait began
+time/start_push | seconds | with rollout.lag: Unix time at which the push began
+time/start_step | seconds | with rollout.lag: Unix time at which the training step began
+time/start_generate | seconds | with rollout.lag: Unix time at which sampling this step's completions began
+time/start_verify | seconds | with rollout.lag: Unix time at which the rest of the rewards began
+time/start_noise_floor | seconds | with rollout.lag: Unix time at which measuring the noise floor began
+time/start_pack | seconds | with rollout.lag: Unix time at which packing began
+time/clock | seconds | Unix time at which the line was written
+time/total | seconds | the whole step, from prompts to record
+throughput/tokens_per_second | tokens / s | prompt and completion tokens over the whole step's time
+throughput/sampled_tokens_per_second | tokens / s | sampled tokens over the time spent generating
+"""
+"""Name, unit and meaning of each metric with a fixed name, in the order to show them; indented lines go on."""
 
-_TABLE += tuple(
-    Metric(f"alarm/{name}", "0 or 1", f"1 while the alarm {name} is raised; observe/alarms.py has its rule")
-    for name in ALARMS
-)
 
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
+def _rows() -> Iterator[Metric]:
+    for line in _TABLE.strip().replace("\n    ", " ").splitlines():
+        yield Metric(*line.split(" | ", 2))
+    for name in ALARMS:
+        yield Metric(f"alarm/{name}", "0 or 1", f"1 while the alarm {name} is raised; observe/alarms.py has its rule")
+
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _rows()}
 """Name to `Metric`, in the order to show them. Those that name a task, a reward or a data source: see `metric_of`."""
 
 _OF_REWARDS = {
