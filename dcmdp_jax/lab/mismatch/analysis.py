@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
-from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, means_by_completion, measure, recommend
+from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, measure, recommend
 from dcmdp_jax.lab.mismatch.remedy_effects import Effect, effects, not_computed
 from dcmdp_jax.observe.page_kit import json_values
 
@@ -170,15 +171,9 @@ def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
             break
         seen.add(same)
         begin, end = int(starts[row]), int(starts[row] + pairs.lengths[row])
-        spans = (
-            (max(begin, index - _CONTEXT_BEFORE), index),
-            (index, index + 1),
-            (
-                index + 1,
-                min(end, index + 1 + _CONTEXT_AFTER),
-            ),
-        )
-        texts = ["" if text is None else "".join(text(int(t)) for t in pairs.token_ids[a:b]) for a, b in spans]
+        bounds = (max(begin, index - _CONTEXT_BEFORE), index, index + 1, min(end, index + 1 + _CONTEXT_AFTER))
+        spans = [pairs.token_ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+        texts = ["" if text is None else "".join(map(text, span)) for span in spans]
         p, q = (float(np.exp(np.float64(x[index]))) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
         found.append(WorstToken(row, index - begin, int(pairs.token_ids[index]), p, q, *texts))
     return found
@@ -198,9 +193,6 @@ def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Gro
 
 def _mean(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else np.nan
-
-
-_TEXTS_SHOWN, _TEXT_TOKENS = 8, 400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,32 +224,6 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class ColoredToken:
-    """A token of a completion shown whole: its text, or its id without a tokenizer, and both probabilities."""
-
-    text: str
-    train: float
-    rollout: float
-
-
-@dataclasses.dataclass(frozen=True)
-class ColoredText:
-    """A completion shown whole.
-
-    Attributes:
-        completion: its index.
-        mean: mean |p - q| over its tokens.
-        tokens: its first 400 tokens.
-        left_out: how many more it has.
-    """
-
-    completion: int
-    mean: float
-    tokens: tuple[ColoredToken, ...]
-    left_out: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Analysis:
     """The whole result for one pair.
 
@@ -271,7 +237,6 @@ class Analysis:
         groups: heading -> groups.
         growth: along completions.
         worst: tokens in context.
-        texts: the completions of the largest and of the median mismatch.
         evidence: measurements behind the findings.
         over_training: see `Measured`.
     """
@@ -287,14 +252,12 @@ class Analysis:
     groups: Mapping[str, tuple[Group, ...]]
     growth: Growth
     worst: tuple[WorstToken, ...]
-    texts: tuple[ColoredText, ...]
     evidence: Evidence
     over_training: OverTraining | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; what is not finite is None. Texts of whole completions are for the page alone."""
-        record = dataclasses.asdict(dataclasses.replace(self, texts=()))
-        del record["texts"]
+        """Plain values; what is not finite is None."""
+        record = dataclasses.asdict(self)
         for finding, said in zip(self.findings, record["findings"], strict=True):
             said |= {"title": finding.title, "remedy": finding.remedy}
         return json_values(record)
@@ -309,10 +272,8 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     """
     pairs, text = measured.pairs, measured.text
     floor = max(measured.floors.values(), default=None)
-    evidence = collect(
-        pairs, floor=floor, rounding=measured.rounding, explanations=measured.explanations,
-        settings=measured.settings, lifted=measured.lifted,
-    )  # fmt: skip
+    known = {name: getattr(measured, name) for name in ("rounding", "explanations", "settings", "lifted")}
+    evidence = collect(pairs, floor=floor, **known)
     findings = tuple(diagnose(evidence))
     verdict = findings[0]
     odd_rank = measured.over_training.odd_rank if measured.over_training else ""
@@ -340,35 +301,6 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         groups={heading: tuple(found) for heading, found in groups.items() if found},
         growth=growth(pairs),
         worst=tuple(worst_tokens(pairs, text)),
-        texts=_texts(pairs, text),
         evidence=evidence,
         over_training=measured.over_training,
     )
-
-
-def _texts(pairs: TokenPairs, text: TokenText | None) -> tuple[ColoredText, ...]:
-    """Half of them the completions of the largest mean, half those around the median; equal ones once."""
-    means, bounds = means_by_completion(pairs), pairs.starts[1:]
-    alike = {
-        (ids.tobytes(), f"{mean:.3g}"): row
-        for row, (ids, mean) in reversed(list(enumerate(zip(np.split(pairs.token_ids, bounds), means, strict=True))))
-    }
-    rows = np.sort(np.fromiter(alike.values(), np.int64))
-    order = rows[np.argsort(-means[rows], kind="stable")]
-    half = _TEXTS_SHOWN // 2
-    middle = max(half, len(order) // 2 - half // 2)
-    shown = []
-    for row in [*order[:half], *order[middle : middle + half]]:
-        begin, length = int(pairs.starts[row]), int(pairs.lengths[row])
-        span = slice(begin, begin + min(length, _TEXT_TOKENS))
-        columns = (pairs.token_ids[span], pairs.train_logprobs[span], pairs.rollout_logprobs[span])
-        tokens = tuple(
-            ColoredToken(
-                f"{token} " if text is None else text(int(token)),
-                float(np.exp(np.float64(p))),
-                float(np.exp(np.float64(q))),
-            )
-            for token, p, q in zip(*columns, strict=True)
-        )
-        shown.append(ColoredText(int(row), float(means[row]), tokens, length - len(tokens)))
-    return tuple(shown)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -175,16 +176,8 @@ class Evidence:
         return self.start > LARGE_LOG_RATIO and self.start_excess.above(0)
 
 
-def collect(
-    pairs: TokenPairs,
-    *,
-    floor: float | None = None,
-    rounding: float | None = None,
-    explanations: Sequence[Explanation] = (),
-    settings: Mapping[str, str] | None = None,
-    lifted: Sequence[Lifted] = (),
-) -> Evidence:
-    """Measure everything that the columns alone show, and add what only engines can."""
+def collect(pairs: TokenPairs, **known: Any) -> Evidence:
+    """Measure everything that the columns alone show, and add what only engines can: fields from `floor` on."""
     delta, rows = pairs.discrepancy, pairs.completion
     broken, correlations = _breaks(pairs)
     start = _start(pairs, ~broken[rows])
@@ -205,11 +198,7 @@ def collect(
         whole_correlation=correlations[1],
         **start,
         lag_means=lags,
-        floor=floor,
-        rounding=rounding,
-        explanations=tuple(explanations),
-        settings=settings or {},
-        lifted=tuple(lifted),
+        **known,
     )
 
 

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
 LEFT_OUT = "left out"
 """Label, in a pair's source, of what a recording holds and was not read."""
-_EPS = ("mean", "p50", "p95")
 _DPI = 110
 COMPLETIONS_FILE = "completions.json"
 """The completions of each pair with the largest mean |p - q|, as `page_kit.completions_data` makes them for a page."""
 _MOST_COMPLETIONS = 500
 _POINTS = 20_000
+_TEXTS_SHOWN, _TEXT_TOKENS = 8, 400
 
 
 def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis], out_dir: Path) -> Path:
@@ -68,9 +68,27 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
     shown = completions_data([each for one in measured for each in _completions(one)])
     atomic_write(out_dir / COMPLETIONS_FILE, json.dumps(shown, allow_nan=False) + "\n")
     page = out_dir / PAGE_FILE
-    parts = list(zip(analyses, images, strict=True))
+    parts = list(zip(analyses, images, map(colored_texts, measured), strict=True))
     atomic_write(page, render_page("mismatch.html", title=title, parts=parts, color=_color))
     return page
+
+
+def colored_texts(one: Measured) -> Iterator[dict[str, Any]]:
+    """The beginnings of completions: half have the largest means, half are around the median; equal ones come once."""
+    pairs, text, means = one.pairs, one.text, means_by_completion(one.pairs)
+    found = list(enumerate(zip(np.split(pairs.token_ids, pairs.starts[1:]), means, strict=True)))
+    alike = {(ids.tobytes(), f"{mean:.3g}"): row for row, (ids, mean) in reversed(found)}
+    rows = np.sort(np.fromiter(alike.values(), np.int64))
+    order = rows[np.argsort(-means[rows], kind="stable")]
+    half = _TEXTS_SHOWN // 2
+    middle = max(half, len(order) // 2 - half // 2)
+    for row in (*order[:half], *order[middle : middle + half]):
+        begin, length = int(pairs.starts[row]), int(pairs.lengths[row])
+        span = slice(begin, begin + min(length, _TEXT_TOKENS))
+        words = [f"{token} " if text is None else text(token) for token in pairs.token_ids[span].tolist()]
+        p, q = (np.exp(each[span].astype(np.float64)) for each in (pairs.train_logprobs, pairs.rollout_logprobs))
+        tokens = list(zip(words, p.tolist(), q.tolist(), strict=True))
+        yield {"completion": row, "mean": means[row], "tokens": tokens, "left_out": length - len(tokens)}
 
 
 def _completions(one: Measured) -> Iterator[Completion]:
@@ -84,28 +102,8 @@ def _completions(one: Measured) -> Iterator[Completion]:
 
 def table(analyses: Sequence[Analysis]) -> str:
     """A table of the pairs, one column each, for a terminal."""
-    rows = [
-        ("", [analysis.name for analysis in analyses]),
-        ("tokens", [f"{analysis.statistics.tokens:,}" for analysis in analyses]),
-        ("completions", [f"{analysis.statistics.completions:,}" for analysis in analyses]),
-    ]
-    fields = {
-        "mean |dp|": "mean", "p50": "p50", "p99": "p99", "max": "max", "k1, nats": "k1", "k3, nats": "k3",
-        "Pearson": "pearson",
-    }  # fmt: skip
-    rows += [(label, [number(getattr(a.statistics, name), ".3g") for a in analyses]) for label, name in fields.items()]
-    rows += [
-        (
-            "|eps|: mean, p50, p95",
-            [", ".join(number(getattr(a.statistics, f"displacement_abs_{x}"), ".2g") for x in _EPS) for a in analyses],
-        ),
-        ("effective sample size", [percent(a.statistics.effective_sample_size) for a in analyses]),
-        ("noise floor", [number(max(a.floors.values(), default=math.nan), ".3g") for a in analyses]),
-        ("recommended c", [number(a.recommendation.tolerance, ".3g") for a in analyses]),
-        ("completions over c", [percent(a.statistics.completions_over) for a in analyses]),
-        ("first, last quarter", [f"{number(a.growth.first, '.3g')}, {number(a.growth.last, '.3g')}" for a in analyses]),
-    ]
-    lines = text_table([[label, *cells] for label, cells in rows])
+    columns = [["", *_LABELS], *map(_column, analyses)]
+    lines = text_table(list(zip(*columns, strict=True)))
     for analysis in analyses:
         lines.append("")
         if LEFT_OUT in analysis.source:
@@ -117,6 +115,31 @@ def table(analyses: Sequence[Analysis]) -> str:
         if analysis.over_training is not None:
             lines += ["", *_over_training(analysis.over_training)]
     return "\n".join(lines)
+
+
+_LABELS = (
+    "tokens", "completions", "mean |dp|", "p50", "p99", "max", "k1, nats", "k3, nats", "Pearson",
+    "|eps|: mean, p50, p95", "effective sample size", "noise floor", "recommended c", "completions over c",
+    "first, last quarter",
+)  # fmt: skip
+
+
+def _column(analysis: Analysis) -> list[str]:
+    found, growth = analysis.statistics, analysis.growth
+    numbers = (found.mean, found.p50, found.p99, found.max, found.k1, found.k3, found.pearson)
+    eps = (found.displacement_abs_mean, found.displacement_abs_p50, found.displacement_abs_p95)
+    return [
+        analysis.name,
+        f"{found.tokens:,}",
+        f"{found.completions:,}",
+        *(number(value, ".3g") for value in numbers),
+        ", ".join(number(value, ".2g") for value in eps),
+        percent(found.effective_sample_size),
+        number(max(analysis.floors.values(), default=math.nan), ".3g"),
+        number(analysis.recommendation.tolerance, ".3g"),
+        percent(found.completions_over),
+        f"{number(growth.first, '.3g')}, {number(growth.last, '.3g')}",
+    ]
 
 
 def _over_training(over: OverTraining) -> list[str]:
