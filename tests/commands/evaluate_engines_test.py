@@ -56,5 +56,5 @@ def test_greedy_answers_are_those_of_the_embedded_engine(hf_dir, tmp_path):
     assert 1 < local["length_mean"] < 40
     assert local["truncated_fraction"] < 1
     record = json.loads((tmp_path / "vllm.json").read_text())
-    assert record["settings"]["engine"] == "vllm"
+    assert record["settings"]["rollout.engine"] == "vllm"
     assert sorted(path.name for path in (tmp_path / "vllm.vllm").iterdir()) == ["config.json", "sidecar.log"]
