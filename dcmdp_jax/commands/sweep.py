@@ -23,7 +23,7 @@ from pathlib import Path
 
 from dcmdp_jax.commands.arguments import whole
 from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.commands.config_files import call_function
+from dcmdp_jax.commands.flags import call_function
 from dcmdp_jax.commands.flags import parse as parse_run
 from dcmdp_jax.config.settings import Config, for_sampling, to_dict
 from dcmdp_jax.errors import UserError

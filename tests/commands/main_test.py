@@ -16,8 +16,7 @@ import pytest
 
 import dcmdp_jax
 from dcmdp_jax.commands import main as main_module
-from dcmdp_jax.commands.config_files import call_function
-from dcmdp_jax.commands.flags import load_config
+from dcmdp_jax.commands.flags import call_function, load_config
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.support.waiting import HANGS_S
