@@ -29,7 +29,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -104,14 +104,13 @@ class MetricsWriter:
         self._listener = listener
         self._step = 0
         self._closed = False
+        self._files: dict[str, TextIO] = {}
         run_dir = Path(run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE):
                 _prepare(run_dir / name, resume_step)
-            self._metrics = open(run_dir / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
-            self._samples = open(run_dir / SAMPLES_FILE, "a", encoding="utf-8")  # noqa: SIM115
-            self._held_out = open(run_dir / HELD_OUT_FILE, "a", encoding="utf-8")  # noqa: SIM115
+                self._files[name] = open(run_dir / name, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
             self._rollouts = RolloutWriter(run_dir, every_steps=rollouts_every_steps, resume_step=resume_step)
         except OSError as error:
             raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
@@ -157,8 +156,7 @@ class MetricsWriter:
         # would come back sorted.
         host = jax.device_get(list(metrics.values()))
         values = {name: np.asarray(value).item() for name, value in zip(metrics, host, strict=True)}
-        self._metrics.write(jsonl.encode({"step": step, **values, CLOCK: round(time.time(), 3)}))
-        self._metrics.flush()
+        self._append(METRICS_FILE, step, [values | {CLOCK: round(time.time(), 3)}])
         if (tensorboard := self._live_tensorboard()) is not None:
             for name, value in values.items():
                 if np.isfinite(value):
@@ -181,8 +179,7 @@ class MetricsWriter:
         """
         if self._closed:
             raise ValueError(f"samples of step {step} came after close()")
-        self._samples.writelines([jsonl.encode({"step": step, **record}) for record in records])
-        self._samples.flush()
+        self._append(SAMPLES_FILE, step, records)
         for tracker in self._trackers:
             tracker.write_samples(step, records)
 
@@ -193,8 +190,11 @@ class MetricsWriter:
             step: finished training steps.
             records: host data: "task", "place" of the problem, "prompt", "completion", "answer", "reward".
         """
-        self._held_out.writelines([jsonl.encode({"step": step, **record}) for record in records])
-        self._held_out.flush()
+        self._append(HELD_OUT_FILE, step, records)
+
+    def _append(self, name: str, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        self._files[name].writelines([jsonl.encode({"step": step, **record}) for record in records])
+        self._files[name].flush()
 
     def records(self, step: int) -> bool:
         """Whether the tokens of this step are to be recorded."""
@@ -223,9 +223,8 @@ class MetricsWriter:
         if self._closed:
             return
         self._closed = True
-        self._metrics.close()
-        self._samples.close()
-        self._held_out.close()
+        for file in self._files.values():
+            file.close()
         if (tensorboard := self._live_tensorboard()) is not None:
             tensorboard.close()
         for tracker in self._trackers:

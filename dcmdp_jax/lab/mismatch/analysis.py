@@ -13,7 +13,7 @@ import numpy as np
 from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
-from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, measure, recommend
+from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, mean_of, measure, recommend
 from dcmdp_jax.lab.mismatch.remedy_effects import Effect, effects, not_computed
 from dcmdp_jax.observe.page_kit import json_values
 
@@ -152,7 +152,7 @@ def growth(pairs: TokenPairs) -> Growth:
     spread = position - position.mean()
     square = float(spread @ spread)
     slope = 1000 * float(spread @ delta) / square if square else 0.0
-    return Growth(_mean(first), _mean(last), slope)
+    return Growth(mean_of(first), mean_of(last), slope)
 
 
 def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
@@ -189,10 +189,6 @@ def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Gro
         for label, n, s, r in zip(labels, counts.tolist(), sums.tolist(), ratios.tolist(), strict=True)
         if n
     ]
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else np.nan
 
 
 @dataclasses.dataclass(frozen=True)

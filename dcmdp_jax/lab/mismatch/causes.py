@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.evidence import RELATED, Evidence, Explanation, Lifted, least_unrelated
+from dcmdp_jax.lab.mismatch.evidence import RELATED, Evidence, Lifted, least_unrelated
 
 FEWEST_TOKENS, FEWEST_COMPLETIONS = 200, 8
 """With fewer, the columns alone give no verdict."""
@@ -130,6 +130,10 @@ class Finding:
         return CAUSES[self.cause].remedy
 
 
+def _say(cause: str, *evidence: str) -> Finding:
+    return Finding(cause, evidence)
+
+
 def diagnose(evidence: Evidence) -> list[Finding]:
     """All causes that the evidence supports, the likeliest first; never empty.
 
@@ -153,33 +157,32 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     e = evidence
     few = e.tokens < FEWEST_TOKENS or e.completions < FEWEST_COMPLETIONS
     if few and not e.explanations and not e.lifted:
-        return [Finding("too_few", (
-            f"{e.tokens:,} tokens of {e.completions:,} completions are not enough: at least {FEWEST_TOKENS} of "
-            f"{FEWEST_COMPLETIONS} are.",
-        ))]  # fmt: skip
+        return [
+            _say(
+                "too_few",
+                f"{e.tokens:,} tokens of {e.completions:,} completions are not enough: at least {FEWEST_TOKENS} of "
+                f"{FEWEST_COMPLETIONS} are.",
+            )
+        ]
     if e.mean <= max(e.floor or 0.0, FLOAT32_ROUNDING):
         return [_agreeing(e)]
-    by_columns = (
-        () if few else (lambda: _support(e), lambda: _breaks(e), lambda: _lag(e), lambda: _start(e), lambda: _power(e))
-    )
-    rules = (
-        lambda: _explained(e, _EXPLAINED_ALONE, 2.0), *by_columns, lambda: _lifted(e),
-        lambda: _explained(e, _EXPLAINED, _EXPLAINED_ALONE),
-    )  # fmt: skip
+    by_columns = () if few else (_support, _breaks, _lag, _start, _power)
     found: dict[str, Finding] = {}
-    for rule in rules:
-        for finding in rule():
+    for rule in (_explained_alone, *by_columns, _lifted, _explained):
+        for finding in rule(e):
             found.setdefault(finding.cause, finding)
     for rule in (_others_tokens, _rounding, _settings):
         if not found:
             found = {finding.cause: finding for finding in rule(e)}
     if not found:
-        found["undetermined"] = Finding("undetermined", (
-            f"Mean |dp| {e.mean:.2g}, median |log-ratio| {e.median_log_ratio:.2g} nats.", *_temperature(e)[1],
-        ))  # fmt: skip
+        found["undetermined"] = _say(
+            "undetermined",
+            f"Mean |dp| {e.mean:.2g}, median |log-ratio| {e.median_log_ratio:.2g} nats.",
+            *_temperature(e)[1],
+        )
     if not any(CAUSES[cause].defect for cause in found):
         cause, finding = found.popitem()
-        found[cause] = Finding(cause, (*finding.evidence, *_power_of_tests(e)))
+        found[cause] = _say(cause, *finding.evidence, *_power_of_tests(e))
     return list(found.values())
 
 
@@ -187,13 +190,15 @@ def _agreeing(e: Evidence) -> Finding:
     bound = f"the noise floor {e.floor:.2g}" if e.floor and e.mean <= e.floor else "what float32 rounds"
     line = f"Mean |dp| {e.mean:.2g} is within {bound}."
     if np.isnan(e.surprise.mean):
-        return Finding("unchecked", (line, "Not checked, for want of entropies: raw log-probs on both sides."))
+        return _say("unchecked", line, "Not checked, for want of entropies: raw log-probs on both sides.")
     if e.surprise.below(0) or e.surprise.above(0):
-        return Finding("raw_logprobs", (line, _sampled_elsewhere(e)))
-    return Finding("clean", (
-        line, f"Surprise less entropy {e.surprise}: raw log-probs on both sides would have shown from "
+        return _say("raw_logprobs", line, _sampled_elsewhere(e))
+    return _say(
+        "clean",
+        line,
+        f"Surprise less entropy {e.surprise}: raw log-probs on both sides would have shown from "
         f"{e.surprise.margin + 0.003:.2g} nats on.",
-    ))  # fmt: skip
+    )
 
 
 def _sampled_elsewhere(e: Evidence) -> str:
@@ -205,25 +210,24 @@ def _sampled_elsewhere(e: Evidence) -> str:
     )
 
 
-def _explained(e: Evidence, least: float, most: float) -> Iterator[Finding]:
-    """The best re-scoring if its share is in [least, most)."""
+def _explained_alone(e: Evidence) -> Iterator[Finding]:
+    return _explained(e, _EXPLAINED_ALONE)
+
+
+def _explained(e: Evidence, least: float = _EXPLAINED) -> Iterator[Finding]:
+    """The best re-scoring if its share is at least `least`."""
     best = max(e.explanations, key=lambda each: each.share, default=None)
-    if best is None or not least <= best.share < most:
+    if best is None or best.share < least:
         return
-    cause = best.cause
-    lines = [f"Scoring with {best.name} explains {best.share:.0%} of the mismatch."]
+    cause, lines = best.cause, [f"Scoring with {best.name} explains {best.share:.0%} of the mismatch."]
     if cause == "temperature":
         whose, said = _which_temperature(e)
         cause = whose or cause
         lines.append(said)
-    if second := _runner_up(e, best):
-        lines.append(f"Next best: {second.name}: {max(second.share, 0):.0%}.")
-    yield Finding(cause, tuple(lines))
-
-
-def _runner_up(e: Evidence, best: Explanation) -> Explanation | None:
     rest = [each for each in e.explanations if each is not best]
-    return max(rest, key=lambda each: each.share, default=None)
+    if second := max(rest, key=lambda each: each.share, default=None):
+        lines.append(f"Next best: {second.name}: {max(second.share, 0):.0%}.")
+    yield _say(cause, *lines)
 
 
 def _which_temperature(e: Evidence, expected: float = np.inf) -> tuple[str, str]:
@@ -258,19 +262,21 @@ def _support_checked(e: Evidence) -> bool:
 def _support(e: Evidence) -> Iterator[Finding]:
     """Tokens from q have E[p / q] = 1 whatever p is, unless q leaves tokens out."""
     if _support_checked(e) and e.ratio.below(1, _MISSING_MASS) and e.inner_ratio.below(1, _MISSING_MASS):
-        yield Finding("support", (
+        yield _say(
+            "support",
             f"Mean p / q = {e.ratio}; it would be 1 if the engine could sample every token.",
             f"So the engine leaves out tokens that hold {1 - e.ratio.mean:.1%} of p. Effective sample size "
             f"{e.sample_size:,.0f} tokens.",
-        ))  # fmt: skip
+        )
 
 
 def _breaks(e: Evidence) -> Iterator[Finding]:
     if e.broken > 0:
-        yield Finding("retokenization", (
+        yield _say(
+            "retokenization",
             f"In {e.broken:.1%} of the completions the columns agree up to one token and have nothing to do with each "
             f"other from there on: correlation {e.broken_correlation:.2f}, elsewhere {e.whole_correlation:.2f}.",
-        ))  # fmt: skip
+        )
 
 
 def _lag(e: Evidence) -> Iterator[Finding]:
@@ -279,13 +285,13 @@ def _lag(e: Evidence) -> Iterator[Finding]:
         return
     if any(old.mean - old.margin > _OLDER_TIMES * (fresh.mean + fresh.margin) for old in e.lag_means.values()):
         said = ", ".join(f"{lag}: {each.mean:.2g}" for lag, each in sorted(e.lag_means.items()))
-        yield Finding("stale_weights", (f"Mean |dp| by the age of the weights in steps: {said}.",))
+        yield _say("stale_weights", f"Mean |dp| by the age of the weights in steps: {said}.")
 
 
 def _power(e: Evidence) -> Iterator[Finding]:
     cause, said = _temperature(e)
     if cause:
-        yield Finding(cause, said)
+        yield _say(cause, *said)
 
 
 def _temperature(e: Evidence) -> tuple[str, tuple[str, ...]]:
@@ -333,10 +339,11 @@ def _least_spread(e: Evidence) -> float:
 
 def _start(e: Evidence) -> Iterator[Finding]:
     if e.start_stands_apart:
-        yield Finding("chat_template", (
+        yield _say(
+            "chat_template",
             f"Mean |log-ratio| is {e.start:.2g} nats over the first tokens of a completion and {e.start_expected:.2g} "
             "over later ones that the engine finds as likely: the completions begin in different contexts.",
-        ))  # fmt: skip
+        )
 
 
 def _others_tokens(e: Evidence) -> Iterator[Finding]:
@@ -347,15 +354,17 @@ def _others_tokens(e: Evidence) -> Iterator[Finding]:
     most = _SURPRISE_TIMES * np.sqrt(e.variance * e.square)
     off = e.surprise.below(0, most + _LEAST_SURPRISE) or e.surprise.above(0, most + _LEAST_SURPRISE)
     if off and e.uncertain >= _FEWEST_UNCERTAIN:
-        yield Finding("raw_logprobs", (
+        yield _say(
+            "raw_logprobs",
             f"{_sampled_elsewhere(e)[:-1]}, and not from the engine's own, which is too near for that.",
-        ))  # fmt: skip
+        )
     elif e.surprise.below(0, _LEAST_SURPRISE):
-        yield Finding("sharper", (
+        yield _say(
+            "sharper",
             _sampled_elsewhere(e),
             "Noise of any kind makes them more surprising. A temperature below 1 beside other differences, or sharper "
             "weights: the columns can't tell.",
-        ))  # fmt: skip
+        )
 
 
 def _reach(e: Evidence) -> float:
@@ -412,7 +421,7 @@ def _power_of_tests(e: Evidence) -> list[str]:
 def _lifted(e: Evidence) -> Iterator[Finding]:
     for each in e.lifted:
         if each.share >= _EXPLAINED:
-            yield Finding(each.cause, (_without(e, each),))
+            yield _say(each.cause, _without(e, each))
 
 
 def _without(e: Evidence, each: Lifted) -> str:
@@ -430,10 +439,9 @@ def _settings(e: Evidence) -> Iterator[Finding]:
     for cause, setting in e.settings.items():
         if cause not in measured:
             scored = "is beyond rounding, no emulation reproduces it" if e.explanations else "was not scored again"
-            said = f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}."
-            yield Finding(cause, (said,))
+            yield _say(cause, f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}.")
         elif measured[cause].share > _LIFTED_AT_ALL:
-            yield Finding(cause, (_without(e, measured[cause]),))
+            yield _say(cause, _without(e, measured[cause]))
 
 
 def _as_small_as_rounding(e: Evidence) -> bool:
@@ -445,17 +453,20 @@ def _as_small_as_rounding(e: Evidence) -> bool:
 
 def _rounding(e: Evidence) -> Iterator[Finding]:
     if e.mean <= _TIMES * (e.floor or 0.0):
-        yield Finding("rounding", (
+        yield _say(
+            "rounding",
             f"Mean |dp| {e.mean:.2g}; an engine differs from itself by {e.floor:.2g} in another batch shape.",
-        ))  # fmt: skip
+        )
     elif e.rounding is not None:
         if e.mean <= _TIMES * e.rounding:
-            yield Finding("rounding", (
+            yield _say(
+                "rounding",
                 f"Mean |dp| {e.mean:.2g}; the training stack differs from itself by {e.rounding:.2g} when it computes "
                 "in the engine's dtype.",
-            ))  # fmt: skip
+            )
     elif not e.settings and _as_small_as_rounding(e):
-        yield Finding("rounding", (
+        yield _say(
+            "rounding",
             f"Median |log-ratio| {e.median_log_ratio:.2g} nats, as much as bfloat16 rounds logits. Weights in 8 bits "
             "can look the same.",
-        ))  # fmt: skip
+        )

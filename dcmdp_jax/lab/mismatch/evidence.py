@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs
+from dcmdp_jax.lab.mismatch.pairs import TokenPairs, mean_of
 
 LARGE_LOG_RATIO = 0.3
 """Nats. Rounding and 8-bit quantization leave the median |d| of any stretch of tokens far below it."""
@@ -298,10 +298,10 @@ def _start(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
     usual = np.bincount(group[later], size[later], len(_LOG_Q_EDGES) + 1) / np.maximum(counts, 1)
     known = first & (counts[group] >= _FEWEST_ALIKE)
     if not known.any():
-        return {"start": _mean(size[first]), "start_expected": np.nan, "start_excess": UNKNOWN}
+        return {"start": mean_of(size[first]), "start_expected": np.nan, "start_excess": UNKNOWN}
     expected = usual[group[known]]
     return {
-        "start": _mean(size[known]), "start_expected": _mean(expected),
+        "start": mean_of(size[known]), "start_expected": mean_of(expected),
         "start_excess": _estimate(size[known] - _START_TIMES * expected, rows[known]),
     }  # fmt: skip
 
@@ -317,7 +317,3 @@ def _estimate(values: np.ndarray, rows: np.ndarray) -> TokenMean:
     count = len(np.unique(rows))
     error = np.sqrt(count / (count - 1) * (sums @ sums)) / len(values) if count > 1 else np.inf
     return TokenMean(mean, float(error), count)
-
-
-def _mean(values: np.ndarray) -> float:
-    return float(values.mean()) if len(values) else np.nan

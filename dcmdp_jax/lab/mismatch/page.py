@@ -83,20 +83,24 @@ def colored_texts(one: Measured) -> Iterator[dict[str, Any]]:
     half = _TEXTS_SHOWN // 2
     middle = max(half, len(order) // 2 - half // 2)
     for row in (*order[:half], *order[middle : middle + half]):
-        begin, length = int(pairs.starts[row]), int(pairs.lengths[row])
-        span = slice(begin, begin + min(length, _TEXT_TOKENS))
-        words = [f"{token} " if text is None else text(token) for token in pairs.token_ids[span].tolist()]
-        p, q = (np.exp(each[span].astype(np.float64)) for each in (pairs.train_logprobs, pairs.rollout_logprobs))
-        tokens = list(zip(words, p.tolist(), q.tolist(), strict=True))
-        yield {"completion": row, "mean": means[row], "tokens": tokens, "left_out": length - len(tokens)}
+        ids, p, q = _tokens_of(pairs, row, _TEXT_TOKENS)
+        words = [f"{token} " if text is None else text(token) for token in ids]
+        tokens, more = list(zip(words, p.tolist(), q.tolist(), strict=True)), int(pairs.lengths[row]) - len(ids)
+        yield {"completion": row, "mean": means[row], "tokens": tokens, "left_out": more}
+
+
+def _tokens_of(pairs: TokenPairs, row: int, most: int | None = None) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Ids and both probabilities of the first tokens of a completion."""
+    span = slice(int(pairs.starts[row]), int(pairs.starts[row] + pairs.lengths[row]))
+    p, q = (np.exp(each[span][:most].astype(np.float64)) for each in (pairs.train_logprobs, pairs.rollout_logprobs))
+    return pairs.token_ids[span][:most].tolist(), p, q
 
 
 def _completions(one: Measured) -> Iterator[Completion]:
     pairs, text = one.pairs, one.text
     for row in np.argsort(-means_by_completion(pairs), kind="stable")[:_MOST_COMPLETIONS]:
-        span = slice(int(pairs.starts[row]), int(pairs.starts[row] + pairs.lengths[row]))
-        words = [f" {token}" if text is None else text(token) for token in pairs.token_ids[span].tolist()]
-        p, q = (np.exp(each[span].astype(np.float64)) for each in (pairs.train_logprobs, pairs.rollout_logprobs))
+        ids, p, q = _tokens_of(pairs, row)
+        words = [f" {token}" if text is None else text(token) for token in ids]
         yield Completion(run=one.name, tokens=words, train_probs=p, rollout_probs=q)
 
 

@@ -124,6 +124,11 @@ class Statistics:
     tolerance: float
 
 
+def mean_of(values: np.ndarray) -> float:
+    """The mean; NaN of nothing."""
+    return float(values.mean()) if len(values) else np.nan
+
+
 def means_by_completion(pairs: TokenPairs) -> np.ndarray:
     """[N] float64, each completion's own mean |p - q|."""
     return np.add.reduceat(pairs.discrepancy, pairs.starts) / pairs.lengths

@@ -107,21 +107,15 @@ def apply(correction: Correction, pairs: TokenPairs) -> tuple[np.ndarray, np.nda
     width = 1 << max(tokens - 1, 1).bit_length()
     advantages = np.zeros(completions, np.float32) if pairs.advantages is None else pairs.advantages
     rows = {
-        "train": pairs.train_logprobs, "rollout": pairs.rollout_logprobs, "mask": np.ones(tokens, bool),
-        "index": pairs.completion.astype(np.int32), "advantages": advantages[pairs.completion],
-    }  # fmt: skip
-    train, rollout, mask, index, advantages = (np.pad(row, (0, width - tokens))[None] for row in rows.values())
-    corrected = correction(
-        Tokens(
-            train_logprobs=train,
-            old_logprobs=train,
-            rollout_logprobs=rollout,
-            advantages=advantages,
-            completion_mask=mask,
-            completion_index=index,
-            num_completions=1 << max(completions - 1, 1).bit_length(),
-        )
-    )
+        "train_logprobs": pairs.train_logprobs,
+        "old_logprobs": pairs.train_logprobs,
+        "rollout_logprobs": pairs.rollout_logprobs,
+        "advantages": advantages[pairs.completion],
+        "completion_mask": np.ones(tokens, bool),
+        "completion_index": pairs.completion.astype(np.int32),
+    }
+    padded = {name: np.pad(row, (0, width - tokens))[None] for name, row in rows.items()}
+    corrected = correction(Tokens(**padded, num_completions=1 << max(completions - 1, 1).bit_length()))
     weights, keep = np.asarray(corrected.weights, np.float32), np.asarray(corrected.keep, bool)
     return weights[0, :tokens], keep[0, :tokens]
 
