@@ -403,26 +403,29 @@ def gpu_trainer(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"),
-    # 1 - 0.1 - share; 0.9 - 0.35 is 0.55 and not 0.5499999999999999.
-    [(0.4, "0.5"), (0.35, "0.55"), (0.05, "0.85"), (0.123, "0.78"), (0.8, "0.1")],
+    ("machine", "settings", "expected"),
+    [
+        # 1 - 0.1 - share; 0.9 - 0.35 is 0.55 and not 0.5499999999999999.
+        *(({}, {"memory_share": x}, y) for x, y in ((0.4, "0.5"), (0.35, "0.55"), (0.123, "0.78"), (0.8, "0.1"))),
+        ({"plugin": "jax_cuda13_plugin"}, {"memory_share": 0.4}, "0.5"),
+        ({"share": "0.3"}, {"memory_share": 0.6}, "0.3"),  # what the user said stays
+        ({"share": "0.92", "visible": "0"}, {"visible_devices": "1", "memory_share": 0.95}, "0.92"),  # a GPU of its own
+        ({"platforms": "cpu"}, {"memory_share": 0.95}, None),  # a trainer without GPU
+        ({"plugin": ""}, {"memory_share": 0.95}, None),
+        ({"visible": "0"}, {"visible_devices": "1"}, None),
+        ({"visible": "0,1"}, {"visible_devices": "2,3"}, None),
+        ({"visible": "1"}, {"visible_devices": "10"}, None),  # not a substring
+        ({"visible": "0,1"}, {"visible_devices": "1,2", "memory_share": 0.4}, "0.5"),
+        ({"visible": "0"}, {"visible_devices": "0", "memory_share": 0.4}, "0.5"),
+        ({}, {"visible_devices": "1", "memory_share": 0.4}, "0.5"),  # the trainer takes all
+        ({"visible": "0"}, {"memory_share": 0.4}, "0.5"),  # the sidecar takes the trainer's
+    ],
 )
-def test_the_trainer_gets_what_the_sidecar_leaves(share, expected, gpu_trainer):
-    gpu_trainer()
-    devices.share_devices(_settings(memory_share=share))
-    assert os.environ[_SHARE] == expected
-
-
-def test_jax_for_cuda_13_shares_too(gpu_trainer):
-    gpu_trainer(plugin="jax_cuda13_plugin")
-    devices.share_devices(_settings(memory_share=0.4))
-    assert os.environ[_SHARE] == "0.5"
-
-
-def test_what_the_user_said_stays(gpu_trainer):
-    gpu_trainer("0.3")
-    devices.share_devices(_settings(memory_share=0.6))
-    assert os.environ[_SHARE] == "0.3"
+def test_the_trainer_gets_what_the_sidecar_leaves(machine, settings, expected, gpu_trainer):
+    gpu_trainer(**machine)
+    devices.share_devices(_settings(**settings))
+    assert os.environ.get(_SHARE) == expected
+    assert os.environ.get(_VISIBLE) == machine.get("visible")
 
 
 def test_the_former_name_of_the_share_is_kept_alone(gpu_trainer):
@@ -458,26 +461,6 @@ def test_a_share_that_is_no_number(gpu_trainer):
         devices.share_devices(_settings())
 
 
-@pytest.mark.parametrize(
-    ("trainer", "sidecar", "shared"),
-    [
-        ("0", "1", False),
-        ("0,1", "2,3", False),
-        ("1", "10", False),  # not a substring
-        ("0,1", "1,2", True),
-        ("0", "0", True),
-        (None, "1", True),  # the trainer takes all
-        ("0", "", True),  # the sidecar takes the trainer's
-        (None, "", True),
-    ],
-)
-def test_gpus_are_shared_unless_said_otherwise(trainer, sidecar, shared, gpu_trainer):
-    gpu_trainer(visible=trainer)
-    devices.share_devices(_settings(visible_devices=sidecar, memory_share=0.4))
-    assert os.environ.get(_SHARE) == ("0.5" if shared else None)
-    assert os.environ.get(_VISIBLE) == trainer
-
-
 def test_two_sidecars_of_a_probe_leave_less(gpu_trainer, interpreter):
     """Both must start beside this process, which takes its part of the memory first."""
     gpu_trainer()
@@ -495,12 +478,6 @@ def test_without_the_cuda_build_a_probe_shares_nothing(installed, gpu_trainer, i
     assert _SHARE not in os.environ
 
 
-def test_gpus_of_ones_own_need_no_arithmetic(gpu_trainer):
-    gpu_trainer("0.92", "0")
-    devices.share_devices(_settings(visible_devices="1", memory_share=0.95))
-    assert os.environ[_SHARE] == "0.92"
-
-
 def test_a_trainer_beside_a_sidecar_that_sleeps_gives_memory_back(gpu_trainer, monkeypatch):
     """JAX's own pool would keep the most that it ever took. What the user said stays."""
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
@@ -511,13 +488,6 @@ def test_a_trainer_beside_a_sidecar_that_sleeps_gives_memory_back(gpu_trainer, m
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
     devices.share_devices(_settings(memory_share=0.85, sleep=1))
     assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
-
-
-@pytest.mark.parametrize("said", [{"platforms": "cpu"}, {"plugin": ""}])
-def test_a_trainer_without_gpu_is_left_alone(said, gpu_trainer):
-    gpu_trainer(**said)
-    devices.share_devices(_settings(memory_share=0.95))
-    assert _SHARE not in os.environ
 
 
 @pytest.fixture
