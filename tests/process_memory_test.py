@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,9 +55,9 @@ print(json.dumps({"ids": ids, "torch": any(name.startswith("torch.") for name in
 
 
 def _report(
-    directory: Path, first_lines: str, *, run: str = _ADD, argument: str = "an argument", command: bool = True,
-    **environment: str,
-) -> dict[str, Any]:  # fmt: skip
+    directory, first_lines, *, run = _ADD, argument = "an argument", command = True,
+    **environment,
+):  # fmt: skip
     """Run a command and return its output: by default the page faults of one of its additions to 80 MiB."""
     package = directory / "probe"
     package.mkdir(parents=True)
@@ -77,7 +76,7 @@ def _report(
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
-def test_commands_keep_freed_memory(tmp_path: Path) -> None:
+def test_commands_keep_freed_memory(tmp_path):
     # 80 MiB, more than a thread's heap may hold by default, are 20,480 pages of 4 KiB: each call faults them
     # in again, unless they were kept (or 40 of 2 MiB).
     left = _report(tmp_path / "a", "")
@@ -89,7 +88,7 @@ def test_commands_keep_freed_memory(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
-def test_a_process_that_imports_the_commands_is_unchanged(tmp_path: Path) -> None:
+def test_a_process_that_imports_the_commands_is_unchanged(tmp_path):
     # 48 MiB are 12,288 pages. glibc by itself may keep blocks up to 32 MiB; with the settings but without a restart it
     # keeps blocks up to 64 MiB.
     run = _ADD.replace("80 * 2**18", "48 * 2**18")
@@ -111,7 +110,7 @@ def test_a_process_that_imports_the_commands_is_unchanged(tmp_path: Path) -> Non
 
 @pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
-def test_a_command_with_an_accelerator_is_unchanged(tmp_path: Path) -> None:
+def test_a_command_with_an_accelerator_is_unchanged(tmp_path):
     # An empty plugin package: JAX finds no device behind it and computes on the CPU, but it might have.
     (tmp_path / "jax_plugins").mkdir()
     report = _report(tmp_path, _PREPARE.format("probe"), JAX_PLATFORMS="")
@@ -131,7 +130,7 @@ def test_a_command_with_an_accelerator_is_unchanged(tmp_path: Path) -> None:
         ("", "jax_plugins", False),
     ],
 )
-def test_whether_jax_takes_the_cpu(monkeypatch, platforms, installed, takes_cpu) -> None:
+def test_whether_jax_takes_the_cpu(monkeypatch, platforms, installed, takes_cpu):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     if platforms is not None:
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
@@ -142,7 +141,7 @@ def test_whether_jax_takes_the_cpu(monkeypatch, platforms, installed, takes_cpu)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
-def test_tunables_of_the_user_are_kept(tmp_path: Path) -> None:
+def test_tunables_of_the_user_are_kept(tmp_path):
     # 16 MiB fit into a thread's heap by default too: what needs no tunables is set all the same.
     run = _ADD.replace("80 * 2**18", "16 * 2**18")
     report = _report(tmp_path, _PREPARE.format("probe"), run=run, GLIBC_TUNABLES="glibc.malloc.perturb=0")
@@ -150,14 +149,14 @@ def test_tunables_of_the_user_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
-def test_freed_memory_can_be_released(tmp_path: Path) -> None:
+def test_freed_memory_can_be_released(tmp_path):
     # Eight arrays of 64 MiB, and what they were made of; in MiB.
     report = _report(tmp_path, _PREPARE.format("probe"), run=_FREE)
     assert report["full"] - report["freed"] < 64
     assert report["full"] - report["after_release"] > 7 * 64
 
 
-def test_commands_tokenize_without_torch(tmp_path: Path) -> None:
+def test_commands_tokenize_without_torch(tmp_path):
     pytest.importorskip("torch", reason="nothing to leave out")
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     leave_out = "from dcmdp_jax.process_memory import hide_torch\nhide_torch({!r})\n"
@@ -170,7 +169,7 @@ def test_commands_tokenize_without_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("reserved", "size"), [("0\n", 2**30), ("2\n", 1), (None, 1)])
-def test_large_pages_that_someone_reserved_are_left(tmp_path: Path, monkeypatch, reserved, size) -> None:
+def test_large_pages_that_someone_reserved_are_left(tmp_path, monkeypatch, reserved, size):
     count = tmp_path / "nr_hugepages"
     if reserved is not None:
         count.write_text(reserved)
@@ -178,7 +177,7 @@ def test_large_pages_that_someone_reserved_are_left(tmp_path: Path, monkeypatch,
     assert process_memory.malloc_tunables() == f"glibc.malloc.hugetlb={size}"
 
 
-def test_only_the_package_s_own_commands_start_again() -> None:
+def test_only_the_package_s_own_commands_start_again():
     assert process_memory.is_command("bin", ["python", "-X", "dev", "-m", "bin.train", "--config=x", "-m"])
     assert process_memory.is_command("dcmdp", ["/venv/bin/python", "-I", "/venv/bin/dcmdp", "train", "-m", "x"])
     assert process_memory.is_command("dcmdp_jax", ["python", "-P", "-m", "dcmdp_jax", "train"])

@@ -31,7 +31,7 @@ CONFIG = ModelConfig("qwen3", 104, 8, 12, 2, 4, 2, 4)  # the built-in tokenizer'
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     tokenizer = tmp_path / "tokenizer"
     save_tokenizer(build_tokenizer(), tokenizer, (2, 3))
     params = init_params(CONFIG, jax.random.key(0))
@@ -39,13 +39,13 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def _run(*arguments):
     command = [sys.executable, "-m", "bin.convert", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
 
 
-def test_hf_check(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hf_check(source, capsys):
     main(["convert", "hf-check", str(source)])
     out = capsys.readouterr().out
     # 2 * (q, o 2*8*16 + k, v 2*8*8 + norms 2*8 + 2*4 + MLP 3*8*12) + 2*104*8 + 8 = 2 * 696 + 1672
@@ -57,7 +57,7 @@ def test_hf_check(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith(f"{source}: fits its config.json, all values are finite\n")
 
 
-def test_hf_check_counts_the_ids_beyond_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hf_check_counts_the_ids_beyond_the_tokenizer(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, vocab_size=107)
     save_tokenizer(build_tokenizer(), tmp_path / "tokenizer", (2,))
     params = init_params(config, jax.random.key(0))
@@ -66,7 +66,7 @@ def test_hf_check_counts_the_ids_beyond_the_tokenizer(tmp_path: Path, capsys: py
     assert "3 of the model's ids, from 104 on, are no tokens and have no text\n" in capsys.readouterr().out
 
 
-def test_copy(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copy(source, tmp_path, capsys):
     out_dir = tmp_path / "out"
     main(["convert", "copy", str(source), str(out_dir), "--dtype", "float32"])
     assert f"wrote {out_dir} in float32, tokenizer of {source}\n" in capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_copy(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert {value.dtype.name for value in load_file(out_dir / "model.safetensors").values()} == {"bfloat16"}
 
 
-def test_copy_without_a_tokenizer(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copy_without_a_tokenizer(source, tmp_path, capsys):
     (source / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="source: no tokenizer.json or vocab.json there"):
         main(["convert", "hf-check", str(source)])
@@ -91,7 +91,7 @@ def test_copy_without_a_tokenizer(source: Path, tmp_path: Path, capsys: pytest.C
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_failures_are_one_line_and_a_code(source: Path, tmp_path: Path) -> None:
+def test_failures_are_one_line_and_a_code(source, tmp_path):
     file = source / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-4])
@@ -110,7 +110,7 @@ def test_failures_are_one_line_and_a_code(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_hf_check_reads_the_values(source: Path) -> None:
+def test_hf_check_reads_the_values(source):
     tensors = load_file(source / "model.safetensors")
     tensors["model.norm.weight"] = np.full(8, np.inf, np.float32)
     save_file(tensors, source / "model.safetensors")
@@ -120,7 +120,7 @@ def test_hf_check_reads_the_values(source: Path) -> None:
         main(["convert", "hf-check", str(source)])
 
 
-def test_hf_check_reads_the_tokenizer(source: Path) -> None:
+def test_hf_check_reads_the_tokenizer(source):
     (source / "generation_config.json").write_text('{"eos_token_id": 104}')
     with pytest.raises(ValueError, match="eos_token_id is 104, the model's tokens are 0 to 103"):
         main(["convert", "hf-check", str(source)])
@@ -129,17 +129,17 @@ def test_hf_check_reads_the_tokenizer(source: Path) -> None:
         main(["convert", "hf-check", str(source)])
 
 
-def test_export_of_nothing(tmp_path: Path) -> None:
+def test_export_of_nothing(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="no checkpoint there"):
         main(["convert", "export", str(tmp_path), str(tmp_path / "out")])
 
 
-def test_unknown_dtype_is_refused(source: Path, tmp_path: Path) -> None:
+def test_unknown_dtype_is_refused(source, tmp_path):
     with pytest.raises(ValueError, match="argument --dtype: invalid choice: 'float16'"):
         main(["convert", "copy", str(source), str(tmp_path / "out"), "--dtype", "float16"])
 
 
-def test_export_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_of_a_checkpoint(tmp_path, capsys):
     """The step asked for, its parameters to the last bit, and the run's tokenizer beside them."""
     run_dir = tmp_path / "run"
     states = {}
@@ -170,7 +170,7 @@ def test_export_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
         main(["convert", "export", str(run_dir), str(tmp_path / "none"), "--step", "7"])
 
 
-def test_an_output_that_overlaps_its_source_is_refused(source: Path) -> None:
+def test_an_output_that_overlaps_its_source_is_refused(source):
     for out in (source, source.parent, source / "copy"):
         with pytest.raises(ValueError, match="which it is made of; choose another directory"):
             main(["convert", "copy", str(source), str(out), "--overwrite"])

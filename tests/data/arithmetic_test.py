@@ -15,7 +15,7 @@ _PROMPT = re.compile(r"\d+(?:[+*-]\d+)+=\?")
 _STEP = re.compile(r"(\d+)([+*-])(\d+)=(\d+);")
 
 
-def _value(expression: str) -> int:
+def _value(expression):
     assert re.fullmatch(r"[\d+*-]+", expression)
     return eval(expression)  # Python's own precedence, the independent reference
 
@@ -27,7 +27,7 @@ def _value(expression: str) -> int:
     st.sampled_from(["train", "heldout"]),
     st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_answers_and_steps_are_right(difficulty: int, seed: int, split: str, error_rate: float) -> None:
+def test_answers_and_steps_are_right(difficulty, seed, split, error_rate):
     for row in arithmetic_rows(ArithmeticSpec(difficulty, 20, seed, split, error_rate)):  # type: ignore[arg-type]
         content = row["prompt"][0]["content"]
         assert _PROMPT.fullmatch(content)
@@ -43,7 +43,7 @@ def test_answers_and_steps_are_right(difficulty: int, seed: int, split: str, err
             assert extract_answer(row["solution"]) == row["reward_model"]["ground_truth"]
 
 
-def test_a_known_problem() -> None:
+def test_a_known_problem():
     rows = {row["prompt"][0]["content"]: row for row in arithmetic_rows(ArithmeticSpec(4, 4000))}
     with_late_product = next(content for content in rows if re.fullmatch(r"\d\+\d\+\d\*\d-\d=\?", content))
     a, b, c, d, e = map(int, re.findall(r"\d+", with_late_product))
@@ -53,7 +53,7 @@ def test_a_known_problem() -> None:
     )
 
 
-def test_splits_are_disjoint_for_all_seeds() -> None:
+def test_splits_are_disjoint_for_all_seeds():
     train = {
         problem.prompt for seed in range(3) for problem in arithmetic_problems(ArithmeticSpec(1, 1200, seed, "train"))
     }
@@ -64,7 +64,7 @@ def test_splits_are_disjoint_for_all_seeds() -> None:
     assert len(train) >= 1200
 
 
-def test_the_seed_fixes_the_problems_and_a_smaller_count_is_a_beginning() -> None:
+def test_the_seed_fixes_the_problems_and_a_smaller_count_is_a_beginning():
     spec = ArithmeticSpec(2, 300, seed=7, error_rate=0.5)
     assert arithmetic_rows(spec) == arithmetic_rows(spec)
     assert arithmetic_rows(ArithmeticSpec(2, 50, seed=7, error_rate=0.5)) == arithmetic_rows(spec)[:50]
@@ -72,7 +72,7 @@ def test_the_seed_fixes_the_problems_and_a_smaller_count_is_a_beginning() -> Non
     assert len({row["prompt"][0]["content"] for row in arithmetic_rows(spec)}) == 300
 
 
-def test_the_error_rate_is_the_share_of_wrong_boxes() -> None:
+def test_the_error_rate_is_the_share_of_wrong_boxes():
     problems = arithmetic_problems(ArithmeticSpec(2, 2000, error_rate=0.6))
     wrong = sum(extract_answer(problem.solution) != problem.answer for problem in problems)
     # binomial(2000, 0.6): mean 1200, standard deviation 22
@@ -81,14 +81,14 @@ def test_the_error_rate_is_the_share_of_wrong_boxes() -> None:
     assert [problem.answer for problem in problems] == [problem.answer for problem in clean]
 
 
-def test_rows_have_the_schema_of_dapo() -> None:
+def test_rows_have_the_schema_of_dapo():
     (row,) = arithmetic_rows(ArithmeticSpec(1, 1, split="heldout"))
     assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info", "solution"}
     assert row["prompt"][0]["role"] == "user"
     assert row["extra_info"] == {"index": 0, "split": "heldout"}
 
 
-def test_parse_spec() -> None:
+def test_parse_spec():
     assert ArithmeticSpec.parse("arithmetic") == ArithmeticSpec()
     assert ArithmeticSpec.parse("arithmetic:split=heldout, count=5,error_rate=0.25") == ArithmeticSpec(
         count=5, split="heldout", error_rate=0.25
@@ -108,11 +108,11 @@ def test_parse_spec() -> None:
         ("arithmetic:error_rate=1.5", "error_rate = 1.5"),
     ],
 )
-def test_bad_specs(text: str, reason: str) -> None:
+def test_bad_specs(text, reason):
     with pytest.raises(ValueError, match=reason):
         ArithmeticSpec.parse(text)
 
 
-def test_more_problems_than_there_are() -> None:
+def test_more_problems_than_there_are():
     with pytest.raises(ValueError, match="no 5000 distinct train problems"):
         arithmetic_rows(ArithmeticSpec(1, 5000))

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from dcmdp_jax.data.arithmetic import LEVELS, ArithmeticSpec, arithmetic_problems, build_tokenizer
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+def loaded(tmp_path_factory):
     directory: Path = tmp_path_factory.mktemp("tokenizer")
     build_tokenizer().save_pretrained(directory)
     return AutoTokenizer.from_pretrained(str(directory))
@@ -31,11 +31,11 @@ _BUILT = build_tokenizer()
         ),
     )
 )
-def test_decoding_an_encoding_is_the_identity(text: str) -> None:
+def test_decoding_an_encoding_is_the_identity(text):
     assert _BUILT.decode(_BUILT(text)["input_ids"]) == text
 
 
-def test_every_text_of_the_task_comes_back(loaded: PreTrainedTokenizerBase) -> None:
+def test_every_text_of_the_task_comes_back(loaded):
     for difficulty in LEVELS:
         for problem in arithmetic_problems(ArithmeticSpec(difficulty, 50, error_rate=0.5)):
             for text in (problem.prompt, problem.solution):
@@ -45,14 +45,14 @@ def test_every_text_of_the_task_comes_back(loaded: PreTrainedTokenizerBase) -> N
                 assert ids == _BUILT(text)["input_ids"]
 
 
-def test_tokens_and_ids(loaded: PreTrainedTokenizerBase) -> None:
+def test_tokens_and_ids(loaded):
     assert len(loaded) == 4 + 4 + 1 + 95  # specials, whole pieces, the line break, printable ASCII
     assert (loaded.pad_token, loaded.pad_token_id) == ("<|endoftext|>", 0)
     assert (loaded.eos_token, loaded.eos_token_id) == ("<|im_end|>", 2)
     assert loaded.tokenize(r"9*2=18;\boxed{18}") == ["9", "*", "2", "=", "1", "8", ";", r"\boxed{", "1", "8", "}"]
 
 
-def test_chat_template(loaded: PreTrainedTokenizerBase) -> None:
+def test_chat_template(loaded):
     text = loaded.apply_chat_template(
         [{"role": "user", "content": "1+2=?"}], tokenize=False, add_generation_prompt=True
     )

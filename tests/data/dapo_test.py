@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ _ASKED = (
 )
 
 
-def _row(number: int, copy: int, **changed: object) -> dict[str, object]:
+def _row(number, copy, **changed):
     return {
         "data_source": "math_dapo",
         "prompt": [{"content": _ASKED.format(number), "role": "user"}],
@@ -34,7 +33,7 @@ def _row(number: int, copy: int, **changed: object) -> dict[str, object]:
     }
 
 
-def _write(path: Path, rows: list[dict[str, object]]) -> str:
+def _write(path, rows):
     if path.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -47,7 +46,7 @@ def _write(path: Path, rows: list[dict[str, object]]) -> str:
 
 @pytest.mark.parametrize("keep_columns", [False, True])
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_equal_rows_are_one_problem_and_counted(tmp_path, caplog, suffix, keep_columns) -> None:
+def test_equal_rows_are_one_problem_and_counted(tmp_path, caplog, suffix, keep_columns):
     # 5 problems, 100 copies of each, as a table that pandas numbered: only __index_level_0__ tells copies apart.
     location = _write(tmp_path / f"dapo{suffix}", [_row(number, copy) for copy in range(100) for number in range(5)])
     with caplog.at_level(logging.WARNING):
@@ -58,7 +57,7 @@ def test_equal_rows_are_one_problem_and_counted(tmp_path, caplog, suffix, keep_c
     assert len(load_problems(location, limit=3)) == 3
 
 
-def test_rows_that_differ_are_kept(tmp_path, caplog) -> None:
+def test_rows_that_differ_are_kept(tmp_path, caplog):
     rows = [
         _row(1, 0),
         _row(1, 0, reward_model={"ground_truth": "3"}),
@@ -75,7 +74,7 @@ def test_rows_that_differ_are_kept(tmp_path, caplog) -> None:
     assert len(load_problems(location)) == 1
 
 
-def _text(prompt: str, suffix: str) -> str:
+def _text(prompt, suffix):
     return with_suffix(Problem(prompt=prompt, answer="1", source="s", index=0), suffix)
 
 
@@ -93,7 +92,7 @@ _SUFFIX = TaskSettings().prompt_suffix
         "What is 1+1? End with \\boxed{answer}.",
     ],
 )
-def test_a_prompt_with_its_own_instruction_gets_no_second_one(prompt) -> None:
+def test_a_prompt_with_its_own_instruction_gets_no_second_one(prompt):
     assert _text(prompt, _SUFFIX) == prompt
     # A suffix about something else stays.
     assert _text(prompt, " /no_think") == f"{prompt} /no_think"
@@ -109,17 +108,17 @@ def test_a_prompt_with_its_own_instruction_gets_no_second_one(prompt) -> None:
         "Tom wrote Answer: 4. Is he right?",
     ],
 )
-def test_another_prompt_keeps_the_suffix(prompt) -> None:
+def test_another_prompt_keeps_the_suffix(prompt):
     assert _text(prompt, _SUFFIX) == prompt + _SUFFIX
 
 
-def test_an_instruction_in_a_system_message_counts() -> None:
+def test_an_instruction_in_a_system_message_counts():
     chat = ({"role": "system", "content": "Put the answer in \\boxed{}."}, {"role": "user", "content": "1+1?"})
     problem = Problem(prompt="1+1?", answer="2", source="s", index=0, messages=chat)
     assert with_suffix(problem, _SUFFIX) == "1+1?"
 
 
-def test_how_many_go_without_is_said(caplog) -> None:
+def test_how_many_go_without_is_said(caplog):
     problems = [Problem(prompt=p, answer="1", source="s", index=0) for p in (_ASKED.format(1), "1+1?")]
     with caplog.at_level(logging.WARNING):
         encode_prompts(problems, build_tokenizer(), prompt_suffix=_SUFFIX, max_prompt_tokens=4096)
@@ -144,5 +143,5 @@ def test_how_many_go_without_is_said(caplog) -> None:
         ("\\boxed{34", None),
     ],
 )
-def test_the_answer_is_read_in_its_form(completion, answer) -> None:
+def test_the_answer_is_read_in_its_form(completion, answer):
     assert extract_answer(completion) == answer

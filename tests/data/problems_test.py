@@ -16,12 +16,12 @@ _DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 _needs_data = pytest.mark.skipif(not _DATA.is_dir(), reason=f"the published datasets are not at {_DATA}")
 
 
-def _write(path: Path, *rows: object) -> str:
+def _write(path, *rows):
     path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
-def _dapo(prompt: object = "1+1?", answer: object = "2") -> dict[str, object]:
+def _dapo(prompt="1+1?", answer="2"):
     return {"data_source": "math_dapo", "prompt": prompt, "reward_model": {"ground_truth": answer, "style": "rule"}}
 
 
@@ -74,13 +74,13 @@ def _dapo(prompt: object = "1+1?", answer: object = "2") -> dict[str, object]:
         ),
     ],
 )
-def test_schemas(row: dict[str, object], prompt: str, answer: str, solution: str) -> None:
+def test_schemas(row, prompt, answer, solution):
     problem = problem_from_row(row, source="file", index=5)
     assert (problem.prompt, problem.answer, problem.solution, problem.index) == (prompt, answer, solution, 5)
     assert problem.source == row.get("data_source", "file")
 
 
-def test_messages_before_the_prompt_are_kept() -> None:
+def test_messages_before_the_prompt_are_kept():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     problem = problem_from_row(_dapo(messages), source="file", index=0)
     assert problem.messages == tuple(messages)
@@ -107,9 +107,7 @@ def test_messages_before_the_prompt_are_kept() -> None:
         (json.dumps({"question": "p", "final_answer": ["4"], "error": "wide"}) + "\n", "'wide', not a number"),
     ],
 )
-def test_a_bad_row_is_named_by_its_line_or_skipped_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str, reason: str
-) -> None:
+def test_a_bad_row_is_named_by_its_line_or_skipped_and_counted(tmp_path, caplog, line, reason):
     location = _write(tmp_path / "rows.jsonl", _dapo("a"), _dapo("b"), line, _dapo("c"))
     with pytest.raises(ValueError, match=rf"rows\.jsonl:3: .*{reason}") as raised:
         load_problems(location)
@@ -119,7 +117,7 @@ def test_a_bad_row_is_named_by_its_line_or_skipped_and_counted(
     assert "1 of 4 rows are unusable" in caplog.text
 
 
-def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:
+def test_invalid_utf8_is_a_bad_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "\xff\xfe", "answer": "1"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: not valid UTF-8"):
@@ -135,12 +133,12 @@ def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:
         ("arithmetic:dificulty=2", "'dificulty=2' is not key=value"),
     ],
 )
-def test_unreadable_locations(location: str, reason: str) -> None:
+def test_unreadable_locations(location, reason):
     with pytest.raises(ValueError, match=reason):
         load_problems(location)
 
 
-def test_empty_damaged_and_foreign_files(tmp_path: Path) -> None:
+def test_empty_damaged_and_foreign_files(tmp_path):
     with pytest.raises(ValueError, match="empty.jsonl: the file is empty"):
         load_problems(_write(tmp_path / "empty.jsonl"))
     with pytest.raises(ValueError, match=r"damaged\.parquet: not a readable parquet file"):
@@ -151,13 +149,13 @@ def test_empty_damaged_and_foreign_files(tmp_path: Path) -> None:
         load_problems(_write(tmp_path / "bad.jsonl", "{}\n"), on_bad_row="skip")
 
 
-def test_a_hub_name_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_name_without_the_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install -e '\.\[hub\]'"):
         load_problems("BytedTsinghua-SIA/DAPO-Math-17k")
 
 
-def test_limit_and_settings_are_checked(tmp_path: Path) -> None:
+def test_limit_and_settings_are_checked(tmp_path):
     location = _write(tmp_path / "rows.jsonl", _dapo("a"), _dapo("b"), "{broken\n")
     assert [problem.prompt for problem in load_problems(location, limit=2)] == ["a", "b"]
     with pytest.raises(ValueError, match="limit = 0"):
@@ -166,13 +164,13 @@ def test_limit_and_settings_are_checked(tmp_path: Path) -> None:
         load_problems(location, on_bad_row="ignore")  # type: ignore[arg-type]
 
 
-def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
+def test_parquet_gives_what_jsonl_gives(tmp_path):
     rows = [_dapo([{"role": "user", "content": f"{k}+1?"}], str(k + 1)) for k in range(5)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     assert load_problems(str(tmp_path / "rows.parquet")) == load_problems(_write(tmp_path / "rows.jsonl", *rows))
 
 
-def test_the_builtin_task_is_a_location() -> None:
+def test_the_builtin_task_is_a_location():
     problems = load_problems("arithmetic:difficulty=1,count=20,split=heldout", limit=3)
     assert [problem.source for problem in problems] == ["arithmetic"] * 3
 
@@ -184,7 +182,7 @@ def test_the_builtin_task_is_a_location() -> None:
         ('{"problem": ' + "[" * 100_000 + "\n", "nested too deeply"),
     ],
 )
-def test_text_that_no_tokenizer_takes_is_named_or_skipped(tmp_path: Path, row: str, reason: str) -> None:
+def test_text_that_no_tokenizer_takes_is_named_or_skipped(tmp_path, row, reason):
     location = _write(tmp_path / "rows.jsonl", _dapo("a"), row)
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{reason}"):
         load_problems(location)
@@ -207,21 +205,21 @@ def test_text_that_no_tokenizer_takes_is_named_or_skipped(tmp_path: Path, row: s
         ("train/gsm8k_train.jsonl", 7473, {0: "72"}),
     ],
 )
-def test_published_files(name: str, rows: int, spot: dict[int, str]) -> None:
+def test_published_files(name, rows, spot):
     problems = load_problems(str(_DATA / name))
     assert len(problems) == rows
     assert {index: problems[index].answer for index in spot} == spot
 
 
 @_needs_data
-def test_minerva_answers_are_those_of_the_copy_that_states_them() -> None:
+def test_minerva_answers_are_those_of_the_copy_that_states_them():
     boxed = load_problems(str(_DATA / "benchmarks/minerva.jsonl"))
     stated = load_problems(str(_DATA / "benchmarks/alt/minerva_limo.jsonl"))
     assert [problem.answer for problem in boxed] == [problem.answer for problem in stated]
 
 
 @_needs_data
-def test_dapo_is_read_whole() -> None:
+def test_dapo_is_read_whole():
     path = _DATA / "train/dapo_math_17k.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     distinct = {(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]): None for row in rows}
@@ -232,7 +230,7 @@ def test_dapo_is_read_whole() -> None:
 
 
 @_needs_data
-def test_defective_rows_of_a_published_file_are_named_or_skipped() -> None:
+def test_defective_rows_of_a_published_file_are_named_or_skipped():
     location = str(_DATA / "train/math_train_rllm.jsonl")
     with pytest.raises(ValueError, match=r"math_train_rllm\.jsonl:887: no answer"):  # null; rows 5328, 5330 are ""
         load_problems(location)

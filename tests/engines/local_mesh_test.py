@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,6 @@ from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local import engine as engine_module
 from dcmdp_jax.engines.local import weights as weights_module
 from dcmdp_jax.engines.local.decode import Draw, Limits, RowState, decode
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.forward import score
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
 from dcmdp_jax.engines.local.weights import engine_shapes
@@ -29,7 +26,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
 from dcmdp_jax.parallel.mesh import AXES, make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from tests.support.sampling import Rollout, local_engine, sample
+from tests.support.sampling import local_engine, sample
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices, see XLA_FLAGS in BUILD.md")
 
@@ -44,15 +41,15 @@ SAMPLING = SamplingParams(group_size=3, max_completion_tokens=20, temperature=0.
 PROMPTS = tuple(np.random.default_rng(0).integers(0, 40, length).astype(np.int32) for length in (1, 5, 16, 12, 7))
 
 
-def _long(*values: Any) -> Any:
+def _long(*values):
     return pytest.param(*values, marks=pytest.mark.long)
 
 
 @functools.cache
-def _params(config: ModelConfig, seed: int = 0) -> Any:
+def _params(config, seed=0):
     fresh = init_params(config, jax.random.key(seed))
 
-    def perturb(path: tuple, x: jax.Array) -> jax.Array:
+    def perturb(path, x):
         # Norms of 1 and biases of 0 would hide one that is left out, or added twice.
         if path[-1].key not in ("scale", "bias"):
             return x
@@ -61,24 +58,24 @@ def _params(config: ModelConfig, seed: int = 0) -> Any:
     return jax.tree_util.tree_map_with_path(perturb, fresh)
 
 
-def _mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
+def _mesh(data=1, fsdp=1, tensor=1, expert=1):
     count = data * fsdp * tensor * expert
     return Mesh(np.asarray(jax.devices()[:count]).reshape(data, fsdp, tensor, expert), AXES)
 
 
-def _engine(config: ModelConfig, mesh: Mesh | None, precision: str = "float32", **settings: Any) -> LocalEngine:
+def _engine(config, mesh, precision="float32", **settings):
     made = local_engine(config, precision=precision, max_total_tokens=64, mesh=mesh, **settings)
     made.push_weights(_params(config), 0)
     return made
 
 
 @functools.cache
-def _one_device(config: ModelConfig, precision: str) -> tuple[LocalEngine, Rollout]:
+def _one_device(config, precision):
     made = _engine(config, None, precision)
     return made, sample(made, PROMPTS, SAMPLING, seed=1, step=2)
 
 
-def _assert_same(first: Rollout, second: Rollout) -> None:
+def _assert_same(first, second):
     assert first.finish_reasons == second.finish_reasons
     for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -102,9 +99,7 @@ def _assert_same(first: Rollout, second: Rollout) -> None:
     ],
     ids=lambda value: value.model_type if isinstance(value, ModelConfig) else None,
 )
-def test_a_mesh_gives_the_tokens_of_one_device(
-    config: ModelConfig, sizes: dict[str, int], precision: str, settings: dict[str, int]
-) -> None:
+def test_a_mesh_gives_the_tokens_of_one_device(config, sizes, precision, settings):
     one, expected = _one_device(config, precision)
     several = _engine(config, _mesh(**sizes), precision, **settings)
     _assert_same(expected, sample(several, PROMPTS, SAMPLING, seed=1, step=2))
@@ -116,13 +111,11 @@ def test_a_mesh_gives_the_tokens_of_one_device(
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [({"tensor": 4}, 1), ({"data": 2, "tensor": 2}, 2), ({"data": 4}, 4)])
-def test_a_row_is_scored_beside_no_more_padding_than_there_are_row_shards(
-    sizes: dict[str, int], rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_is_scored_beside_no_more_padding_than_there_are_row_shards(sizes, rows, monkeypatch):
     """Devices that split a row's heads share its tokens: a row for each of them would be computed for nothing."""
     shapes = []
 
-    def seen(weights: Any, tokens: jax.Array, *rest: Any, **static: Any) -> jax.Array:
+    def seen(weights, tokens, *rest, **static):
         shapes.append(tokens.shape)
         return score(weights, tokens, *rest, **static)
 
@@ -135,7 +128,7 @@ def test_a_row_is_scored_beside_no_more_padding_than_there_are_row_shards(
     assert shapes == [(rows, 16), (1, 16)]
 
 
-def test_scores_reshape_no_rows_of_odd_length() -> None:
+def test_scores_reshape_no_rows_of_odd_length():
     """The compiler for TPUs takes five minutes over 16,383 of 16,384 tokens, and seconds over all."""
     config, mesh = DENSE, _mesh(tensor=4)
     program = Program(config, "float32", "float32", engine_mesh(mesh))
@@ -146,7 +139,7 @@ def test_scores_reshape_no_rows_of_odd_length() -> None:
     assert "63x32xf32" not in text and "126x32xf32" not in text
 
 
-def test_each_device_has_its_part_of_the_weights() -> None:
+def test_each_device_has_its_part_of_the_weights():
     made = _engine(EXPERTS, _mesh(data=2, tensor=2, expert=2))
     layer = made.weights["layers"][1]
     shares = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), layer)
@@ -170,9 +163,7 @@ def test_each_device_has_its_part_of_the_weights() -> None:
         _long((8, 1, 1, 1), "exact", 2),
     ],
 )
-def test_weights_are_the_same_bits_from_every_training_mesh(
-    shape: tuple[int, ...], precision: str, tensor: int
-) -> None:
+def test_weights_are_the_same_bits_from_every_training_mesh(shape, precision, tensor):
     one, _ = _one_device(DENSE, precision)
     training = make_mesh(*shape, devices=jax.devices()[:8])
     shardings = param_shardings(logical_axes(DENSE), param_shapes(DENSE), training)
@@ -184,13 +175,13 @@ def test_weights_are_the_same_bits_from_every_training_mesh(
     jax.tree.map(np.testing.assert_array_equal, whole, jax.device_get(one.weights["layers"][1]["attention"]["o"]))
 
 
-def test_a_trainer_on_other_devices_pushes_leaf_by_leaf() -> None:
+def test_a_trainer_on_other_devices_pushes_leaf_by_leaf():
     one, _ = _one_device(DENSE, "bfloat16")
     made = _engine(DENSE, Mesh(np.asarray(jax.devices()[2:6]).reshape(2, 1, 2, 1), AXES), "bfloat16")
     assert made.weights_fingerprint == one.weights_fingerprint
 
 
-def test_a_push_gathers_no_leaf_in_the_trainers_precision() -> None:
+def test_a_push_gathers_no_leaf_in_the_trainers_precision():
     """Trainer over fsdp, engine over tensor: what travels is bfloat16, and no device gets more than its part."""
     config = dataclasses.replace(DENSE, num_kv_heads=8)
     training = make_mesh(1, 8, 1, 1, devices=jax.devices()[:8])
@@ -210,7 +201,7 @@ def test_a_push_gathers_no_leaf_in_the_trainers_precision() -> None:
     assert not [line for line in sums.as_text().splitlines() if "all-gather(" in line]
 
 
-def _conversions(program: Any, in_loop: bool = False) -> Iterator[bool]:
+def _conversions(program, in_loop=False):
     """For each conversion of an 8-bit matrix, whether it is inside a loop."""
     for equation in program.eqns:
         if equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == jnp.int8:
@@ -222,9 +213,7 @@ def _conversions(program: Any, in_loop: bool = False) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("keeps_quantized", [False, True])
-def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used(
-    monkeypatch: pytest.MonkeyPatch, keeps_quantized: bool
-) -> None:
+def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used(monkeypatch, keeps_quantized):
     """qkv, o, gate and up, down of two layers, and the output layer: once before the loop on a CPU, else in each step.
 
     Compiled for a TPU v5e (8 layers of width 1,024, 256 MiB of matrices in bfloat16) `decode` has 208 MiB of temporary
@@ -263,15 +252,13 @@ def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used
         ),
     ],
 )
-def test_a_mesh_that_does_not_divide_the_model_is_refused(
-    config: ModelConfig, sizes: dict[str, int], message: str
-) -> None:
+def test_a_mesh_that_does_not_divide_the_model_is_refused(config, sizes, message):
     with pytest.raises(UserError) as caught:
         ENGINE.check(EngineArguments(model=config, max_total_tokens=64, settings=ENGINE.settings(**sizes)))
     assert str(caught.value) == message
 
 
-def test_a_mesh_that_does_not_divide_the_devices_is_refused() -> None:
+def test_a_mesh_that_does_not_divide_the_devices_is_refused():
     training = make_mesh(1, 8, 1, 1, devices=jax.devices()[:8])
     assert dict(sampling_mesh(training, tensor=2, expert=2).shape) == {"data": 2, "fsdp": 1, "tensor": 2, "expert": 2}
     with pytest.raises(UserError, match=r"mesh \(tensor=3, expert=1\): 3 does not divide the 8 devices"):

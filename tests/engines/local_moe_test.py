@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from benchmarks import router_replay
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
-from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import check_routed_experts
 from dcmdp_jax.models.config import ModelConfig
@@ -25,8 +23,7 @@ from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
-from dcmdp_jax.types import Rows
-from tests.support.sampling import Rollout, local_engine, sample
+from tests.support.sampling import local_engine, sample
 
 CONFIG = ModelConfig(
     "qwen3_moe", 40, 32, 48, 2, 4, 2, 8, initializer_range=0.3,
@@ -37,7 +34,7 @@ PROMPTS = tuple(np.random.default_rng(0).integers(0, 40, length).astype(np.int32
 
 
 @functools.cache
-def _params() -> Any:
+def _params():
     """Experts of very different sizes: a scale shared by experts would be far too coarse for the small ones."""
     params = init_params(CONFIG, jax.random.key(0))
     sizes = jnp.asarray([1.0, 0.3, 0.1, 1.0])[None, :, None, None]
@@ -45,13 +42,13 @@ def _params() -> Any:
     return params
 
 
-def _rollout(precision: str, **settings: str) -> tuple[LocalEngine, Rollout]:
+def _rollout(precision, **settings):
     made = local_engine(CONFIG, precision=precision, max_total_tokens=32, **settings)
     made.push_weights(_params(), 0)
     return made, sample(made, list(PROMPTS), SAMPLING, seed=1, step=2)
 
 
-def _differences(rollout: Rollout, params: Any, compute: str = "float32") -> np.ndarray:
+def _differences(rollout, params, compute="float32"):
     """Log-probs of the engine less those of the training stack, at the sampling temperature."""
     rows = [np.concatenate(pair) for pair in zip(rollout.prompt_ids, rollout.completion_ids, strict=True)]
     ids = np.stack([np.pad(row, (0, 32 - row.size)) for row in rows])
@@ -67,7 +64,7 @@ def _differences(rollout: Rollout, params: Any, compute: str = "float32") -> np.
     return np.asarray(found)
 
 
-def test_logprobs_are_the_training_stacks() -> None:
+def test_logprobs_are_the_training_stacks():
     made, rollout = _rollout("float32")
     np.testing.assert_allclose(_differences(rollout, _params()), 0, atol=1e-4)
     assert np.std(np.concatenate(rollout.rollout_logprobs)) > 0.5
@@ -76,11 +73,11 @@ def test_logprobs_are_the_training_stacks() -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_quantized_experts_have_scales_of_their_own(precision: str) -> None:
+def test_quantized_experts_have_scales_of_their_own(precision):
     """The engine equals the training stack on weights that this test rounds by itself, each expert's columns apart."""
     limit = 127.0 if precision == "int8" else 448.0
 
-    def rounded(kernel: jax.Array) -> jax.Array:
+    def rounded(kernel):
         scale = jnp.max(jnp.abs(kernel), axis=-2, keepdims=True) / limit
         values = kernel / scale
         values = jnp.round(values) if precision == "int8" else values.astype(jnp.float8_e4m3fn).astype(jnp.float32)
@@ -99,7 +96,7 @@ def test_quantized_experts_have_scales_of_their_own(precision: str) -> None:
     assert np.abs(_differences(rollout, params)).max() > 1e-3
 
 
-def _rows(rollout: Rollout) -> Rows:
+def _rows(rollout):
     total = max(len(p) + len(c) for p, c in zip(rollout.prompt_ids, rollout.completion_ids, strict=True))
     count = len(rollout.completion_ids)
     plan = make_row_shapes(
@@ -114,7 +111,7 @@ def _rows(rollout: Rollout) -> Rows:
     return jax.tree.map(lambda x: jnp.asarray(x[0, 0]), batch.rows[0])
 
 
-def _replayed(rollout: Rollout, params: Any) -> tuple[np.ndarray, float]:
+def _replayed(rollout, params):
     """Log-probs of the engine less those of the training stack that replays its experts, and their agreement."""
     rows = _rows(rollout)
     found = jax.jit(make_row_logprobs(CONFIG, Compute(), temperature=0.8, mesh=None))(params, rows)
@@ -123,7 +120,7 @@ def _replayed(rollout: Rollout, params: Any) -> tuple[np.ndarray, float]:
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 1), pytest.param((1, 1, 2, 2), marks=pytest.mark.long)], ids=str)
-def test_routed_experts_are_those_of_every_token(shape: tuple[int, ...]) -> None:
+def test_routed_experts_are_those_of_every_token(shape):
     """In float32 the trainer's own, of prompts and completions, whatever batches and caches a row went through."""
     sampling = SamplingParams(group_size=3, max_completion_tokens=11, temperature=0.8, stop_token_ids=(3, 4))
     mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
@@ -157,7 +154,7 @@ def test_routed_experts_are_those_of_every_token(shape: tuple[int, ...]) -> None
 @pytest.mark.parametrize(
     ("precision", "compute"), [pytest.param("bfloat16", "bfloat16", marks=pytest.mark.long), ("fp8", "float32")]
 )
-def test_replay_brings_engine_and_trainer_nearer(precision: str, compute: str) -> None:
+def test_replay_brings_engine_and_trainer_nearer(precision, compute):
     """The benchmark's model and tokens, whose figures are in docs/moe.md: ratios of 0.55 and 0.8."""
     model, total = router_replay.MODEL, router_replay.TOTAL
     made = local_engine(model, precision=precision, compute_dtype=compute, max_total_tokens=total, routed_experts=True)
@@ -166,7 +163,7 @@ def test_replay_brings_engine_and_trainer_nearer(precision: str, compute: str) -
     assert found.replayed < 0.85 * found.own
 
 
-def test_wrong_experts_are_named() -> None:
+def test_wrong_experts_are_named():
     """One line each, before they are trained on."""
     routed = np.tile(np.array([0, 3], np.int16), (8, 2, 1))
     episode = single_turn(
@@ -190,7 +187,7 @@ def test_wrong_experts_are_named() -> None:
             check_routed_experts([episode, dataclasses.replace(episode, columns=columns)], *CONFIG.routing)
 
 
-def test_bfloat16_is_near_and_not_exact() -> None:
+def test_bfloat16_is_near_and_not_exact():
     """Weights in bfloat16 and products in float32; a router that differs in a last bit may send a token elsewhere."""
     _, rollout = _rollout("bfloat16", compute_dtype="float32")
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), _params())

@@ -20,7 +20,7 @@ MODEL = ModelConfig("qwen3", 37, 24, 40, 1, 2, 1, 8, tie_word_embeddings=True, i
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def compiled(monkeypatch):
     """Names of the modules that XLA compiles, or that the cache on disk gives."""
     names: list[str] = []
     library = compiler.compile_or_get_cached
@@ -33,7 +33,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_no_call_after_the_first_compiles_a_decode(compiled: list[str]) -> None:
+def test_no_call_after_the_first_compiles_a_decode(compiled):
     """The first call's rows end at once, the others' by chance or at the limit: batches of 8, 4 and 2 rows, caches of
     4, 8 and 16 tokens."""
     settings = {"max_rows": 8, "min_rows": 2, "cache_block": 4}
@@ -41,7 +41,7 @@ def test_no_call_after_the_first_compiles_a_decode(compiled: list[str]) -> None:
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
     prompts = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 
-    def call(seed: int, stops: tuple[int, ...]) -> set[int]:
+    def call(seed, stops):
         sampled = sample(engine, prompts, SamplingParams(4, 16, stop_token_ids=stops), seed=seed, step=0)
         return {len(ids) for ids in sampled.completion_ids}
 
@@ -58,11 +58,11 @@ def test_no_call_after_the_first_compiles_a_decode(compiled: list[str]) -> None:
     engine.close()
 
 
-def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing() -> None:
+def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing():
     done: list[int] = []
     preparation = Preparation()
 
-    def failing() -> None:
+    def failing():
         raise RuntimeError("no such program")
 
     preparation.add([failing, lambda: done.append(1)])
@@ -74,9 +74,7 @@ def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing() -> None:
 
 
 @pytest.mark.parametrize("prepare", [False, True])
-def test_memory_of_caches_goes_back_to_the_system_only_where_no_run_keeps_it(
-    monkeypatch: pytest.MonkeyPatch, prepare: bool
-) -> None:
+def test_memory_of_caches_goes_back_to_the_system_only_where_no_run_keeps_it(monkeypatch, prepare):
     """A run's next step would have to map it again."""
     returned: list[int] = []
 

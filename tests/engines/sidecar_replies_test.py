@@ -12,7 +12,7 @@ from dcmdp_jax.engines.sidecar.replica import split_columns
 PROMPTS, COMPLETIONS, EXPERTS = [1, 0, 2], [3, 1, 1], {"routed_experts": (3, 2)}
 
 
-def test_columns_are_split_by_completion() -> None:
+def test_columns_are_split_by_completion():
     """Experts of all tokens but the last, prompts included; a teacher's log-probs of the sampled tokens."""
     routed = np.arange(5 * 3 * 2).reshape(5, 3, 2).astype(np.int16)
     teacher = -np.arange(5, dtype=np.float32)
@@ -42,6 +42,6 @@ def test_columns_are_split_by_completion() -> None:
     ],
     ids=["missing", "a token less", "a layer less", "a column that no one asked for"],
 )
-def test_columns_of_a_wrong_shape_break_the_sidecar(arrays: dict[str, np.ndarray], said: str) -> None:
+def test_columns_of_a_wrong_shape_break_the_sidecar(arrays, said):
     with pytest.raises(SidecarBroken, match=said):
         split_columns(arrays, PROMPTS, COMPLETIONS, EXPERTS)

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from tests.support.vllm_tools import EXPERTS, prompts, random_params, small_model
 
@@ -17,7 +16,7 @@ LLAMA = dataclasses.replace(small_model("qwen3", tied=False), model_type="llama"
 
 @pytest.mark.long
 @pytest.mark.parametrize("config", [pytest.param(LLAMA, id="llama"), pytest.param(EXPERTS, id="qwen3_moe")])
-def test_logprobs_are_the_training_stacks_after_each_push(start, config: ModelConfig) -> None:
+def test_logprobs_are_the_training_stacks_after_each_push(start, config):
     """Three policies, and the first again: an engine that keeps packed weights is wrong from the second on."""
     live = start(config, precision="float32")
     asked, answers = prompts(6, config), prompts(6, config, seed=1)

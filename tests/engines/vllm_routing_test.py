@@ -13,7 +13,7 @@ from tests.support.vllm_tools import EXPERTS, STOP, prompts, random_params
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_routed_experts_are_those_of_every_token(start, record_property, precision: str) -> None:
+def test_routed_experts_are_those_of_every_token(start, record_property, precision):
     """A score between two calls records nothing; a cache too small for all rows preempts some, which start again."""
     engine = start(EXPERTS, precision=precision, routed_experts=True, kv_cache_gib=0.002)
     sampling = SamplingParams(group_size=4, max_completion_tokens=40, temperature=0.7, stop_token_ids=(STOP,))

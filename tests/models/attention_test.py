@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,20 +15,20 @@ from dcmdp_jax.models.attention import (
     row_attention,
     shard_map_over_rows_and_heads,
 )
-from dcmdp_jax.models.ops import CPU, REFERENCE, Ops
+from dcmdp_jax.models.ops import CPU, REFERENCE
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import shard_map_over_data
 
 both = pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
 
 
-def _inputs(rows: int, length: int, heads: int, kv_heads: int, size: int) -> tuple[jax.Array, ...]:
+def _inputs(rows, length, heads, kv_heads, size):
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(rows, length, count, size) for count in (heads, kv_heads, kv_heads)]
     return tuple(jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
 
 
-def _reference(query: np.ndarray, key: np.ndarray, value: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
+def _reference(query, key, value, segment_ids):
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     rows, length, heads, size = query.shape
     out = np.zeros_like(query)
@@ -49,14 +47,14 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [1, 1, 1, 1, 1, 1, 0, 0, 0,
 
 
 @both
-def test_packed_rows_against_a_loop(ops: Ops) -> None:
+def test_packed_rows_against_a_loop(ops):
     query, key, value = _inputs(2, 10, 6, 2, 8)
     ours = row_attention(query, key, value, jnp.asarray(SEGMENTS), kernel="xla", one_segment=False, ops=ops)
     np.testing.assert_allclose(ours, _reference(query, key, value, SEGMENTS), atol=2e-6)
 
 
 @both
-def test_one_segment_is_causal_and_right_on_real_tokens(ops: Ops) -> None:
+def test_one_segment_is_causal_and_right_on_real_tokens(ops):
     query, key, value = _inputs(2, 10, 6, 2, 8)
     segments = np.array([[1] * 7 + [0] * 3, [1] * 10], np.int32)
     ours = row_attention(query, key, value, jnp.asarray(segments), kernel="xla", one_segment=True, ops=ops)
@@ -65,7 +63,7 @@ def test_one_segment_is_causal_and_right_on_real_tokens(ops: Ops) -> None:
 
 
 @both
-def test_nan_stays_nan(ops: Ops) -> None:
+def test_nan_stays_nan(ops):
     query, key, value = _inputs(1, 4, 2, 1, 8)
     out = row_attention(
         query.at[0, 2, 1, 0].set(jnp.nan), key, value, jnp.ones((1, 4)), kernel="xla", one_segment=True, ops=ops
@@ -75,17 +73,17 @@ def test_nan_stays_nan(ops: Ops) -> None:
 
 
 @both
-def test_gradients_of_packed_rows(ops: Ops) -> None:
+def test_gradients_of_packed_rows(ops):
     """Against autodiff of the library's attention, whose weights are divided by their sum before the product."""
     inputs = _inputs(2, 10, 6, 2, 8)
     weights = jax.random.normal(jax.random.key(1), inputs[0].shape)
     segments = jnp.asarray(SEGMENTS)
     visible = jnp.tril(jnp.ones((10, 10), bool)) & (segments[:, :, None] == segments[:, None, :])
 
-    def ours(inputs: tuple[jax.Array, ...]) -> jax.Array:
+    def ours(inputs):
         return jnp.sum(weights * row_attention(*inputs, segments, kernel="xla", one_segment=False, ops=ops))
 
-    def library(inputs: tuple[jax.Array, ...]) -> jax.Array:
+    def library(inputs):
         return jnp.sum(weights * jax.nn.dot_product_attention(*inputs, mask=visible[:, None], implementation="xla"))
 
     for mine, theirs in zip(jax.grad(ours)(inputs), jax.grad(library)(inputs), strict=True):
@@ -93,7 +91,7 @@ def test_gradients_of_packed_rows(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 4), (2, 1, 4)])
-def test_splash_equals_xla(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]) -> None:
+def test_splash_equals_xla(monkeypatch, shape):
     """The TPU kernel, interpreted: grouped queries, segments, gradients; two key heads over four devices; rows split
     by a shard_map around it."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
@@ -105,7 +103,7 @@ def test_splash_equals_xla(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, in
     weights = jnp.where(segment_ids > 0, 1.0, 0.0)[..., None, None] * jnp.arange(128)
     mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
 
-    def loss(kernel: str, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def loss(kernel, query, key, value):
         attend = functools.partial(row_attention, kernel=kernel, one_segment=False, ops=CPU, mesh=mesh)
         attend = shard_map_over_data(attend, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
         attended = attend(query, key, value, segment_ids)
@@ -120,13 +118,13 @@ def test_splash_equals_xla(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, in
         np.testing.assert_allclose(mine, theirs, atol=5e-6 * float(jnp.abs(theirs).max()))
 
 
-def test_splash_says_what_it_cannot_split() -> None:
+def test_splash_says_what_it_cannot_split():
     with pytest.raises(ValueError, match="row length: got 100, splash attention needs a multiple of 128"):
         row_attention(*_inputs(1, 100, 2, 2, 8), jnp.ones((1, 100), int), kernel="splash", one_segment=False, ops=CPU)
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "splash"])
-def test_tensor_that_does_not_divide_the_query_heads_is_refused(kernel: str) -> None:
+def test_tensor_that_does_not_divide_the_query_heads_is_refused(kernel):
     mesh = make_mesh(1, 1, 8, devices=jax.devices()[:8])
     with pytest.raises(ValueError, match="mesh tensor: got 8, attention needs a divisor of the 6 query heads"):
         row_attention(
@@ -148,7 +146,7 @@ _MESHES = {
 
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a shard_map over data"])
 @pytest.mark.parametrize("case", _MESHES.values(), ids=_MESHES)
-def test_split_rows_and_heads_give_the_result_of_one_device(case: tuple[tuple[int, ...], ...], inside: bool) -> None:
+def test_split_rows_and_heads_give_the_result_of_one_device(case, inside):
     """Values and gradients of the plain kernel, which gets one device's part and leaves no axis to the compiler."""
     sizes, heads, own = case
     query, key, value = _inputs(8, 10, *heads, 4)
@@ -158,7 +156,7 @@ def test_split_rows_and_heads_give_the_result_of_one_device(case: tuple[tuple[in
     mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
     parts = []
 
-    def kernel(*arguments: jax.Array) -> jax.Array:
+    def kernel(*arguments):
         parts.append((arguments[0].shape[0], arguments[0].shape[2], arguments[1].shape[2]))
         assert set(jax.sharding.get_abstract_mesh().manual_axes) == set(mesh.axis_names)
         return plain(*arguments)
@@ -167,11 +165,11 @@ def test_split_rows_and_heads_give_the_result_of_one_device(case: tuple[tuple[in
     if inside:
         split = shard_map_over_data(split, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
 
-    def loss(attend: Callable[..., jax.Array], *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss(attend, *inputs):
         attended = attend(*inputs, segment_ids)
         return jnp.sum(attended * weights), attended
 
-    def evaluate(attend: Callable[..., jax.Array]) -> list[jax.Array]:
+    def evaluate(attend):
         step = jax.jit(jax.value_and_grad(functools.partial(loss, attend), argnums=(0, 1, 2), has_aux=True))
         (_, attended), gradients = step(query, key, value)
         return [attended, *gradients]
@@ -183,14 +181,12 @@ def test_split_rows_and_heads_give_the_result_of_one_device(case: tuple[tuple[in
 
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a shard_map over data"])
 @pytest.mark.parametrize("one_segment", [False, True])
-def test_cudnn_gets_the_rows_and_heads_of_one_device(
-    monkeypatch: pytest.MonkeyPatch, inside: bool, one_segment: bool
-) -> None:
+def test_cudnn_gets_the_rows_and_heads_of_one_device(monkeypatch, inside, one_segment):
     """cuDNN's arguments, with the library's own attention in its place: causal, within segments, scaled."""
     library = jax.nn.dot_product_attention
     mesh = make_mesh(2, 1, 4, devices=jax.devices()[:8])
 
-    def dot_product_attention(*arguments: jax.Array, implementation: str, **options: Any) -> jax.Array:
+    def dot_product_attention(*arguments, implementation, **options):
         assert implementation == "cudnn"
         assert [x.shape for x in arguments] == [(1, 10, 2, 8), (1, 10, 1, 8), (1, 10, 1, 8)]
         return library(*arguments, implementation="xla", **options)
@@ -205,7 +201,7 @@ def test_cudnn_gets_the_rows_and_heads_of_one_device(
     np.testing.assert_allclose(np.asarray(ours)[real], _reference(query, key, value, segment_ids)[real], atol=2e-6)
 
 
-def test_choose_kernel() -> None:
+def test_choose_kernel():
     assert choose_kernel("auto", jnp.dtype("bfloat16"), "tpu") == "splash"
     assert choose_kernel("auto", jnp.dtype("bfloat16"), "gpu") == "cudnn"
     assert choose_kernel("auto", jnp.dtype("float32"), "gpu") == "xla"  # cudnn has no float32

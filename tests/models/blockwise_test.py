@@ -24,24 +24,24 @@ from dcmdp_jax.parallel.sharding import shard_map_over_data
 Attend = Callable[..., jax.Array]
 
 
-def _row(*lengths: int, total: int) -> list[int]:
+def _row(*lengths, total):
     """Segments 1, 2, ... of those lengths, a negative one being padding between them, and padding to the end."""
     ids = [0 if n < 0 else segment for segment, n in enumerate(lengths, start=1) for _ in range(abs(n))]
     return ids + [0] * (total - len(ids))
 
 
-def _inputs(shape: tuple[int, ...], heads: int, kv_heads: int, width: int, dtype: str = "float32") -> list[jax.Array]:
+def _inputs(shape, heads, kv_heads, width, dtype="float32"):
     keys = jax.random.split(jax.random.key(0), 4)
     counts = heads, kv_heads, kv_heads, heads
     return [jax.random.normal(key, (*shape, n, width), dtype) for key, n in zip(keys, counts, strict=True)]
 
 
-def _evaluate(attend: Attend, segment_ids: jax.Array, inputs: list[jax.Array]) -> list[np.ndarray]:
+def _evaluate(attend, segment_ids, inputs):
     """Outputs and gradients of the real tokens; padding's outputs don't reach the loss."""
     *qkv, weights = inputs
     real = (segment_ids > 0)[..., None, None]
 
-    def loss(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss(*qkv):
         attended = jnp.where(real, attend(*qkv, segment_ids), 0)
         return jnp.sum((attended * weights).astype(jnp.float32)), attended
 
@@ -52,7 +52,7 @@ def _evaluate(attend: Attend, segment_ids: jax.Array, inputs: list[jax.Array]) -
 _reference = functools.partial(row_attention, kernel="xla", one_segment=False, ops=REFERENCE)
 
 
-def _compare(attend: Attend, segment_ids: list[list[int]], inputs: list[jax.Array], rounding: float = 2e-6) -> None:
+def _compare(attend, segment_ids, inputs, rounding=2e-6):
     ids = jnp.asarray(segment_ids, jnp.int32)
     for have, want in zip(_evaluate(attend, ids, inputs), _evaluate(_reference, ids, inputs), strict=True):
         np.testing.assert_allclose(have, want, atol=rounding * max(1.0, float(np.abs(want).max())))
@@ -72,7 +72,7 @@ _ROWS = {
 
 @pytest.mark.parametrize("heads", [(4, 2, 8), (3, 1, 5), (2, 2, 16)], ids=str)
 @pytest.mark.parametrize("rows", _ROWS.values(), ids=_ROWS)
-def test_blocks_give_what_whole_rows_give(rows: list[list[int]], heads: tuple[int, int, int]) -> None:
+def test_blocks_give_what_whole_rows_give(rows, heads):
     attend = functools.partial(blockwise.attention, block=8)
     _compare(attend, rows, _inputs((len(rows), len(rows[0])), *heads))
 
@@ -82,13 +82,13 @@ def test_blocks_give_what_whole_rows_give(rows: list[list[int]], heads: tuple[in
     st.lists(st.lists(st.integers(-9, 23).filter(bool), max_size=8), min_size=3, max_size=3),
     st.sampled_from([4, 7, 16, 256]),
 )
-def test_any_segments_and_any_block(rows: list[list[int]], block: int) -> None:
+def test_any_segments_and_any_block(rows, block):
     ids = [_row(*lengths, total=200)[:40] for lengths in rows]
     _compare(functools.partial(blockwise.attention, block=block), ids, _inputs((3, 40), 2, 1, 4))
 
 
 @pytest.mark.parametrize("length", [192, 304, 1100])
-def test_the_kernel_of_a_cpu_on_long_rows(length: int) -> None:
+def test_the_kernel_of_a_cpu_on_long_rows(length):
     """By its name, with the block of that length; at 1,100 tokens the larger one."""
     assert blockwise.block_size(length) == (128 if length > 1024 else 64)
     rows = [_row(100, 3, length - 120, total=length), _row(length, total=length)]
@@ -96,14 +96,14 @@ def test_the_kernel_of_a_cpu_on_long_rows(length: int) -> None:
     _compare(attend, rows, _inputs((2, length), 2, 1, 8), rounding=4e-6)
 
 
-def test_rows_of_one_segment_and_padding() -> None:
+def test_rows_of_one_segment_and_padding():
     rows = [_row(150, total=200), _row(200, total=200), _row(1, total=200)]
     attend = functools.partial(row_attention, kernel="blockwise", one_segment=True, ops=CPU)
     _compare(attend, rows, _inputs((3, 200), 4, 2, 8))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_accumulates_in_float32(dtype: str) -> None:
+def test_half_precision_accumulates_in_float32(dtype):
     """As near to the reference in float32 as whole rows in this dtype are."""
     rows = jnp.asarray([_row(70, 30, total=100)], jnp.int32)
     inputs = _inputs((1, 100), 4, 2, 16, dtype)
@@ -114,12 +114,12 @@ def test_half_precision_accumulates_in_float32(dtype: str) -> None:
         assert np.abs(have - want).max() <= 2 * np.abs(theirs - want).max()
 
 
-def test_padding_gets_zeros_and_large_scores_do_not_overflow() -> None:
+def test_padding_gets_zeros_and_large_scores_do_not_overflow():
     """exp(q k) of these is infinite in float32, also at padding, whose log-sum-exp is never computed."""
     ids = jnp.asarray([_row(5, -3, 4, total=16)], jnp.int32)
     query, key, value, _ = (30 * x for x in _inputs((1, 16), 2, 1, 8))
 
-    def attend(*qkv: jax.Array) -> jax.Array:
+    def attend(*qkv):
         return blockwise.attention(*qkv, ids, block=8)
 
     attended, pull = jax.vjp(attend, query, key, value)
@@ -130,7 +130,7 @@ def test_padding_gets_zeros_and_large_scores_do_not_overflow() -> None:
         assert (np.asarray(x)[padding] == 0).all()
 
 
-def test_nan_stays_nan() -> None:
+def test_nan_stays_nan():
     query, key, value, _ = _inputs((1, 24), 2, 1, 8)
     out = blockwise.attention(query.at[0, 12, 1, 0].set(jnp.nan), key, value, jnp.ones((1, 24), int), block=8)
     bad = np.isnan(np.asarray(out)).all(axis=-1)[0]
@@ -139,13 +139,13 @@ def test_nan_stays_nan() -> None:
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_inside_a_scan_over_layers(remat: bool) -> None:
+def test_inside_a_scan_over_layers(remat):
     """Three layers, each with the output of the last as its query, as in the decoder."""
     ids = jnp.asarray([_row(9, 14, total=30), _row(30, total=30)], jnp.int32)
     inputs = _inputs((2, 30), 2, 1, 4)
 
-    def layers(attend: Attend, query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array) -> jax.Array:
-        def layer(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
+    def layers(attend, query, key, value, ids):
+        def layer(x, scale):
             return x + attend(x, scale * key, value, ids), None
 
         return jax.lax.scan(jax.checkpoint(layer) if remat else layer, query, jnp.arange(1.0, 4.0))[0]
@@ -159,7 +159,7 @@ def test_inside_a_scan_over_layers(remat: bool) -> None:
 # data, fsdp, tensor, expert
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (2, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 2)], ids=str)
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside a shard_map over data"])
-def test_a_mesh_gives_what_one_device_gives(sizes: tuple[int, ...], inside: bool) -> None:
+def test_a_mesh_gives_what_one_device_gives(sizes, inside):
     rows = [_row(9 + i, 60, 100 - i, total=192) for i in range(8)]
     mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
     attend: Attend = functools.partial(row_attention, kernel="blockwise", one_segment=False, ops=CPU, mesh=mesh)
@@ -168,7 +168,7 @@ def test_a_mesh_gives_what_one_device_gives(sizes: tuple[int, ...], inside: bool
     _compare(attend, rows, _inputs((8, 192), 4, 2, 8))
 
 
-def test_rows_and_heads_that_a_mesh_does_not_split_are_left_to_the_compiler() -> None:
+def test_rows_and_heads_that_a_mesh_does_not_split_are_left_to_the_compiler():
     mesh = make_mesh(1, 2, 4, devices=jax.devices()[:8])
     attend = functools.partial(row_attention, kernel="blockwise", one_segment=False, ops=CPU, mesh=mesh)
     assert has_scores("blockwise", 3, 192, 4, mesh) and has_scores("blockwise", 4, 192, 6, mesh)
@@ -178,7 +178,7 @@ def test_rows_and_heads_that_a_mesh_does_not_split_are_left_to_the_compiler() ->
     _compare(attend, [_row(80, 100, total=192)] * 3, _inputs((3, 192), 6, 2, 8))
 
 
-def _blocks(segment_ids: np.ndarray, size: int) -> int:
+def _blocks(segment_ids, size):
     """Pairs of blocks that are computed, counted by a NumPy walk over the tokens."""
     count = 0
     for row in segment_ids:
@@ -195,12 +195,12 @@ def _blocks(segment_ids: np.ndarray, size: int) -> int:
     return count
 
 
-def test_time_goes_to_blocks_of_a_rows_own_segments_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_goes_to_blocks_of_a_rows_own_segments_alone(monkeypatch):
     """The blocks of keys that run, counted on the host: those of whole rows of two segments, and of a packed one."""
     ran = []
     product = blockwise._product
 
-    def counted(left: jax.Array, right: jax.Array) -> jax.Array:
+    def counted(left, right):
         jax.debug.callback(lambda: ran.append(1))
         return product(left, right)
 
@@ -217,7 +217,7 @@ def test_time_goes_to_blocks_of_a_rows_own_segments_alone(monkeypatch: pytest.Mo
     assert [_blocks(np.array([_row(*n, total=64)]), 8) for n in ((64,), (32, 32))] == [36, 20]
 
 
-def test_no_array_has_two_axes_along_the_row() -> None:
+def test_no_array_has_two_axes_along_the_row():
     *qkv, _ = _inputs((2, 1024), 2, 1, 8)
     ids = jnp.ones((2, 1024), jnp.int32)
     attend = functools.partial(row_attention, kernel="blockwise", one_segment=False, ops=CPU)
@@ -233,7 +233,7 @@ def test_no_array_has_two_axes_along_the_row() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
-def test_operations_are_those_of_causal_rows() -> None:
+def test_operations_are_those_of_causal_rows():
     """2 rows of 256 tokens are 4 blocks of 64 each, which see 1 + 2 + 3 + 4 = 10 blocks of keys. A product of a block
     has 2 x 64 x 64 x 8 operations for each of 4 heads; there are 2 forward and 5 backward."""
     *qkv, _ = _inputs((2, 256), 4, 2, 8)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +36,7 @@ QWEN25_1P5B = R1_DISTILL_QWEN_1P5B | {"tie_word_embeddings": True, "rope_theta":
 SMALL = ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16)
 
 
-def test_qwen3_8b_as_published() -> None:
+def test_qwen3_8b_as_published():
     config = from_hf(QWEN3_8B)
     assert config == ModelConfig(
         "qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960
@@ -48,27 +45,27 @@ def test_qwen3_8b_as_published() -> None:
     assert num_params(config) == 36 * (33554432 + 8388608 + 150994944 + 8448) + 1244659712 + 4096 == 8_190_735_360
 
 
-def test_r1_distill_qwen_1p5b_as_published() -> None:
+def test_r1_distill_qwen_1p5b_as_published():
     config = from_hf(R1_DISTILL_QWEN_1P5B)
     assert (config.head_dim, config.attention_bias, config.rope_theta) == (128, True, 1e4)
     assert num_params(config) == 1_777_088_000
 
 
-def test_tied_embeddings_count_once() -> None:
+def test_tied_embeddings_count_once():
     # 151936 * 1536 = 233,373,696 fewer than the untied model of the same shape
     assert num_params(from_hf(QWEN25_1P5B)) == 1_777_088_000 - 233_373_696 == 1_543_714_304
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("rope", ["default", "linear", "yarn", "yarn_all_fields", "llama3"])
-def test_export_of_an_import_is_the_identity(hf_config: Callable[..., Any], family: str, rope: str) -> None:
+def test_export_of_an_import_is_the_identity(hf_config, family, rope):
     config = from_hf(hf_config(family, rope=rope, tied=True).to_dict())
     assert config.rope_scaling.kind == rope.removesuffix("_all_fields")
     assert from_hf(json.loads(json.dumps(to_hf(config, dtype="bfloat16")))) == config
 
 
 @pytest.mark.parametrize("rope", ["linear", "yarn", "yarn_all_fields", "llama3"])
-def test_transformers_reads_the_same_rope_from_an_export(hf_config: Callable[..., Any], rope: str) -> None:
+def test_transformers_reads_the_same_rope_from_an_export(hf_config, rope):
     source = hf_config("qwen3", rope=rope)
     again = type(source)(**to_hf(from_hf(source.to_dict()), dtype="float32"))
     # Written out or left to transformers' default, a field means the same; all given ones must survive.
@@ -78,7 +75,7 @@ def test_transformers_reads_the_same_rope_from_an_export(hf_config: Callable[...
     assert (again.head_dim, again.num_key_value_heads, dtype) == (16, 2, "float32")
 
 
-def test_older_rope_spelling() -> None:
+def test_older_rope_spelling():
     fields = QWEN3_8B | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}
     scaling = RopeScaling(kind="yarn", factor=4.0, original_max_position_embeddings=32768)
     config = from_hf(fields)
@@ -88,7 +85,7 @@ def test_older_rope_spelling() -> None:
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def test_rotary_fields_are_found_wherever_transformers_finds_them(tmp_path: Path) -> None:
+def test_rotary_fields_are_found_wherever_transformers_finds_them(tmp_path):
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     from transformers import AutoConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -119,7 +116,7 @@ def test_rotary_fields_are_found_wherever_transformers_finds_them(tmp_path: Path
     assert not np.array_equal(plain, stretched)  # the field outside is no decoration
 
 
-def test_fields_that_transformers_fills_in() -> None:
+def test_fields_that_transformers_fills_in():
     absent = {name: value for name, value in QWEN3_8B.items() if name not in ("head_dim", "rope_theta")}
     config = from_hf(absent | {"num_attention_heads": 16})
     assert config.head_dim == 128  # not 4096 / 16
@@ -130,7 +127,7 @@ def test_fields_that_transformers_fills_in() -> None:
     assert yarn.rope_scaling.original_max_position_embeddings == 40960
 
 
-def test_read_config_names_the_file(tmp_path: Path) -> None:
+def test_read_config_names_the_file(tmp_path):
     with pytest.raises(FileNotFoundError, match="no config.json, not a Hugging Face model directory"):
         read_model_config(tmp_path)
     path = tmp_path / "config.json"
@@ -150,7 +147,7 @@ def test_read_config_names_the_file(tmp_path: Path) -> None:
     assert read_model_config(tmp_path) == SMALL
 
 
-def test_yarn_attention_factor() -> None:
+def test_yarn_attention_factor():
     assert yarn_attention_factor(RopeScaling("yarn", factor=4.0)) == pytest.approx(0.1 * math.log(4) + 1)
     # transformers divides the two scales: (0.07 log 4 + 1) / (0.03 log 4 + 1)
     both = RopeScaling("yarn", factor=4.0, mscale=0.7, mscale_all_dim=0.3)

@@ -26,9 +26,7 @@ Directory = Callable[..., tuple[Any, Path]]
 Pack = Callable[..., dict[str, jax.Array]]
 
 
-def _forward(
-    params: Any, config: ModelConfig, rows: dict[str, jax.Array], compute: Compute
-) -> tuple[jax.Array, jax.Array]:
+def _forward(params, config, rows, compute):
     """Hidden states and log-probs."""
     hidden = decoder.hidden_states(
         params, config, rows["input_ids"], rows["position_ids"], rows["segment_ids"], compute
@@ -38,9 +36,7 @@ def _forward(
     return hidden, token_logprobs(hidden, kernel, rows["input_ids"], rows["mask"], **options)[0]
 
 
-def _logprob_sum(
-    params: Any, config: ModelConfig, rows: dict[str, jax.Array], compute: Compute, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _logprob_sum(params, config, rows, compute, weights):
     """Weighted sum of the log-probs and, beside, the log-probs; weights differ so that no token's error hides."""
     logprobs = _forward(params, config, rows, compute)[1]
     return jnp.sum(logprobs * weights), logprobs
@@ -50,7 +46,7 @@ _jit_forward = jax.jit(_forward, static_argnames=("config", "compute"))
 _value_and_grad = jax.jit(jax.value_and_grad(_logprob_sum, has_aux=True), static_argnames=("config", "compute"))
 
 
-def _assert_trees_close(have: Any, want: Any, *, relative: float) -> None:
+def _assert_trees_close(have, want, *, relative):
     """Every leaf, against its own largest entry."""
     for (path, mine), theirs in zip(jax.tree_util.tree_leaves_with_path(have), jax.tree.leaves(want), strict=True):
         error = float(jnp.abs(mine - theirs).max() / jnp.abs(theirs).max())
@@ -72,9 +68,7 @@ def _assert_trees_close(have: Any, want: Any, *, relative: float) -> None:
         ("llama", True, True, "default"),
     ],
 )
-def test_forward_equals_transformers(
-    hf_directory: Directory, pack: Pack, family: str, tied: bool, bias: bool, rope: str
-) -> None:
+def test_forward_equals_transformers(hf_directory, pack, family, tied, bias, rope):
     """Hidden states, logits and log-probs in float32; measured at 4e-6 to 8e-6 on logits of deviation 1."""
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory(family, tied=tied, rope=rope, bias=bias)
@@ -95,7 +89,7 @@ def test_forward_equals_transformers(
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("qwen3", True)])
-def test_gradients_equal_torch(hf_directory: Directory, pack: Pack, family: str, tied: bool) -> None:
+def test_gradients_equal_torch(hf_directory, pack, family, tied):
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory(family, tied=tied, bias=True)
     config = read_model_config(directory)
@@ -120,7 +114,7 @@ def test_gradients_equal_torch(hf_directory: Directory, pack: Pack, family: str,
         np.testing.assert_allclose(mine.T if place.transposed else mine, want, atol=2e-5 * scale, err_msg=name)
 
 
-def test_positions_far_out_equal_transformers(hf_directory: Directory, pack: Pack) -> None:
+def test_positions_far_out_equal_transformers(hf_directory, pack):
     """At position 30,000 frequencies that are off by one unit in the last place give 1e-3, not 1e-5."""
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory("qwen3")
@@ -137,7 +131,7 @@ def test_positions_far_out_equal_transformers(hf_directory: Directory, pack: Pac
     np.testing.assert_allclose(hidden @ decoder.output_kernel(params), want, atol=1e-4)
 
 
-def _segments() -> list[np.ndarray]:
+def _segments():
     rng = np.random.default_rng(3)
     return [rng.integers(0, 97, length) for length in (7, 12, 5)]
 
@@ -145,7 +139,7 @@ def _segments() -> list[np.ndarray]:
 BOUNDS = [(0, 7), (7, 19), (19, 24)]
 
 
-def test_packed_equals_one_to_a_row(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+def test_packed_equals_one_to_a_row(tiny_model, pack):
     """Three segments in one row against three rows: same log-probs, same gradients."""
     config, params = tiny_model
     segments = _segments()
@@ -163,7 +157,7 @@ def test_packed_equals_one_to_a_row(tiny_model: tuple[ModelConfig, Any], pack: P
     _assert_trees_close(grads, expected_grads, relative=2e-5)
 
 
-def test_packed_segments_do_not_see_each_other(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+def test_packed_segments_do_not_see_each_other(tiny_model, pack):
     config, params = tiny_model
     segments = _segments()
     changed = [segments[0], (segments[1] + 1) % 97, segments[2]]
@@ -173,7 +167,7 @@ def test_packed_segments_do_not_see_each_other(tiny_model: tuple[ModelConfig, An
     assert np.all(first[8:19] != second[8:19])
 
 
-def test_padding_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+def test_padding_changes_nothing(tiny_model, pack):
     """Longer rows, more rows, and any token ids under the padding."""
     config, params = tiny_model
     segments = _segments()
@@ -192,7 +186,7 @@ def test_padding_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: Pack
 
 
 @pytest.mark.parametrize("setting", [{"one_segment": True}, {"scan_unroll": 2}, {"scan_unroll": 3}], ids=str)
-def test_how_it_runs_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: Pack, setting: dict[str, Any]) -> None:
+def test_how_it_runs_changes_nothing(tiny_model, pack, setting):
     """One segment to a row, and the scan over three layers unrolled by two (which leaves one over) and by all."""
     config, params = tiny_model
     rows = pack([[segment] for segment in _segments()], 24)
@@ -203,7 +197,7 @@ def test_how_it_runs_changes_nothing(tiny_model: tuple[ModelConfig, Any], pack: 
     _assert_trees_close(other_grads, grads, relative=2e-5)
 
 
-def test_rematerialization_changes_memory_only(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+def test_rematerialization_changes_memory_only(tiny_model, pack):
     config, params = tiny_model
     config = dataclasses.replace(config, num_layers=12)
     layers = jax.tree.map(lambda leaf: jnp.tile(leaf, (4,) + (1,) * (leaf.ndim - 1)), params["layers"])
@@ -223,19 +217,19 @@ def test_rematerialization_changes_memory_only(tiny_model: tuple[ModelConfig, An
     assert memory["full"] < 0.5 * memory["none"]
 
 
-def _layers(params: Any) -> list[Any]:
+def _layers(params):
     """The parameters of each layer."""
     return [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(3)]
 
 
-def test_scan_equals_blocks_one_by_one(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+def test_scan_equals_blocks_one_by_one(tiny_model, pack):
     """`block_of` over the layers and `final_norm`, which engines use, against the scanned forward."""
     config, params = tiny_model
     rows = pack([[np.arange(20)]], 20)
     x = params["embedding"][rows["input_ids"]]
     rotary = rotary_tables(config, rows["position_ids"])
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def attend(query, key, value):
         return jax.nn.dot_product_attention(query, key, value, is_causal=True), key
 
     layers = _layers(params)
@@ -249,17 +243,17 @@ def test_scan_equals_blocks_one_by_one(tiny_model: tuple[ModelConfig, Any], pack
 
 
 @pytest.mark.parametrize("mlp", [False, True])
-def test_merged_projections_are_the_same_layer(tiny_model: tuple[ModelConfig, Any], mlp: bool) -> None:
+def test_merged_projections_are_the_same_layer(tiny_model, mlp):
     """Values and the gradients of every parameter, biases and head norms among them where the model has them."""
     config, params = tiny_model
     layer = jax.tree.map(lambda x: x + 0.01 * jnp.arange(x.size).reshape(x.shape) / x.size, _layers(params)[1])
     x = jax.random.normal(jax.random.key(3), (2, 7, config.hidden_size))
     rotary = rotary_tables(config, jnp.arange(14).reshape(2, 7))
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+    def attend(query, key, value):
         return jax.nn.dot_product_attention(query, key, value, is_causal=True), None
 
-    def loss(layer: Any, x: jax.Array, merged: bool) -> jax.Array:
+    def loss(layer, x, merged):
         used = decoder.fuse_projections(layer, mlp=mlp) if merged else layer
         assert ("qkv" in used["attention"], "gate_up" in used["mlp"]) == (merged, merged and mlp)
         return jnp.sum(jnp.sin(decoder.block_of(used, config)(x, rotary, attend, CPU)[0]))
@@ -270,7 +264,7 @@ def test_merged_projections_are_the_same_layer(tiny_model: tuple[ModelConfig, An
     _assert_trees_close(merged_grads, grads, relative=2e-5)
 
 
-def test_bfloat16_compute_stays_near_float32(tiny_model: tuple[ModelConfig, Any], pack: Pack) -> None:
+def test_bfloat16_compute_stays_near_float32(tiny_model, pack):
     config, params = tiny_model
     rows = pack([_segments()], 24)
     _, exact = _jit_forward(params, config, rows, Compute())
@@ -281,7 +275,7 @@ def test_bfloat16_compute_stays_near_float32(tiny_model: tuple[ModelConfig, Any]
     assert 1e-3 < error.mean() < 0.1
 
 
-def test_init_params_is_seeded_and_scaled() -> None:
+def test_init_params_is_seeded_and_scaled():
     config = ModelConfig("qwen2", 500, 64, 128, 2, 4, 2, 16, attention_bias=True, initializer_range=0.05)
     params = init_params(config, jax.random.key(0))
     assert float(params["embedding"].std()) == pytest.approx(0.05, rel=0.02)  # 32,000 draws: 0.4% expected
@@ -298,7 +292,7 @@ def test_init_params_is_seeded_and_scaled() -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
 
 
-def test_a_parameter_that_is_added_moves_no_others_initial_value() -> None:
+def test_a_parameter_that_is_added_moves_no_others_initial_value():
     """Biases and an untied output matrix are added; everything else keeps its bits."""
     shape = (50, 24, 32, 2, 2, 1, 12)
     small = init_params(ModelConfig("qwen3", *shape, tie_word_embeddings=True), jax.random.key(7))
@@ -342,7 +336,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_by_shape(name: str) -> None:
+def test_published_models_by_shape(name):
     fields, count = PUBLISHED[name]
     config = from_hf(fields)
     shapes = param_shapes(config, "bfloat16")
@@ -350,7 +344,7 @@ def test_published_models_by_shape(name: str) -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(shapes)} == {jnp.dtype("bfloat16")}
 
 
-def test_logical_axes_name_every_dimension() -> None:
+def test_logical_axes_name_every_dimension():
     for config in (
         ModelConfig("qwen2", 97, 48, 80, 3, 6, 2, 16, attention_bias=True),
         ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16, attention_bias=True, tie_word_embeddings=True),
@@ -366,7 +360,7 @@ def test_logical_axes_name_every_dimension() -> None:
             "head_dim": 16,
         }
 
-        def check(leaf: jax.ShapeDtypeStruct, axes: tuple[str | None, ...], sizes: dict[str, int] = sizes) -> None:
+        def check(leaf, axes, sizes=sizes):
             assert len(axes) == leaf.ndim
             for size, name in zip(leaf.shape, axes, strict=True):
                 assert sizes[name] == size
@@ -386,7 +380,7 @@ def test_logical_axes_name_every_dimension() -> None:
         ({"scan_unroll": 0}, "scan_unroll: got 0, must be at least 1"),
     ],
 )
-def test_compute_settings(settings: dict[str, Any], message: str) -> None:
+def test_compute_settings(settings, message):
     with pytest.raises(ValueError) as caught:
         Compute(**settings)
     assert str(caught.value) == message

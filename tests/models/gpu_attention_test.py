@@ -47,15 +47,15 @@ class _StandIn:
         return jax.pure_callback(run, shapes, query, key, value, lengths, offsets, key_offsets, *arguments)
 
 
-def _run(backward: bool, scale: float, *arrays: Any) -> list[np.ndarray]:
+def _run(backward, scale, *arrays):
     query, key, value, lengths, offsets, key_offsets, *rest = (np.asarray(x) for x in arrays)
     heads, kv_heads, width = query.shape[2], key.shape[2], query.shape[3]
     results = [np.full(x.size, np.nan) for x in ((query, key, value) if backward else (query,))]
 
-    def read(x: np.ndarray, offset: int, tokens: int) -> np.ndarray:
+    def read(x, offset, tokens):
         return x.reshape(-1)[offset : offset + tokens * x.shape[2] * width].reshape(tokens, x.shape[2], width)
 
-    def write(result: np.ndarray, offset: int, part: np.ndarray) -> None:
+    def write(result, offset, part):
         result[offset : offset + part.size] = part.reshape(-1)
 
     for tokens, offset, key_offset in zip(lengths.flat, offsets.flat, key_offsets.flat, strict=False):
@@ -86,14 +86,14 @@ def _run(backward: bool, scale: float, *arrays: Any) -> list[np.ndarray]:
 
 
 @pytest.fixture
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[_StandIn]:
+def stand_ins(monkeypatch):
     made = [_StandIn(backward=False), _StandIn(backward=True)]
     for name, one in zip(("fwd", "bwd"), made, strict=True):
         monkeypatch.setattr(cudnn, f"_dot_product_attention_{name}_p", one)
     return made
 
 
-def _inputs(rows: int, length: int, heads: int, kv_heads: int, width: int) -> list[jax.Array]:
+def _inputs(rows, length, heads, kv_heads, width):
     keys = jax.random.split(jax.random.key(0), 4)
     counts = heads, kv_heads, kv_heads, heads
     return [jax.random.normal(key, (rows, length, n, width)) for key, n in zip(keys, counts, strict=True)]
@@ -105,7 +105,7 @@ _ROWS = [[1, 1, 1, 2, 3, 3, 3, 3, 0, 0], [0, 0, 1, 1, 0, 2, 2, 2, 2, 2], [1] * 1
 
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("mesh", [None, (2, 1, 2)], ids=str)
-def test_each_segment_is_a_sequence_of_its_own(stand_ins: list[_StandIn], heads: tuple[int, int], mesh: Any) -> None:
+def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh):
     """Values and gradients of the reference; with fewer key heads than query heads, whose offsets JAX scales wrongly
     before 0.12; each device with the offsets of its own rows and heads. NaN reaches nothing."""
     mesh = mesh and make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
@@ -113,12 +113,12 @@ def test_each_segment_is_a_sequence_of_its_own(stand_ins: list[_StandIn], heads:
     ids = jnp.asarray(_ROWS, jnp.int32)
     real = (ids > 0)[..., None, None]
 
-    def evaluate(**options: Any) -> list[jax.Array]:
+    def evaluate(**options):
         attend = functools.partial(row_attention, one_segment=False, **options)
         if options.get("mesh"):
             attend = shard_map_over_data(attend, options["mesh"], in_specs=(P("data"),) * 4, out_specs=P("data"))
 
-        def loss(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(*inputs):
             attended = attend(*inputs, ids)
             return jnp.sum(jnp.where(real, attended, 0) * weights), attended
 
@@ -133,7 +133,7 @@ def test_each_segment_is_a_sequence_of_its_own(stand_ins: list[_StandIn], heads:
     assert [one.calls for one in stand_ins] == [1, 1]
 
 
-def test_more_segments_than_stated_are_not_left_out_in_silence(stand_ins: list[_StandIn]) -> None:
+def test_more_segments_than_stated_are_not_left_out_in_silence(stand_ins):
     """Rows share their places: 4 and 0 segments fit 2 a row, 4 and 1 do not."""
     del stand_ins
     *inputs, _ = _inputs(2, 8, 2, 1, 4)
@@ -142,7 +142,7 @@ def test_more_segments_than_stated_are_not_left_out_in_silence(stand_ins: list[_
     assert np.isfinite(fits).all() and np.isnan(not_fits).all()
 
 
-def test_offsets_beyond_int32_are_refused() -> None:
+def test_offsets_beyond_int32_are_refused():
     x = jax.ShapeDtypeStruct((64, 8192, 32, 128), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"micro-batch: got 524288 tokens on a device, cuDNN's packed at"):
         jax.eval_shape(

@@ -7,9 +7,6 @@ import dataclasses
 import json
 import re
 import resource
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +29,12 @@ TIED = ModelConfig("qwen2", 11, 8, 12, 2, 2, 1, 4, tie_word_embeddings=True, att
 LLAMA = ModelConfig("llama", 11, 8, 12, 2, 2, 1, 4, attention_bias=True)
 
 
-def _tensors(config: ModelConfig, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+def _tensors(config, dtype=np.float32):
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=place.shape).astype(dtype) for name, place in hf_tensors(config).items()}
 
 
-def _write(directory: Path, config: ModelConfig, tensors: dict[str, np.ndarray], *, shards: int = 1) -> Path:
+def _write(directory, config, tensors, *, shards=1):
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(to_hf(config, dtype="float32")))
     if shards == 1:
@@ -53,7 +50,7 @@ def _write(directory: Path, config: ModelConfig, tensors: dict[str, np.ndarray],
     return directory
 
 
-def _assert_same_bytes(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+def _assert_same_bytes(have, want):
     assert have.keys() == want.keys()
     for name, value in want.items():
         assert (have[name].dtype, have[name].shape) == (value.dtype, value.shape), name
@@ -62,7 +59,7 @@ def _assert_same_bytes(have: dict[str, np.ndarray], want: dict[str, np.ndarray])
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_names_and_shapes_are_those_of_transformers(hf_model: Callable[..., Any], family: str, tied: bool) -> None:
+def test_names_and_shapes_are_those_of_transformers(hf_model, family, tied):
     model = hf_model(family, tied=tied, bias=True)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     config = from_hf(model.config.to_dict())
@@ -71,7 +68,7 @@ def test_names_and_shapes_are_those_of_transformers(hf_model: Callable[..., Any]
     assert len(places) == len(expected)
 
 
-def test_layers_are_stacked_and_matrices_transposed(tmp_path: Path) -> None:
+def test_layers_are_stacked_and_matrices_transposed(tmp_path):
     tensors = _tensors(CONFIG)
     params = load_params(_write(tmp_path / "m", CONFIG, tensors), CONFIG, dtype="float32")
     assert jax.tree.structure(params) == jax.tree.structure(param_shapes(CONFIG))
@@ -89,7 +86,7 @@ def test_layers_are_stacked_and_matrices_transposed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [CONFIG, TIED, LLAMA], ids=["untied", "tied", "llama"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_export_of_an_import_is_the_identity(tmp_path: Path, config: ModelConfig, dtype: str, shards: int) -> None:
+def test_export_of_an_import_is_the_identity(tmp_path, config, dtype, shards):
     tensors = _tensors(config, jnp.dtype(dtype))
     source = _write(tmp_path / "in", config, tensors, shards=shards)
     params = load_params(source, config, dtype=dtype)
@@ -100,7 +97,7 @@ def test_export_of_an_import_is_the_identity(tmp_path: Path, config: ModelConfig
 
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_source_dtypes(tmp_path: Path, stored: Any) -> None:
+def test_source_dtypes(tmp_path, stored):
     tensors = _tensors(CONFIG, stored)
     source = _write(tmp_path / "m", CONFIG, tensors)
     wide = dict(iterate_hf_tensors(load_params(source, CONFIG, dtype="float32"), CONFIG, "float32"))
@@ -109,7 +106,7 @@ def test_source_dtypes(tmp_path: Path, stored: Any) -> None:
     _assert_same_bytes(narrow, {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()})
 
 
-def test_narrowing_rounds_to_nearest_even(tmp_path: Path) -> None:
+def test_narrowing_rounds_to_nearest_even(tmp_path):
     tensors = _tensors(CONFIG)
     # bfloat16 has 8 bits: 1 + 1/256 lies between 1 and 1 + 1/128, and goes to even; truncation gives 1 both times.
     tensors["model.norm.weight"] = np.array([1 + 1 / 256, 1 + 3 / 256, 1 + 1.5 / 256, 0, 0, 0, 0, 0], np.float32)
@@ -124,9 +121,7 @@ def test_narrowing_rounds_to_nearest_even(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen2", False), ("qwen3", True), ("qwen3", False)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_transformers_loads_an_export_with_the_same_logits(
-    hf_directory: Callable[..., tuple[Any, Path]], tmp_path: Path, family: str, tied: bool, dtype: str
-) -> None:
+def test_transformers_loads_an_export_with_the_same_logits(hf_directory, tmp_path, family, tied, dtype):
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
     model, source = hf_directory(family, tied=tied, bias=True, rope="yarn")
@@ -149,7 +144,7 @@ def test_transformers_loads_an_export_with_the_same_logits(
     assert torch.equal(have, want)
 
 
-def test_sharded_directories_of_transformers(hf_directory: Callable[..., tuple[Any, Path]]) -> None:
+def test_sharded_directories_of_transformers(hf_directory):
     model, source = hf_directory("qwen3", max_shard_size="40kB")
     assert len(list(source.glob("*.safetensors"))) > 3
     config = read_model_config(source)
@@ -160,7 +155,7 @@ def test_sharded_directories_of_transformers(hf_directory: Callable[..., tuple[A
     _assert_same_bytes(exported, {name: value.detach().numpy() for name, value in model.named_parameters()})
 
 
-def test_shard_files_and_index(tmp_path: Path) -> None:
+def test_shard_files_and_index(tmp_path):
     params = init_params(CONFIG, jax.random.key(0))
     save_params(params, CONFIG, tmp_path / "out", dtype="float32", max_shard_bytes=1000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -174,7 +169,7 @@ def test_shard_files_and_index(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_load_onto_a_mesh(tmp_path: Path) -> None:
+def test_load_onto_a_mesh(tmp_path):
     tensors = _tensors(CONFIG)
     source = _write(tmp_path / "m", CONFIG, tensors)
     mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
@@ -189,7 +184,7 @@ def test_load_onto_a_mesh(tmp_path: Path) -> None:
     _assert_same_bytes(dict(iterate_hf_tensors(params, CONFIG, "float32")), tensors)
 
 
-def test_numpy_parameters_export_too() -> None:
+def test_numpy_parameters_export_too():
     params = init_params(TIED, jax.random.key(0))
     on_host = jax.tree.map(np.asarray, params)
     for dtype in ("float32", "bfloat16"):
@@ -198,7 +193,7 @@ def test_numpy_parameters_export_too() -> None:
         )
 
 
-def test_loaded_parameters_outlive_their_file(tmp_path: Path) -> None:
+def test_loaded_parameters_outlive_their_file(tmp_path):
     tensors = _tensors(CONFIG)
     source = _write(tmp_path / "m", CONFIG, tensors)
     params = load_params(source, CONFIG, dtype="float32")
@@ -210,7 +205,7 @@ def test_loaded_parameters_outlive_their_file(tmp_path: Path) -> None:
 # What damaged directories get.
 
 
-def _refused(source: Path, config: ModelConfig, error: type[Exception] = ValueError) -> str:
+def _refused(source, config, error=ValueError):
     """The message, which the header check must give already: no tensor is read before."""
     with pytest.raises(error) as caught:
         check_manifest(source, config)
@@ -221,7 +216,7 @@ def _refused(source: Path, config: ModelConfig, error: type[Exception] = ValueEr
     return str(caught.value)
 
 
-def test_missing_tensor(tmp_path: Path) -> None:
+def test_missing_tensor(tmp_path):
     tensors = _tensors(CONFIG)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     source = _write(tmp_path / "m", CONFIG, tensors)
@@ -234,7 +229,7 @@ def test_missing_tensor(tmp_path: Path) -> None:
     assert "up_proj.weight is missing and 1 more, expected [12, 8]" in _refused(source, CONFIG)
 
 
-def test_wrong_shape(tmp_path: Path) -> None:
+def test_wrong_shape(tmp_path):
     tensors = _tensors(CONFIG)
     tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((16, 8), np.float32)
     source = _write(tmp_path / "m", CONFIG, tensors)
@@ -244,7 +239,7 @@ def test_wrong_shape(tmp_path: Path) -> None:
     )
 
 
-def test_unknown_tensor(tmp_path: Path) -> None:
+def test_unknown_tensor(tmp_path):
     tensors = _tensors(CONFIG) | {"model.layers.1.self_attn.q_proj.bias": np.zeros(8, np.float32)}
     source = _write(tmp_path / "m", CONFIG, tensors)
     assert _refused(source, CONFIG) == (
@@ -254,7 +249,7 @@ def test_unknown_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 3, 10_000])
-def test_another_number_of_layers(tmp_path: Path, layers: int) -> None:
+def test_another_number_of_layers(tmp_path, layers):
     source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG))
     message = _refused(source, dataclasses.replace(CONFIG, num_layers=layers))
     assert message.startswith(
@@ -262,7 +257,7 @@ def test_another_number_of_layers(tmp_path: Path, layers: int) -> None:
     )
 
 
-def test_names_of_another_family(tmp_path: Path) -> None:
+def test_names_of_another_family(tmp_path):
     tensors = {name.removeprefix("model."): value for name, value in _tensors(CONFIG).items()}
     source = _write(tmp_path / "m", CONFIG, tensors)
     assert "holds no tensor model.layers.0..., names must be those of" in _refused(source, CONFIG)
@@ -273,9 +268,7 @@ def test_names_of_another_family(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "said"), [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf")])
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_values_that_are_not_finite_are_counted_and_placed(
-    tmp_path: Path, stored: Any, value: float, said: str
-) -> None:
+def test_values_that_are_not_finite_are_counted_and_placed(tmp_path, stored, value, said):
     tensors = _tensors(CONFIG, stored)
     # Of [16, 8] = 128 values two; the first in reading order is at [3, 5].
     tensors["model.layers.1.self_attn.q_proj.weight"][3, 5] = value
@@ -297,7 +290,7 @@ def test_values_that_are_not_finite_are_counted_and_placed(
     assert str(caught.value) == expected
 
 
-def test_a_value_that_narrowing_makes_infinite_is_refused(tmp_path: Path) -> None:
+def test_a_value_that_narrowing_makes_infinite_is_refused(tmp_path):
     # The largest bfloat16 is (2 - 2^-7) 2^127 = 3.39e38; 3.4e38 is nearer to 2^128, and a finite float32.
     tensors = _tensors(CONFIG)
     tensors["model.norm.weight"][2] = 3.4e38
@@ -309,7 +302,7 @@ def test_a_value_that_narrowing_makes_infinite_is_refused(tmp_path: Path) -> Non
         load_params(source, CONFIG, dtype="bfloat16")
 
 
-def test_a_large_tensor_is_checked_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tensor_is_checked_part_by_part(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_manifest, "_BLOCK", 5)
     monkeypatch.setattr(hf_manifest, "_READ", 17)  # two rows of 8
     tensors = _tensors(CONFIG)
@@ -319,7 +312,7 @@ def test_a_large_tensor_is_checked_part_by_part(tmp_path: Path, monkeypatch: pyt
         load_params(source, CONFIG, dtype="float32")
 
 
-def test_a_shard_of_a_mesh_finds_what_is_not_finite_in_the_whole_tensor(tmp_path: Path) -> None:
+def test_a_shard_of_a_mesh_finds_what_is_not_finite_in_the_whole_tensor(tmp_path):
     tensors = _tensors(CONFIG)
     tensors["lm_head.weight"][10, 7] = np.nan
     source = _write(tmp_path / "m", CONFIG, tensors)
@@ -330,7 +323,7 @@ def test_a_shard_of_a_mesh_finds_what_is_not_finite_in_the_whole_tensor(tmp_path
         load_params(source, CONFIG, dtype="float32", shardings=shardings)
 
 
-def test_parameters_that_are_not_finite_are_not_exported(tmp_path: Path) -> None:
+def test_parameters_that_are_not_finite_are_not_exported(tmp_path):
     params = init_params(TIED, jax.random.key(0))
     params["norm"]["scale"] = params["norm"]["scale"].at[3].set(jnp.nan)
     with pytest.raises(
@@ -340,13 +333,13 @@ def test_parameters_that_are_not_finite_are_not_exported(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_called_one(tmp_path):
     source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG))
     (source / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert "a Git LFS pointer, `git lfs pull` fetches the file" in _refused(source, CONFIG)
 
 
-def test_unreadable_dtype(tmp_path: Path) -> None:
+def test_unreadable_dtype(tmp_path):
     tensors = _tensors(CONFIG)
     tensors["model.norm.weight"] = np.zeros(8, np.int8)
     source = _write(tmp_path / "m", CONFIG, tensors)
@@ -354,7 +347,7 @@ def test_unreadable_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 5, 200, -1])
-def test_truncated_file(tmp_path: Path, keep: int) -> None:
+def test_truncated_file(tmp_path, keep):
     source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG), shards=2)
     file = source / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
@@ -362,7 +355,7 @@ def test_truncated_file(tmp_path: Path, keep: int) -> None:
 
 
 @contextlib.contextmanager
-def _file_size_limit(num_bytes: int) -> Iterator[None]:
+def _file_size_limit(num_bytes):
     """As `ulimit -f` has it: a write beyond fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
@@ -373,7 +366,7 @@ def _file_size_limit(num_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("limit", "file"), [(1000, "model.safetensors"), (100, "config.json")])
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, limit: int, file: str) -> None:
+def test_a_file_that_cannot_be_written_is_named(tmp_path, limit, file):
     """config.json has about 600 bytes."""
     params = init_params(CONFIG, jax.random.key(0))
     with _file_size_limit(limit), pytest.raises(OSError, match="File too large") as caught:
@@ -384,7 +377,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, limit: int, file
     assert not any(tmp_path.iterdir())
 
 
-def test_index_against_files(tmp_path: Path) -> None:
+def test_index_against_files(tmp_path):
     source = _write(tmp_path / "m", CONFIG, _tensors(CONFIG), shards=2)
     index, second = source / "model.safetensors.index.json", source / "model-00002-of-00002.safetensors"
     intact = index.read_text()
@@ -419,12 +412,12 @@ def test_index_against_files(tmp_path: Path) -> None:
         assert _refused(source, CONFIG).startswith(f"{index}: {reason}")
 
 
-def test_no_weights(tmp_path: Path) -> None:
+def test_no_weights(tmp_path):
     message = _refused(tmp_path, CONFIG, FileNotFoundError)
     assert message == f"{tmp_path}: has neither model.safetensors nor model.safetensors.index.json"
 
 
-def test_redundant_head_of_a_tied_model(tmp_path: Path) -> None:
+def test_redundant_head_of_a_tied_model(tmp_path):
     tensors = _tensors(TIED)
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
     source = _write(tmp_path / "same", TIED, tensors | head)
@@ -438,7 +431,7 @@ def test_redundant_head_of_a_tied_model(tmp_path: Path) -> None:
         load_params(source, TIED, dtype="float32")
 
 
-def test_dtype_is_checked(tmp_path: Path) -> None:
+def test_dtype_is_checked(tmp_path):
     params = init_params(TIED, jax.random.key(0))
     for call in (
         lambda: load_params(tmp_path, TIED, dtype="float16"),
@@ -449,7 +442,7 @@ def test_dtype_is_checked(tmp_path: Path) -> None:
             call()
 
 
-def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_parameters_of_another_model_are_refused(tmp_path):
     params = init_params(TIED, jax.random.key(0))
     with pytest.raises(ValueError, match="^params: tree is"):
         save_params(params, CONFIG, tmp_path / "out", dtype="float32")
@@ -462,7 +455,7 @@ def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
 # Writing a directory.
 
 
-def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_holds_something_is_refused(tmp_path):
     params = init_params(TIED, jax.random.key(0))
     out = tmp_path / "deep" / "out"
     save_params(params, TIED, out, dtype="float32")
@@ -484,13 +477,13 @@ def test_a_directory_that_holds_something_is_refused(tmp_path: Path) -> None:
     assert read_model_config(tmp_path / "empty") == TIED
 
 
-def test_a_failure_leaves_the_old_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_the_old_directory(tmp_path, monkeypatch):
     params = init_params(TIED, jax.random.key(0))
     out = tmp_path / "out"
     save_params(params, TIED, out, dtype="float32")
     before = load_file(out / "model.safetensors")
 
-    def full_disk(*_: Any, **__: Any) -> None:
+    def full_disk(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(hf_weights, "save_file", full_disk)
@@ -500,7 +493,7 @@ def test_a_failure_leaves_the_old_directory(tmp_path: Path, monkeypatch: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_tokenizer_files_come_along(tmp_path: Path) -> None:
+def test_tokenizer_files_come_along(tmp_path):
     params = init_params(TIED, jax.random.key(0))
     source = tmp_path / "source"
     source.mkdir()

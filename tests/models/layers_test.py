@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +9,14 @@ import pytest
 
 from dcmdp_jax.models.config import ModelConfig, from_hf
 from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, rotary_frequencies, rotary_tables
-from dcmdp_jax.models.ops import CPU, REFERENCE, Ops
+from dcmdp_jax.models.ops import CPU, REFERENCE
 
 both = pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
 
 CONFIG = ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16, rope_theta=1e4)
 
 
-def test_linear_by_hand() -> None:
+def test_linear_by_hand():
     layer = Linear((2, 3), ("embed", "mlp"), std=0.02, hf_name=None, bias=True)
     layer.kernel.set_value(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     layer.bias.set_value(jnp.array([10.0, 20.0, 30.0]))
@@ -27,14 +24,14 @@ def test_linear_by_hand() -> None:
     np.testing.assert_array_equal(layer(jnp.array([1.0, -1.0])), [7.0, 17.0, 27.0])
 
 
-def test_rms_norm_by_hand() -> None:
+def test_rms_norm_by_hand():
     norm = RMSNorm(2, 0.5, axis="norm", hf_name="norm")
     norm.scale.set_value(jnp.array([2.0, -1.0]))
     # mean square of [3, 4] = 12.5; + 0.5 = 13; no mean is subtracted
     np.testing.assert_allclose(norm(jnp.array([3.0, 4.0])), np.array([6.0, -4.0]) / np.sqrt(13.0), rtol=1e-6)
 
 
-def test_rms_norm_takes_the_mean_in_float32() -> None:
+def test_rms_norm_takes_the_mean_in_float32():
     norm = RMSNorm(4096, 1e-6, axis="norm", hf_name="norm")
     norm.scale.set_value(jnp.ones(4096))
     x = jnp.full((4096,), 3.0, jnp.bfloat16)
@@ -44,7 +41,7 @@ def test_rms_norm_takes_the_mean_in_float32() -> None:
 
 
 @both
-def test_mlp_is_silu_gated(ops: Ops) -> None:
+def test_mlp_is_silu_gated(ops):
     mlp = MLP(ModelConfig("qwen3", 8, 4, 6, 1, 1, 1, 4), hf_name="mlp")
     for seed, layer in enumerate((mlp.gate, mlp.up, mlp.down)):
         layer.kernel.set_value(jax.random.normal(jax.random.key(seed), layer.kernel.get_value().shape))
@@ -56,7 +53,7 @@ def test_mlp_is_silu_gated(ops: Ops) -> None:
 
 
 @both
-def test_rotary_by_hand(ops: Ops) -> None:
+def test_rotary_by_hand(ops):
     # head_dim 4, theta 1e4: frequencies 1 and 0.01; pairs are (x0, x2) and (x1, x3), not neighbors
     config = ModelConfig("qwen3", 8, 4, 4, 1, 1, 1, 4, rope_theta=1e4)
     np.testing.assert_allclose(rotary_frequencies(config)[0], [1.0, 0.01], rtol=1e-7)
@@ -67,7 +64,7 @@ def test_rotary_by_hand(ops: Ops) -> None:
 
 
 @both
-def test_swiglu_gradient_by_hand(ops: Ops) -> None:
+def test_swiglu_gradient_by_hand(ops):
     # sigmoid(1) = s; d/dgate = up (s + gate s (1 - s)), d/dup = gate s; the cotangent 3 multiplies both
     s = 1 / (1 + np.exp(-1.0))
     gate_bar, up_bar = jax.vjp(ops.swiglu, jnp.float32(1), jnp.float32(2))[1](jnp.float32(3))
@@ -75,7 +72,7 @@ def test_swiglu_gradient_by_hand(ops: Ops) -> None:
 
 
 @both
-def test_norm_and_rotation_as_complex_numbers(ops: Ops) -> None:
+def test_norm_and_rotation_as_complex_numbers(ops):
     """Value and gradients of the one function for both, against autodiff of the norm and a product with e^(i angle)."""
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 16))
     scale = jax.random.normal(jax.random.key(1), (3, 16))
@@ -83,12 +80,12 @@ def test_norm_and_rotation_as_complex_numbers(ops: Ops) -> None:
     positions = jnp.array([[0, 1, 2, 3, 4], [9, 7, 5, 3, 1]])
     angles = positions[..., None] * rotary_frequencies(CONFIG)[0]
 
-    def plain(x: jax.Array, scale: jax.Array) -> jax.Array:
+    def plain(x, scale):
         normed = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 0.1) * scale
         turned = jax.lax.complex(normed[..., :8], normed[..., 8:]) * jnp.exp(1j * angles)[:, :, None]
         return jnp.sum(weights * jnp.concatenate([turned.real, turned.imag], axis=-1))
 
-    def ours(x: jax.Array, scale: jax.Array) -> jax.Array:
+    def ours(x, scale):
         return jnp.sum(weights * ops.norm_and_rotate(x, scale, rotary_tables(CONFIG, positions), 0.1))
 
     value, grads = jax.value_and_grad(ours, argnums=(0, 1))(x, scale)
@@ -99,10 +96,10 @@ def test_norm_and_rotation_as_complex_numbers(ops: Ops) -> None:
 
 
 @both
-def test_rotary_products_depend_on_distance_only(ops: Ops) -> None:
+def test_rotary_products_depend_on_distance_only(ops):
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 2, 1, 16))
 
-    def product(first: int, second: int) -> jax.Array:
+    def product(first, second):
         tables = rotary_tables(CONFIG, jnp.array([[first, second]]))
         return jnp.sum(ops.rotate(query, tables)[:, 0] * ops.rotate(key, tables)[:, 1])
 
@@ -111,7 +108,7 @@ def test_rotary_products_depend_on_distance_only(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("rope", ["default", "linear", "yarn", "yarn_all_fields", "llama3"])
-def test_rotary_tables_are_those_of_transformers(hf_config: Callable[..., Any], rope: str) -> None:
+def test_rotary_tables_are_those_of_transformers(hf_config, rope):
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -133,7 +130,7 @@ def test_rotary_tables_are_those_of_transformers(hf_config: Callable[..., Any], 
         np.testing.assert_allclose(mine[..., 1, :], theirs.numpy()[..., 64:], atol=3e-6)
 
 
-def test_scaled_frequencies_lie_between_plain_and_stretched(hf_config: Callable[..., Any]) -> None:
+def test_scaled_frequencies_lie_between_plain_and_stretched(hf_config):
     plain = rotary_frequencies(from_hf(hf_config("qwen3").to_dict()))[0]
     for rope in ("yarn_all_fields", "llama3"):
         config = from_hf(hf_config("qwen3", rope=rope).to_dict())

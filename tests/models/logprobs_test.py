@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.logprobs import KernelAxes, token_blocks, token_logprobs
-from dcmdp_jax.models.ops import CPU, REFERENCE, Ops
+from dcmdp_jax.models.ops import CPU, REFERENCE
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import shard_map_over_model_axes
 
@@ -21,7 +20,7 @@ ROWS, LENGTH, WIDTH, VOCAB = 3, 10, 8, 31
 ROUNDING = 3e-5
 
 
-def _inputs(seed: int = 0) -> dict[str, np.ndarray]:
+def _inputs(seed=0):
     rng = np.random.default_rng(seed)
     mask = rng.random((ROWS, LENGTH)) < 0.6
     mask[:, 0] = False
@@ -35,7 +34,7 @@ def _inputs(seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def _reference(x: dict[str, np.ndarray], temperature: float) -> tuple[np.ndarray, ...]:
+def _reference(x, temperature):
     """logprobs, entropy, d hidden, d kernel of sum(logprob_bar * logprobs + entropy_bar * entropy), token by token."""
     hidden, kernel = x["hidden"].astype(np.float64), x["kernel"].astype(np.float64)
     logprobs, entropy = np.zeros((ROWS, LENGTH)), np.zeros((ROWS, LENGTH))
@@ -56,8 +55,8 @@ def _reference(x: dict[str, np.ndarray], temperature: float) -> tuple[np.ndarray
 
 
 @functools.partial(jax.jit, static_argnames=("temperature", "chunk", "ops"))
-def _ours(x: dict[str, jax.Array], temperature: float, chunk: int, ops: Ops = CPU) -> tuple[jax.Array, ...]:
-    def objective(hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+def _ours(x, temperature, chunk, ops=CPU):
+    def objective(hidden, kernel):
         logprobs, entropy = token_logprobs(
             hidden, kernel, x["input_ids"], x["mask"], temperature=temperature, chunk=chunk, ops=ops
         )
@@ -76,26 +75,26 @@ def _ours(x: dict[str, jax.Array], temperature: float, chunk: int, ops: Ops = CP
     ],
 )
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
-def test_against_float64(temperature: float, chunk: int, ops: Ops) -> None:
+def test_against_float64(temperature, chunk, ops):
     x = _inputs()
     for mine, want in zip(_ours(x, temperature, chunk, ops), _reference(x, temperature), strict=True):
         np.testing.assert_allclose(mine, want, atol=ROUNDING)
 
 
-def test_no_token_wanted() -> None:
+def test_no_token_wanted():
     x = _inputs() | {"mask": np.zeros((ROWS, LENGTH), bool)}
     for value in _ours(x, 1.0, 7):
         assert not np.any(value)
 
 
-def test_every_token_wanted_but_the_first() -> None:
+def test_every_token_wanted_but_the_first():
     x = _inputs(1)
     x["mask"][:, 1:] = True
     for mine, want in zip(_ours(x, 0.7, 9), _reference(x, 0.7), strict=True):
         np.testing.assert_allclose(mine, want, atol=ROUNDING)
 
 
-def test_uniform_and_certain_distributions() -> None:
+def test_uniform_and_certain_distributions():
     """Equal logits: log-prob -log V and entropy log V; one logit far above: 0 and 0, without NaN gradients."""
     x = _inputs()
     x["mask"][:, 1:] = True
@@ -111,7 +110,7 @@ def test_uniform_and_certain_distributions() -> None:
     assert all(np.all(np.isfinite(grad)) for grad in grads)
 
 
-def test_the_shift_is_by_one() -> None:
+def test_the_shift_is_by_one():
     """Token t is scored by the state before it: a state that votes for token v, then v."""
     hidden = jnp.zeros((1, 4, 5)).at[0, 1, 3].set(1.0)
     ids, mask = jnp.array([[0, 0, 3, 0]]), jnp.array([[False, True, True, True]])
@@ -120,7 +119,7 @@ def test_the_shift_is_by_one() -> None:
     np.testing.assert_allclose(logprobs[0], [0.0, -np.log(5), 2 - np.log(np.exp(2) + 4), -np.log(5)], rtol=1e-6)
 
 
-def test_masked_tokens_take_no_part() -> None:
+def test_masked_tokens_take_no_part():
     x = _inputs()
     _, _, hidden_bar, kernel_bar = _ours(x, 1.0, 7)
     other = x | {"input_ids": np.where(x["mask"], x["input_ids"], 0)}
@@ -133,14 +132,14 @@ def test_masked_tokens_take_no_part() -> None:
     assert not np.any(np.asarray(hidden_bar)[unused])
 
 
-def test_bfloat16_adds_the_kernel_gradient_in_float32() -> None:
+def test_bfloat16_adds_the_kernel_gradient_in_float32():
     """With 64 chunks, a sum kept in bfloat16 is off by more than 1e-2 of the largest entry, a float32 one is not."""
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(1, 1025, 16)), jnp.bfloat16)
     kernel = jnp.asarray(rng.normal(size=(16, 32)), jnp.bfloat16)
     ids, mask = jnp.asarray(rng.integers(0, 32, (1, 1025)), jnp.int32), jnp.arange(1025)[None] > 0
 
-    def total(kernel: jax.Array, hidden: jax.Array, chunk: int) -> jax.Array:
+    def total(kernel, hidden, chunk):
         return token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=chunk, ops=CPU)[0].sum()
 
     exact = jax.grad(total)(kernel.astype(jnp.float32), hidden.astype(jnp.float32), 2048)
@@ -151,7 +150,7 @@ def test_bfloat16_adds_the_kernel_gradient_in_float32() -> None:
 
 
 @pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
-def test_memory_at_the_full_vocabulary(ops: Ops) -> None:
+def test_memory_at_the_full_vocabulary(ops):
     """1024 tokens at V = 151,936: [T, V] float32 alone is 594 MiB. Read from the compiler; nothing is run."""
     rows, length, width, vocab = 2, 512, 64, 151_936
     naive = rows * length * vocab * 4
@@ -162,11 +161,11 @@ def test_memory_at_the_full_vocabulary(ops: Ops) -> None:
         jax.ShapeDtypeStruct((rows, length), jnp.bool_),
     )
 
-    def forward(hidden: jax.Array, kernel: jax.Array, ids: jax.Array, mask: jax.Array) -> jax.Array:
+    def forward(hidden, kernel, ids, mask):
         logprobs, entropy = token_logprobs(hidden, kernel, ids, mask, temperature=1.0, chunk=64, ops=ops)
         return jnp.sum(logprobs + 0.1 * entropy)
 
-    def temporary(function: Any) -> int:
+    def temporary(function):
         return jax.jit(function).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     # One chunk of logits, 64 of 1024 tokens: 0.0625. Backward adds the kernel's gradient, [D, V], as large again here.
@@ -175,14 +174,14 @@ def test_memory_at_the_full_vocabulary(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_temperature_is_positive(temperature: float) -> None:
+def test_temperature_is_positive(temperature):
     x = _inputs()
     arguments = (x["hidden"], x["kernel"], x["input_ids"], x["mask"])
     with pytest.raises(ValueError, match=f"temperature: got {temperature}, must be above 0"):
         token_logprobs(*arguments, temperature=temperature, chunk=8, ops=CPU)
 
 
-def test_shapes_must_agree() -> None:
+def test_shapes_must_agree():
     x = _inputs()
     with pytest.raises(ValueError, match="rows must agree"):
         token_logprobs(x["hidden"], x["kernel"], x["input_ids"][:, 1:], x["mask"], temperature=1.0, chunk=8, ops=CPU)
@@ -190,7 +189,7 @@ def test_shapes_must_agree() -> None:
 
 @pytest.mark.parametrize("vocab", [48, 31 * 2])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (4, 2, 1), (2, 2, 2)])
-def test_a_kernel_split_over_devices_gives_the_same(sizes: tuple[int, int, int], vocab: int) -> None:
+def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
     """fsdp, tensor, expert. The vocabulary comes in pieces, 62 / 2 = 31 in one, and padding tokens in none."""
     fsdp, tensor, expert = sizes
     mesh = make_mesh(1, fsdp, tensor, expert, devices=jax.devices()[:8])
@@ -210,8 +209,8 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes: tuple[int, int, int],
     )
     whole = functools.partial(token_logprobs, temperature=0.7, chunk=5, ops=CPU)
 
-    def run(function: Any) -> Any:
-        def objective(hidden: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+    def run(function):
+        def objective(hidden, kernel):
             results = function(hidden, kernel, jnp.asarray(ids), jnp.asarray(mask))
             return sum(jnp.sum(bar * x) for bar, x in zip(bars, results, strict=True)), results
 
@@ -222,7 +221,7 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes: tuple[int, int, int],
         np.testing.assert_allclose(ours, expected, atol=ROUNDING)
 
 
-def test_blocks_of_tokens() -> None:
+def test_blocks_of_tokens():
     # The whole kernel: as many as the chunk, the last one padded. In 8 pieces of 48: 10 x 8 tokens at a time hold as
     # many logits; 100 tokens are two blocks of 50.
     assert token_blocks(100, 30, 48) == (4, 30) and token_blocks(7, 30, 48) == (1, 7)

@@ -22,7 +22,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, load_params, save_params
 from dcmdp_jax.models.moe import MoE, load_balancing_loss, router_metrics, router_sums
-from dcmdp_jax.models.ops import CPU, REFERENCE, Ops, choose_ops, tpu
+from dcmdp_jax.models.ops import CPU, REFERENCE, choose_ops, tpu
 from dcmdp_jax.models.params import hf_tensors, init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import DATA, constrain, data_axis, param_shardings, shard_map_over_data
@@ -35,9 +35,7 @@ CONFIG = ModelConfig(
 TPU_INTERPRETED = REFERENCE._replace(grouped_matmul=lambda *args: tpu.grouped_matmul(*args, interpret=True))
 
 
-def _forward(
-    params: Any, config: ModelConfig, ids: jax.Array, segments: jax.Array, compute: Compute, **pin: Any
-) -> Any:
+def _forward(params, config, ids, segments, compute, **pin):
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     hidden, aux = decoder.hidden_states_and_aux(params, config, ids, positions, segments, compute, **pin)
     return hidden @ decoder.output_kernel(params).astype(hidden.dtype), aux
@@ -45,7 +43,7 @@ def _forward(
 
 @pytest.mark.parametrize("ops", [CPU, REFERENCE, TPU_INTERPRETED], ids=["cpu", "reference", "tpu"])
 @pytest.mark.parametrize("sizes", [(3, 0, 4, 2), (0, 0, 9, 0), (300, 0, 299, 1)], ids=str)
-def test_grouped_matmul_is_a_product_for_each_group(ops: Ops, sizes: tuple[int, ...]) -> None:
+def test_grouped_matmul_is_a_product_for_each_group(ops, sizes):
     """Values and both gradients against a loop in float64. 300 rows are several blocks, the last shared by groups."""
     rng = np.random.default_rng(0)
     total = sum(sizes)
@@ -55,7 +53,7 @@ def test_grouped_matmul_is_a_product_for_each_group(ops: Ops, sizes: tuple[int, 
     want_x = np.stack([row @ weights[group].T for row, group in zip(bar, owner, strict=True)])
     want_weights = np.stack([x[owner == group].T @ bar[owner == group] for group in range(4)])
 
-    def product(x: jax.Array, weights: jax.Array) -> jax.Array:
+    def product(x, weights):
         return ops.grouped_matmul(x, weights, jnp.asarray(sizes, jnp.int32))
 
     arguments = (jnp.asarray(array, jnp.float32) for array in (x, weights))
@@ -67,13 +65,13 @@ def test_grouped_matmul_is_a_product_for_each_group(ops: Ops, sizes: tuple[int, 
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
-def test_no_platform_multiplies_every_row_by_every_expert(platform: str) -> None:
+def test_no_platform_multiplies_every_row_by_every_expert(platform):
     """XLA compiles `ragged_dot` so, on CPU and GPU; on TPU its weight gradient."""
 
-    def loss(x: jax.Array, kernels: jax.Array) -> jax.Array:
+    def loss(x, kernels):
         return jnp.sum(choose_ops(platform).grouped_matmul(x, kernels, jnp.array([100, 156], jnp.int32)) ** 2)
 
-    def primitives(jaxpr: Any) -> set[str]:
+    def primitives(jaxpr):
         inner = [sub for each in jaxpr.eqns for sub in jax.extend.core.jaxprs_in_params(each.params)]
         return {each.primitive.name for each in jaxpr.eqns}.union(*map(primitives, inner))
 
@@ -83,7 +81,7 @@ def test_no_platform_multiplies_every_row_by_every_expert(platform: str) -> None
 
 @pytest.mark.parametrize("replayed", [False, True])
 @pytest.mark.parametrize("normalized", [True, False])
-def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized: bool, replayed: bool) -> None:
+def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized, replayed):
     """Or of those that are replayed, with the router's own weights; the first token has none to replay."""
     config = dataclasses.replace(CONFIG, norm_topk_prob=normalized)
     moe = MoE(config, hf_name="mlp")
@@ -122,7 +120,7 @@ def test_a_token_is_the_weighted_sum_of_its_likeliest_experts(normalized: bool, 
 
 
 @pytest.mark.parametrize(("normalized", "tied"), [(True, False), (False, True)])
-def test_logits_and_gradients_equal_transformers(hf_directory: Directory, normalized: bool, tied: bool) -> None:
+def test_logits_and_gradients_equal_transformers(hf_directory, normalized, tied):
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     model, directory = hf_directory("qwen3_moe", tied=tied, norm_topk_prob=normalized)
     config = read_model_config(directory)
@@ -133,7 +131,7 @@ def test_logits_and_gradients_equal_transformers(hf_directory: Directory, normal
     (theirs * torch.tensor(weights)).sum().backward()
 
     @jax.jit
-    def loss(params: Any) -> Any:
+    def loss(params):
         logits, _ = _forward(params, config, jnp.asarray(ids), jnp.ones_like(ids), Compute())
         return jnp.sum(logits * weights), logits
 
@@ -152,7 +150,7 @@ def test_logits_and_gradients_equal_transformers(hf_directory: Directory, normal
         np.testing.assert_allclose(mine, theirs, atol=1e-4 * np.abs(theirs).max() + 1e-6, err_msg=name)
 
 
-def test_load_and_loss_are_those_of_transformers(hf_directory: Directory) -> None:
+def test_load_and_loss_are_those_of_transformers(hf_directory):
     """Over real tokens alone: the padding of the second row would be counted otherwise."""
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -176,7 +174,7 @@ def test_load_and_loss_are_those_of_transformers(hf_directory: Directory) -> Non
     assert float(load_balancing_loss(even | {"router_tokens": jnp.full(3, 10.0)})) == pytest.approx(2.0)
 
 
-def test_router_metrics_by_hand() -> None:
+def test_router_metrics_by_hand():
     """Two layers of four experts, 8 tokens with k = 1; in the second layer one expert gets half of all."""
     sums = {
         "router_load": jnp.array([[2.0, 2, 2, 2], [4, 2, 2, 0]]),
@@ -199,19 +197,19 @@ def test_router_metrics_by_hand() -> None:
     assert all(np.isfinite(value) for value in router_metrics(jax.tree.map(jnp.zeros_like, sums)).values())
 
 
-def _write(directory: Path, tensors: dict[str, np.ndarray], **fields: Any) -> Path:
+def _write(directory, tensors, **fields):
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(to_hf(CONFIG, dtype="float32") | fields))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
-def _tensors() -> dict[str, np.ndarray]:
+def _tensors():
     rng = np.random.default_rng(0)
     return {name: rng.normal(size=place.shape).astype(np.float32) for name, place in hf_tensors(CONFIG).items()}
 
 
-def _fuse(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _fuse(tensors):
     """As transformers keeps them in memory: gate above up, experts first."""
     fused = {name: value for name, value in tensors.items() if ".experts." not in name}
     for layer in range(2):
@@ -222,7 +220,7 @@ def _fuse(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return fused
 
 
-def test_separate_and_fused_experts_load_alike(tmp_path: Path) -> None:
+def test_separate_and_fused_experts_load_alike(tmp_path):
     tensors = _tensors()
     separate = load_params(_write(tmp_path / "separate", tensors), CONFIG, dtype="float32")
     fused = load_params(_write(tmp_path / "fused", _fuse(tensors)), CONFIG, dtype="float32")
@@ -240,7 +238,7 @@ def test_separate_and_fused_experts_load_alike(tmp_path: Path) -> None:
     assert all(have[name].tobytes() == value.tobytes() for name, value in tensors.items())
 
 
-def test_a_sharded_leaf_reads_its_own_experts(tmp_path: Path) -> None:
+def test_a_sharded_leaf_reads_its_own_experts(tmp_path):
     source = _write(tmp_path / "m", _fuse(_tensors()))
     whole = load_params(source, CONFIG, dtype="float32")
     mesh = make_mesh(fsdp=2, tensor=2, expert=2)
@@ -253,9 +251,7 @@ def test_a_sharded_leaf_reads_its_own_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["separate", "fused"])
-def test_transformers_reads_what_we_write_and_we_what_it_writes(
-    hf_model: Callable[..., Any], tmp_path: Path, original: bool
-) -> None:
+def test_transformers_reads_what_we_write_and_we_what_it_writes(hf_model, tmp_path, original):
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
     model = hf_model("qwen3_moe")
@@ -270,14 +266,14 @@ def test_transformers_reads_what_we_write_and_we_what_it_writes(
         assert torch.equal(want, have), name
 
 
-def _refused(directory: Path) -> str:
+def _refused(directory):
     with pytest.raises(ValueError) as caught:
         check_manifest(directory, read_model_config(directory))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+def test_a_missing_expert_is_named(tmp_path):
     tensors = _tensors()
     del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
     source = _write(tmp_path / "m", tensors)
@@ -296,7 +292,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     assert "tensor model.layers.0.mlp.experts.0.down_proj.weight is missing and 3 more" in _refused(source)
 
 
-def test_another_number_of_experts_is_named(tmp_path: Path) -> None:
+def test_another_number_of_experts_is_named(tmp_path):
     source = _write(tmp_path / "m", _tensors(), num_experts=5)
     assert _refused(source).startswith(
         f"{source}/config.json: num_experts is 5, the safetensors files hold 4 experts ("
@@ -322,13 +318,13 @@ def test_another_number_of_experts_is_named(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_config_that_is_not_supported(change: dict[str, Any], message: str) -> None:
+def test_a_config_that_is_not_supported(change, message):
     with pytest.raises(ValueError) as caught:
         from_hf(to_hf(CONFIG, dtype="float32") | change)
     assert str(caught.value).startswith("config.json: ") and message in str(caught.value)
 
 
-def test_published_qwen3_30b_a3b_by_shape() -> None:
+def test_published_qwen3_30b_a3b_by_shape():
     """30.5 billion parameters, of which 3.3 billion compute a token."""
     config = from_hf({
         "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
@@ -352,7 +348,7 @@ MESHES = [(2, 2, 1, 2), *(pytest.param(shape, marks=pytest.mark.long) for shape 
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=lambda shape: "data{} fsdp{} tensor{} expert{}".format(*shape))
-def test_a_mesh_gives_the_loss_and_gradients_of_one_device(shape: tuple[int, ...]) -> None:
+def test_a_mesh_gives_the_loss_and_gradients_of_one_device(shape):
     """Experts on 1, 2 and 4 devices beside other axes, mapped over data as a training step is."""
     params = init_params(CONFIG, jax.random.key(0))
     rng = np.random.default_rng(0)
@@ -362,10 +358,10 @@ def test_a_mesh_gives_the_loss_and_gradients_of_one_device(shape: tuple[int, ...
     rows = tuple(map(jnp.asarray, (ids, segments, weights)))
     pull = rng.normal(size=(2, 4)).astype(np.float32)
 
-    def sums(params: Any, rows: Any, **pin: Any) -> Any:
+    def sums(params, rows, **pin):
         """Loss, load and gradients; the router's probabilities are in the loss by themselves too."""
 
-        def loss(params: Any) -> Any:
+        def loss(params):
             logits, aux = _forward(params, CONFIG, *rows[:2], Compute(), **pin)
             return jnp.sum(logits * rows[2]) + jnp.sum(aux["router_probability"] * pull), aux["router_load"]
 
@@ -375,7 +371,7 @@ def test_a_mesh_gives_the_loss_and_gradients_of_one_device(shape: tuple[int, ...
     mesh = make_mesh(*shape)
     pin = {"constrain": constrain(mesh), "mesh": mesh}
 
-    def on_device(params: Any, rows: Any) -> Any:
+    def on_device(params, rows):
         found = sums(params, rows, **pin)
         return found if data_axis(mesh) is None else jax.lax.psum(found, data_axis(mesh))
 
@@ -391,7 +387,7 @@ def test_a_mesh_gives_the_loss_and_gradients_of_one_device(shape: tuple[int, ...
         assert error < 1e-5, (jax.tree_util.keystr(path), error)
 
 
-def test_experts_that_the_axis_does_not_divide() -> None:
+def test_experts_that_the_axis_does_not_divide():
     mesh = make_mesh(expert=8)
     ids = jnp.zeros((8, 4), jnp.int32)
     with pytest.raises(ValueError, match="^mesh expert: got 8, must be a divisor of the 4 experts"):

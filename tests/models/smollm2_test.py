@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import unicodedata
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +35,7 @@ _LANGUAGES = (
 
 
 @pytest.fixture(scope="module")
-def file() -> Path:
+def file():
     try:
         package = importlib.metadata.distribution(_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -46,11 +44,11 @@ def file() -> Path:
 
 
 @pytest.fixture(scope="module")
-def converted(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def converted(file, tmp_path_factory):
     yield package_model(_PACKAGE, tmp_path_factory.mktemp("models"))
 
 
-def _text() -> str:
+def _text():
     """10,000 characters: code with its indentation and numbers, and several languages, some decomposed."""
     code = (_ROOT / "dcmdp_jax/data/arithmetic.py").read_text(encoding="utf-8")
     other = "".join(text + unicodedata.normalize("NFD", text) for text in _LANGUAGES)
@@ -58,7 +56,7 @@ def _text() -> str:
     return (text + other * 100)[:10_000]
 
 
-def test_ids_are_those_of_transformers_with_the_digits_that_it_loses(file: Path, converted: Path) -> None:
+def test_ids_are_those_of_transformers_with_the_digits_that_it_loses(file, converted):
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
@@ -76,7 +74,7 @@ def test_ids_are_those_of_transformers_with_the_digits_that_it_loses(file: Path,
     assert (ours.eos_token_id, ours.pad_token_id, ours.bos_token_id) == (2, 2, 1)
 
 
-def test_log_probs_are_those_of_transformers(file: Path, converted: Path) -> None:
+def test_log_probs_are_those_of_transformers(file, converted):
     torch = pytest.importorskip("torch", reason="needs torch")
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -97,14 +95,14 @@ def test_log_probs_are_those_of_transformers(file: Path, converted: Path) -> Non
     assert ours.mean() > -4.0
 
 
-def _log_probs(directory: Path, ids: np.ndarray) -> np.ndarray:
+def _log_probs(directory, ids):
     """[T] log-probs of each token given those before it, by this package's decoder in float32."""
     config = read_model_config(directory)
     params = load_params(directory, config, dtype="float32")
     places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
 
     @jax.jit
-    def logprobs(params: Any, ids: jax.Array, places: jax.Array) -> jax.Array:
+    def logprobs(params, ids, places):
         hidden = hidden_states(params, config, ids, places, jnp.ones_like(ids), Compute(dtype="float32"))
         options = {"temperature": 1.0, "chunk": 128, "ops": CPU}
         return token_logprobs(hidden, output_kernel(params), ids, places > 0, **options)[0]

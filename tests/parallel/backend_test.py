@@ -8,7 +8,6 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 _REPORT = """
 import json, sys
@@ -27,15 +26,7 @@ print(json.dumps({
 """
 
 
-def _report(
-    tmp_path: Path,
-    when: str,
-    count: int = 0,
-    *,
-    cores: int = 3,
-    asked: tuple[tuple[int, ...], ...] = ((1, -1, 1, 1, 1000),),
-    **environment: str,
-) -> dict[str, Any]:
+def _report(tmp_path, when, count=0, *, cores=3, asked=((1, -1, 1, 1, 1000),), **environment):
     """Run a process on `cores` cores that makes meshes of (data, fsdp, tensor, expert, parameters of the model)."""
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
     done = subprocess.run(
@@ -48,7 +39,7 @@ def _report(
     return json.loads(done.stdout)
 
 
-def test_cpu_devices_are_data_parallel(tmp_path: Path) -> None:
+def test_cpu_devices_are_data_parallel(tmp_path):
     # The default, axes left open by name, and sizes that are said: as many of the devices as they need.
     asked = ((1, -1, 1), (-1, 1, 1), (1, 1, 1), (1, 3, 1), (2, 1, 1), (1, 1, -1), (1, -1, 3))
     report = _report(tmp_path, "first", 3, asked=tuple((*sizes, 1, 1000) for sizes in asked))
@@ -57,33 +48,33 @@ def test_cpu_devices_are_data_parallel(tmp_path: Path) -> None:
     assert report["training"] == [rows, rows, [1, 1, 1], [1, 3, 1], [2, 1, 1], rows, [1, 1, 3]]
 
 
-def test_a_large_model_is_not_replicated(tmp_path: Path) -> None:
+def test_a_large_model_is_not_replicated(tmp_path):
     limit = 2**25
     report = _report(tmp_path, "first", 3, asked=((1, -1, 1, 1, limit), (1, -1, 1, 1, limit + 1)))
     assert report["training"] == [[3, 1, 1], [1, 1, 1]]
 
 
-def test_fewer_devices_than_cores_are_for_sampling(tmp_path: Path) -> None:
+def test_fewer_devices_than_cores_are_for_sampling(tmp_path):
     report = _report(tmp_path, "first", 3, cores=4)
     assert (report["training"], report["sampling"]) == ([[1, 1, 1]], 3)
 
 
-def test_one_device_for_each_core_up_to_four(tmp_path: Path) -> None:
+def test_one_device_for_each_core_up_to_four(tmp_path):
     report = _report(tmp_path, "first")
     assert report["sampling"] == min(len(os.sched_getaffinity(0)), 4)
 
 
-def test_devices_the_user_made_are_left(tmp_path: Path) -> None:
+def test_devices_the_user_made_are_left(tmp_path):
     report = _report(tmp_path, "first", 3, XLA_FLAGS="--xla_force_host_platform_device_count=2")
     assert (report["devices"], report["training"], report["sampling"]) == (2, [[1, 2, 1]], 2)
 
 
-def test_too_late_changes_nothing(tmp_path: Path) -> None:
+def test_too_late_changes_nothing(tmp_path):
     report = _report(tmp_path, "late", 3)
     assert (report["devices"], report["training"], report["sampling"]) == (1, [[1, 1, 1]], 1)
 
 
-def test_compiled_programs_are_kept_apart_for_each_processor(tmp_path: Path) -> None:
+def test_compiled_programs_are_kept_apart_for_each_processor(tmp_path):
     report = _report(tmp_path, "first", 1)
     cache = Path(report["cache"])
     assert cache.parent == tmp_path / "dcmdp_jax" / "programs"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from dcmdp_jax.parallel.mesh import check_training_mesh, make_mesh
         ((1, 2, 1, -1), (1, 2, 1, 4)),
     ],
 )
-def test_sizes(sizes: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_sizes(sizes, expected):
     mesh = make_mesh(*sizes, devices=jax.devices()[:8])
     assert mesh.axis_names == ("data", "fsdp", "tensor", "expert")
     assert mesh.devices.shape == expected
@@ -31,7 +29,7 @@ def test_sizes(sizes: tuple[int, ...], expected: tuple[int, ...]) -> None:
     assert mesh.axis_types == (AxisType.Auto,) * 4
 
 
-def test_devices() -> None:
+def test_devices():
     assert make_mesh(-1).devices.size == len(jax.devices())
     chosen = jax.devices()[2:4]
     assert set(np.ravel(make_mesh(1, 2, 1, devices=chosen).devices)) == set(chosen)
@@ -53,7 +51,7 @@ def test_devices() -> None:
         ({"tensor": -2}, "tensor: got -2, must be at least 1, or -1 for the devices left over"),
     ],
 )  # fmt: skip
-def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ValueError) as caught:
         make_mesh(**sizes, devices=jax.devices()[:8])
     assert str(caught.value) == message
@@ -71,7 +69,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, Any], message: str) 
         ),
     ],
 )
-def test_a_mesh_that_does_not_divide_the_model_or_the_batch(sizes: tuple[int, ...], message: str) -> None:
+def test_a_mesh_that_does_not_divide_the_model_or_the_batch(sizes, message):
     mesh = make_mesh(*sizes, devices=jax.devices()[:8])
     with pytest.raises(ValueError) as caught:
         check_training_mesh(mesh, num_heads=12, num_experts=6, completions=7)

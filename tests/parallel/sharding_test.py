@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.compiled_parts.collectives import KINDS, collectives
@@ -40,15 +39,15 @@ from tests.support.our_log import our_log
 CONFIG = ModelConfig("qwen3", 96, 32, 64, 2, 8, 2, 16, rope_theta=1e4, attention_bias=True, initializer_range=0.2)
 
 
-def _mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+def _mesh(data, fsdp, tensor):
     return make_mesh(data, fsdp, tensor, devices=jax.devices()[:8])
 
 
-def _specs(tree: Any) -> Any:
+def _specs(tree):
     return jax.tree.map(lambda sharding: sharding.spec, tree)
 
 
-def test_partition_spec() -> None:
+def test_partition_spec():
     assert partition_spec(("layers", "embed", "mlp"), PARAM_AXES) == P(None, "fsdp", "tensor")
     assert partition_spec(("layers", "heads", "embed"), PARAM_AXES) == P(None, "tensor", "fsdp")
     assert partition_spec(("vocab", "embed"), PARAM_AXES) == P("tensor", "fsdp")
@@ -57,19 +56,19 @@ def test_partition_spec() -> None:
     assert partition_spec(("rows", "length", "hidden"), ACTIVATION_AXES) == P(("data", "fsdp", "expert"), None, None)
 
 
-def test_two_dimensions_on_one_mesh_axis_are_an_error() -> None:
+def test_two_dimensions_on_one_mesh_axis_are_an_error():
     with pytest.raises(ValueError, match="'heads' and 'mlp' both land on 'tensor'"):
         partition_spec(("heads", "mlp"), PARAM_AXES)
     with pytest.raises(ValueError, match="'a' and 'b' both land on 'fsdp'"):
         partition_spec(("a", "b"), {"a": ("data", "fsdp"), "b": "fsdp"})
 
 
-def test_an_unknown_name_is_an_error() -> None:
+def test_an_unknown_name_is_an_error():
     with pytest.raises(ValueError, match="logical axis 'rows' is unknown, the table has layers, embed, vocab"):
         partition_spec(("rows",), PARAM_AXES)
 
 
-def test_param_shardings() -> None:
+def test_param_shardings():
     shapes = param_shapes(CONFIG)
     specs = _specs(param_shardings(logical_axes(CONFIG), shapes, _mesh(2, 2, 2)))
     assert specs["embedding"] == P("tensor", "fsdp")
@@ -84,7 +83,7 @@ def test_param_shardings() -> None:
     assert mlp["down"]["kernel"] == P(None, "tensor", "fsdp")
 
 
-def test_a_size_that_does_not_divide_is_replicated(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_size_that_does_not_divide_is_replicated(caplog):
     axes = {"embedding": ("vocab", "embed"), "up": ("embed", "mlp")}
     shapes = {
         "embedding": jax.ShapeDtypeStruct((97, 32), jnp.float32),
@@ -98,12 +97,12 @@ def test_a_size_that_does_not_divide_is_replicated(caplog: pytest.LogCaptureFixt
     ]
 
 
-def test_axes_must_name_every_dimension() -> None:
+def test_axes_must_name_every_dimension():
     with pytest.raises(ValueError, match=r"^a.b: axes \('embed',\) do not name the dimensions of shape \(4, 4\)$"):
         param_shardings({"a": {"b": ("embed",)}}, {"a": {"b": jnp.zeros((4, 4))}}, _mesh(1, 4, 2))
 
 
-def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog):
     config = ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128)
     with caplog.at_level(logging.WARNING):
         for sizes in ((1, 8, 1), (2, 2, 2), (1, 1, 8)):
@@ -132,7 +131,7 @@ def test_qwen3_8b_fits_the_meshes_without_a_warning(caplog: pytest.LogCaptureFix
     ],
     ids=["adamw", "chain", "masked", "multi_transform"],
 )
-def test_moments_are_sharded_like_their_parameters(optimizer: optax.GradientTransformation) -> None:
+def test_moments_are_sharded_like_their_parameters(optimizer):
     mesh, shapes, axes = _mesh(2, 2, 2), param_shapes(CONFIG), logical_axes(CONFIG)
     state = jax.eval_shape(optimizer.init, shapes)
     shardings = state_shardings({"params": shapes, "optimizer": state, "step": jnp.zeros(())}, shapes, axes, mesh)
@@ -149,13 +148,13 @@ def test_moments_are_sharded_like_their_parameters(optimizer: optax.GradientTran
     assert set(counters) == {P()}
 
 
-def test_every_moment_of_adamw() -> None:
+def test_every_moment_of_adamw():
     mesh, shapes, axes = _mesh(2, 2, 2), param_shapes(CONFIG), logical_axes(CONFIG)
     shardings = state_shardings(jax.eval_shape(optax.adamw(1e-3).init, shapes), shapes, axes, mesh)
     assert shardings[0].mu == shardings[0].nu == param_shardings(axes, shapes, mesh)
 
 
-def test_a_leaf_of_another_shape_is_replicated() -> None:
+def test_a_leaf_of_another_shape_is_replicated():
     """Factored moments keep a parameter's path and not its shape."""
     mesh, shapes, axes = _mesh(1, 8, 1), param_shapes(CONFIG), logical_axes(CONFIG)
     rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[:-1], leaf.dtype), shapes)
@@ -163,7 +162,7 @@ def test_a_leaf_of_another_shape_is_replicated() -> None:
     assert set(jax.tree.leaves(_specs(shardings), is_leaf=lambda x: isinstance(x, P))) == {P()}
 
 
-def test_state_made_under_jit_has_its_shardings() -> None:
+def test_state_made_under_jit_has_its_shardings():
     """jit(optimizer.init) alone puts the moments on one device; with these out_shardings they are split."""
     mesh, shapes, axes = _mesh(1, 4, 2), param_shapes(CONFIG), logical_axes(CONFIG)
     optimizer = optax.adam(1e-3)
@@ -175,7 +174,7 @@ def test_state_made_under_jit_has_its_shardings() -> None:
     assert state[0].count.sharding == replicated(mesh)
 
 
-def test_rows_and_replicas() -> None:
+def test_rows_and_replicas():
     mesh = _mesh(2, 2, 2)
     assert shard_rows(mesh) == NamedSharding(mesh, P(None, None, ("data", "fsdp", "expert")))
     placed = jax.device_put(np.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5), shard_rows(mesh))
@@ -183,7 +182,7 @@ def test_rows_and_replicas() -> None:
     assert jax.device_put(np.arange(5), replicated(mesh)).addressable_shards[7].data.shape == (5,)
 
 
-def test_constrain() -> None:
+def test_constrain():
     mesh = _mesh(2, 2, 2)
     pinned = jax.jit(lambda x: constrain(mesh)(x, ("rows", "length", "hidden")))(jnp.zeros((8, 3, 5)))
     assert pinned.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "fsdp"))), 3)
@@ -192,11 +191,11 @@ def test_constrain() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1), (1, 4, 2)])
-def test_shard_map_over_data_leaves_the_other_axes_to_the_compiler(sizes: tuple[int, int, int]) -> None:
+def test_shard_map_over_data_leaves_the_other_axes_to_the_compiler(sizes):
     mesh = _mesh(*sizes)
     shapes = []
 
-    def local(x: jax.Array) -> jax.Array:
+    def local(x):
         shapes.append(x.shape)
         pinned = constrain(mesh)(x, ("rows", "length", "hidden"))
         total = jnp.sum(pinned)
@@ -209,14 +208,14 @@ def test_shard_map_over_data_leaves_the_other_axes_to_the_compiler(sizes: tuple[
     assert set(shapes) == {(8 // sizes[0], 3, 5)}
 
 
-def test_shard_map_over_data_without_several_devices_is_the_function() -> None:
+def test_shard_map_over_data_without_several_devices_is_the_function():
     function = jnp.sum
     for mesh in (None, make_mesh(1, 1, 1, devices=jax.devices()[:1]), _mesh(1, 8, 1)):
         assert shard_map_over_data(function, mesh, in_specs=(P(),), out_specs=P()) is function
         assert data_axis(mesh) is None
 
 
-def test_constrain_within_shard_map_names_the_axes_that_are_left() -> None:
+def test_constrain_within_shard_map_names_the_axes_that_are_left():
     mesh = _mesh(2, 4, 1)
     mapped = shard_map_over_data(
         lambda x: constrain(mesh)(x, ("rows",)), mesh, in_specs=(P("data"),), out_specs=P("data")
@@ -225,7 +224,7 @@ def test_constrain_within_shard_map_names_the_axes_that_are_left() -> None:
         jax.jit(mapped)(jnp.zeros(6))
 
 
-def _rows() -> dict[str, np.ndarray]:
+def _rows():
     """8 rows of two segments and padding."""
     rng = np.random.default_rng(0)
     segments = np.repeat([[1, 2, 0]], [7, 6, 3], axis=1).repeat(8, axis=0)
@@ -239,7 +238,7 @@ def _rows() -> dict[str, np.ndarray]:
     }
 
 
-def _objective(params: Any, rows: dict[str, jax.Array], mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
+def _objective(params, rows, mesh):
     row_logprobs = make_row_logprobs(CONFIG, Compute(remat="full", logprob_chunk=32), temperature=0.7, mesh=mesh)
     packed = Rows(
         rows["input_ids"],
@@ -255,14 +254,14 @@ def _objective(params: Any, rows: dict[str, jax.Array], mesh: Mesh | None) -> tu
 
 
 @pytest.fixture(scope="module")
-def one_device() -> tuple[Any, Any, Any]:
+def one_device():
     params = init_params(CONFIG, jax.random.key(0))
     value = jax.jit(jax.value_and_grad(lambda p, r: _objective(p, r, None), has_aux=True))(params, _rows())
     return params, *jax.device_get(value)
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)])
-def test_eight_devices_equal_one(one_device: tuple[Any, Any, Any], sizes: tuple[int, int, int]) -> None:
+def test_eight_devices_equal_one(one_device, sizes):
     """Forward and gradients. Devices add partial sums in another order: a few units in the last place."""
     params, (value, logprobs), grads = one_device
     mesh = _mesh(*sizes)
@@ -283,7 +282,7 @@ def test_eight_devices_equal_one(one_device: tuple[Any, Any, Any], sizes: tuple[
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 1, 8)])
-def test_the_output_matrix_travels_once_a_pass(sizes: tuple[int, int, int]) -> None:
+def test_the_output_matrix_travels_once_a_pass(sizes):
     """Left to the compiler it was gathered, and its gradient reduced, in every chunk: 17,280 gathers at full size."""
     mesh = _mesh(*sizes)
     shardings = param_shardings(logical_axes(CONFIG), param_shapes(CONFIG), mesh)

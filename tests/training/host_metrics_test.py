@@ -11,7 +11,7 @@ from dcmdp_jax.training.batch_metrics import rollout_metrics
 from tests.support.sampling import Rollout
 
 
-def test_each_kind_of_ungraded_answer_has_its_own_count() -> None:
+def test_each_kind_of_ungraded_answer_has_its_own_count():
     rollout = Rollout(
         prompt_ids=[np.array([1, 2])] * 4,
         completion_ids=[np.array([3]), np.array([3, 4]), np.array([3, 4, 5]), np.array([3, 4, 5, 6])],

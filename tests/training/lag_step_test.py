@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.config.algorithm import AlgorithmSettings
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.rescore import make_old_logprobs
 from tests.support import step_runs
-from tests.support.sampling import Rollout
 
 MODELS = {
     "dense": step_runs.MODEL,
@@ -30,11 +26,11 @@ OLDER, NOW = 1, 2  # seeds of two versions' parameters
 MEASURE, SIDED = "diff", "two"
 
 
-def _normed(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
+def _normed(x, scale, epsilon):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * scale
 
 
-def _rotated(x: np.ndarray, base: float) -> np.ndarray:
+def _rotated(x, base):
     """[T, heads, D], each pair (i, i + D / 2) turned by position / base^(2 i / D)."""
     half = x.shape[-1] // 2
     angle = np.arange(len(x))[:, None] / base ** (np.arange(half) * 2 / x.shape[-1])
@@ -43,17 +39,17 @@ def _rotated(x: np.ndarray, base: float) -> np.ndarray:
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def _softmax(x: np.ndarray) -> np.ndarray:
+def _softmax(x):
     weights = np.exp(x - x.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)
 
 
-def _mlp(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+def _mlp(x, gate, up, down):
     opened = x @ gate
     return (opened / (1 + np.exp(-opened)) * (x @ up)) @ down
 
 
-def _experts(x: np.ndarray, layer: dict[str, Any], model: ModelConfig) -> np.ndarray:
+def _experts(x, layer, model):
     probabilities, out = _softmax(x @ layer["router"]["kernel"]), np.zeros_like(x)
     for t, row in enumerate(probabilities):
         chosen = np.argsort(-row)[: model.num_experts_per_tok]
@@ -63,7 +59,7 @@ def _experts(x: np.ndarray, layer: dict[str, Any], model: ModelConfig) -> np.nda
     return out
 
 
-def _logprobs(params: Any, model: ModelConfig, ids: np.ndarray) -> np.ndarray:
+def _logprobs(params, model, ids):
     """log pi of each token after the first, in float64."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     x, epsilon = params["embedding"][ids], model.rms_norm_eps
@@ -87,13 +83,13 @@ def _logprobs(params: Any, model: ModelConfig, ids: np.ndarray) -> np.ndarray:
     return table[np.arange(len(ids) - 1), ids[1:]]
 
 
-def _by_hand(params: Any, model: ModelConfig, rollout: Rollout) -> np.ndarray:
+def _by_hand(params, model, rollout):
     """log p of all sampled tokens, completion after completion."""
     pairs = zip(rollout.prompt_ids, rollout.completion_ids, strict=True)
     return np.concatenate([_logprobs(params, model, np.concatenate(pair))[-len(pair[1]) :] for pair in pairs])
 
 
-def _sampled(values: np.ndarray) -> tuple[Rollout, np.ndarray]:
+def _sampled(values):
     """The tests' rollout whose engine says `values`, one after the other."""
     rollout, rewards = step_runs.make_rollout()
     ends = np.cumsum([len(ids) for ids in rollout.completion_ids])[:-1]
@@ -101,15 +97,15 @@ def _sampled(values: np.ndarray) -> tuple[Rollout, np.ndarray]:
 
 
 @functools.cache
-def _old_program(model: ModelConfig, compute: Compute, mesh: Any) -> Any:
+def _old_program(model, compute, mesh):
     row_logprobs = make_row_logprobs(model, compute, temperature=step_runs.TEMPERATURE, mesh=mesh)
     return make_old_logprobs(row_logprobs, mesh=mesh)
 
 
 def _lagged_step(
-    model: ModelConfig, sampled: tuple[Rollout, np.ndarray], *, mini_batches: int = 2, mesh: Any = None,
-    settings: AlgorithmSettings = step_runs.ALGORITHM, older: int = OLDER,
-) -> tuple[Any, dict[str, np.ndarray]]:  # fmt: skip
+    model, sampled, *, mini_batches = 2, mesh = None,
+    settings = step_runs.ALGORITHM, older = OLDER,
+):  # fmt: skip
     """One step of the policy `NOW` on a batch of the policy `older`."""
     # A chunk of its own for each model: programs are cached by their settings, which the model is not among.
     compute = Compute(one_segment=True, logprob_chunk=12 if model.num_experts else 11)
@@ -129,9 +125,7 @@ def _lagged_step(
     ],
     ids=str,
 )
-def test_both_parts_are_those_computed_by_hand(
-    kind: str, shape: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_parts_are_those_computed_by_hand(kind, shape, monkeypatch):
     """log p_now - log p^Inf = staleness + mismatch, token by token; the discrepancy is that of the older weights."""
     model = MODELS[kind]
     monkeypatch.setattr(step_runs, "MODEL", model)
@@ -157,7 +151,7 @@ def test_both_parts_are_those_computed_by_hand(
 
 
 @pytest.mark.parametrize("denominator", ["bypass", "rollout"])
-def test_staleness_of_later_mini_batches_is_that_at_the_start_of_the_step(denominator: str) -> None:
+def test_staleness_of_later_mini_batches_is_that_at_the_start_of_the_step(denominator):
     """Four updates move the policy far; "now" is the policy before the first of them for the tokens of all four."""
     rollout, _ = step_runs.make_rollout()
     then, now = (_by_hand(step_runs.make_params(seed), step_runs.MODEL, rollout) for seed in (OLDER, NOW))
@@ -172,7 +166,7 @@ def test_staleness_of_later_mini_batches_is_that_at_the_start_of_the_step(denomi
         assert found == pytest.approx(expected, rel=2e-5, abs=2e-6), name
 
 
-def test_lambda_stays_where_only_the_policy_moved() -> None:
+def test_lambda_stays_where_only_the_policy_moved():
     """The engine agrees with the older weights to the last bit: no discrepancy, and lambda falls by eta c alone."""
     rollout, rewards = step_runs.make_rollout()
     compute = Compute(one_segment=True, logprob_chunk=11)
@@ -189,7 +183,7 @@ def test_lambda_stays_where_only_the_policy_moved() -> None:
     assert float(state.dual.multiplier) == pytest.approx(0.4 - rate * step_runs.ALGORITHM.tolerance, rel=1e-6)
 
 
-def test_the_decoupled_objective_weighs_by_what_the_policy_moved() -> None:
+def test_the_decoupled_objective_weighs_by_what_the_policy_moved():
     """AReaL's form in one update: -(pi_prox / pi_old) A on every token, whose clipped ratio is 1 and has its slope."""
     rollout, _ = step_runs.make_rollout()
     then, now = (_by_hand(step_runs.make_params(seed), step_runs.MODEL, rollout) for seed in (OLDER, NOW))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ SHORT = ("training.steps=2", "training.prompts_per_mini_batch=4", "warmup.steps=
 FLOAT32 = ("rollout.precision=float32", "rollout.compute_dtype=float32")
 
 
-def _train(environment: dict[str, str], run_dir: Path, options: str, *overrides: str) -> list[dict[str, float]]:
+def _train(environment, run_dir, options, *overrides):
     """Train with configs/demo_moe.py; return the records of the steps."""
     command = [
         sys.executable,
@@ -38,7 +37,7 @@ def _train(environment: dict[str, str], run_dir: Path, options: str, *overrides:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def _assert_two_steps(records: list[dict[str, float]], discrepancy: float) -> None:
+def _assert_two_steps(records, discrepancy):
     """In float32 trainer and engine differ by rounding: a token sent to another expert would be off by more."""
     assert len(records) == 2
     for record in records:
@@ -50,7 +49,7 @@ def _assert_two_steps(records: list[dict[str, float]], discrepancy: float) -> No
 
 
 @pytest.mark.long
-def test_with_the_embedded_engine(run_environment: dict[str, str], tmp_path: Path) -> None:
+def test_with_the_embedded_engine(run_environment, tmp_path):
     balancing = "algorithm.router_aux_loss=0.01"
     records = _train(run_environment, tmp_path / "run", "debug,replay", *SHORT, balancing, "rollout.precision=float32")
     _assert_two_steps(records, 1e-5)
@@ -58,20 +57,14 @@ def test_with_the_embedded_engine(run_environment: dict[str, str], tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.usefixtures("vllm_is_installed")
-def test_with_vllm(run_environment: dict[str, str], tmp_path: Path) -> None:
+def test_with_vllm(run_environment, tmp_path):
     records = _train(run_environment, tmp_path / "run", "debug,replay,vllm", *SHORT, *FLOAT32)
     _assert_two_steps(records, 1e-4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", ["replay", "vllm,replay"])
-def test_the_demo_learns(
-    run_environment: dict[str, str],
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    record_property: Callable[[str, object], None],
-    options: str,
-) -> None:
+def test_the_demo_learns(run_environment, tmp_path, request, record_property, options):
     """As configs/demo_moe.py says; a standard error of the score is 4 points."""
     if "vllm" in options:
         request.getfixturevalue("vllm_is_installed")

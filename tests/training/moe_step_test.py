@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from dcmdp_jax.models import decoder
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
 from tests.support import step_runs
-from tests.support.sampling import Rollout
 
 EXPERTS = dataclasses.replace(
     step_runs.MODEL, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
@@ -26,16 +24,16 @@ BALANCED = dataclasses.replace(step_runs.ALGORITHM, router_aux_loss=0.3)
 
 
 @pytest.fixture(autouse=True)
-def _experts(monkeypatch: pytest.MonkeyPatch) -> None:
+def _experts(monkeypatch):
     monkeypatch.setattr(step_runs, "MODEL", EXPERTS)
 
 
-def _compute(packed: bool = False) -> Compute:
+def _compute(packed=False):
     """A chunk of its own: programs are cached by their settings, which the model is not among."""
     return Compute(one_segment=not packed, logprob_chunk=14 if packed else 13)
 
 
-def _replaying(choice: str = "random") -> tuple[Rollout, np.ndarray]:
+def _replaying(choice="random"):
     """The tests' rollout with experts to replay, drawn at random; the members of a group agree about its prompt."""
     rollout, rewards = step_runs.make_rollout()
     routed = []
@@ -53,7 +51,7 @@ SHAPES = [(2, 1, 1, 1), (1, 2, 1, 2), *(pytest.param(s, marks=pytest.mark.long) 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_experts_on_several_devices_equal_one(shape: tuple[int, ...]) -> None:
+def test_experts_on_several_devices_equal_one(shape):
     """Parameters and every metric after two steps with replay and balancing; the router's gradient shows in both."""
     options = {"mini_batches": 1, "steps": 2, "compute": _compute(), "settings": BALANCED, "rollout": _replaying()}
     expected, one, _ = step_runs.run_steps(**options)
@@ -68,11 +66,11 @@ def test_experts_on_several_devices_equal_one(shape: tuple[int, ...]) -> None:
     assert np.abs(router - step_runs.make_params()["layers"]["mlp"]["router"]["kernel"]).max() > 1e-4
 
 
-def _moe(metrics: dict[str, Any]) -> dict[str, float]:
+def _moe(metrics):
     return {name: float(value) for name, value in metrics.items() if name.startswith(("moe/", "policy/loss"))}
 
 
-def test_load_and_balancing_are_the_same_in_every_layout() -> None:
+def test_load_and_balancing_are_the_same_in_every_layout():
     """One micro-batch or several, one completion in a row or several: positions that predict a completion count."""
     options = {"mini_batches": 1, "settings": BALANCED, "rollout": _replaying()}
     state, [want], _ = step_runs.run_steps(**options, compute=_compute(), tokens=10_000)
@@ -84,7 +82,7 @@ def test_load_and_balancing_are_the_same_in_every_layout() -> None:
         step_runs.close(other.params, state.params, 1e-5)
 
 
-def test_balancing_loss_has_its_weight() -> None:
+def test_balancing_loss_has_its_weight():
     """All rewards alike leave no policy gradient: what is left is the gradient of E sum f P over the mini-batch."""
     rollout, rewards = step_runs.make_rollout()
     settings = dataclasses.replace(BALANCED, method="grpo")
@@ -104,7 +102,7 @@ def test_balancing_loss_has_its_weight() -> None:
     assert float(without["optimizer/grad_norm"]) == 0 and "moe/routing_agreement" not in without
 
 
-def _balance(params: Any, members: tuple[int, ...]) -> tuple[float, Any]:
+def _balance(params, members):
     """E sum f P over the completions of a mini-batch, and its gradient."""
     ids, spans = step_runs.padded(step_runs.make_rollout()[0])
     ids, spans = ids[list(members)], [spans[i] for i in members]
@@ -112,7 +110,7 @@ def _balance(params: Any, members: tuple[int, ...]) -> tuple[float, Any]:
     for row, (start, stop) in enumerate(spans):
         counted[row, start - 1 : stop - 1] = True
 
-    def loss(params: Any) -> jax.Array:
+    def loss(params):
         positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
         arguments = (params, EXPERTS, ids, positions, jnp.ones_like(ids), Compute())
         _, sums = decoder.hidden_states_and_aux(*arguments, counted=jnp.asarray(counted))
@@ -131,9 +129,7 @@ _SHORT = ("token_mean", step_runs.MAX_APART, "kept")
     ("aggregation", "limit", "denominator"),
     [pytest.param(*each, marks=() if each == _SHORT else pytest.mark.long) for each in _EVERY],
 )
-def test_balancing_loss_weighs_the_same_whatever_corrections_drop(
-    denominator: str, limit: float, aggregation: str
-) -> None:
+def test_balancing_loss_weighs_the_same_whatever_corrections_drop(denominator, limit, aggregation):
     settings = dataclasses.replace(
         BALANCED,
         corrections=f"tis(high=2),token_k1(high={limit})",
@@ -153,7 +149,7 @@ def test_balancing_loss_weighs_the_same_whatever_corrections_drop(
     assert (terms.surrogate == 0) == (limit < 1) and terms.router > 2
 
 
-def test_tokens_without_experts_to_replay_use_the_routers_own() -> None:
+def test_tokens_without_experts_to_replay_use_the_routers_own():
     options = {"mini_batches": 2, "compute": _compute()}
     plain, [want], _ = step_runs.run_steps(**options)
     state, [have], _ = step_runs.run_steps(**options, rollout=_replaying("none"))
@@ -163,7 +159,7 @@ def test_tokens_without_experts_to_replay_use_the_routers_own() -> None:
 
 
 @pytest.mark.long
-def test_the_reference_policy_routes_by_itself() -> None:
+def test_the_reference_policy_routes_by_itself():
     """Its KL to the policy of the first step is 0 with replay off; replay changes the policy's side alone."""
     settings = dataclasses.replace(step_runs.ALGORITHM, kl_coefficient=0.5, method="grpo")
     rollout, rewards = _replaying()

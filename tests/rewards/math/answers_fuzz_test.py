@@ -7,9 +7,8 @@ import random
 import re
 import string
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -68,13 +67,13 @@ _BASES = (
 _CHARACTERS = string.ascii_letters + string.digits + "\\{}[]()$^_=+-*/,.;:!|<>&%'\" \n~"
 
 
-def _cpu_seconds(function: Callable[[str], object], text: str) -> float:
+def _cpu_seconds(function, text):
     start = time.process_time()
     function(text)
     return time.process_time() - start
 
 
-def _grows_linearly(function: Callable[[str], object], short: str, long: str) -> bool:
+def _grows_linearly(function, short, long):
     """Whether eight times the text takes about eight times as long: quadratic work would take 64 times."""
     return any(
         (seconds := _cpu_seconds(function, long)) < 0.05 or seconds < 24 * _cpu_seconds(function, short)
@@ -83,14 +82,14 @@ def _grows_linearly(function: Callable[[str], object], short: str, long: str) ->
 
 
 @pytest.mark.parametrize("fragment", _FRAGMENTS, ids=[repr(fragment) for fragment in _FRAGMENTS])
-def test_time_grows_linearly_with_a_repeated_fragment(fragment: str) -> None:
+def test_time_grows_linearly_with_a_repeated_fragment(fragment):
     short, long = (fragment * (size // len(fragment)) for size in (2_000, 16_000))
     for function in _LINEAR:
         assert _grows_linearly(function, short, long), function
 
 
 @pytest.mark.parametrize("module", [answers, notation, numbers, units], ids=lambda module: module.__name__)
-def test_every_pattern_of_the_trainers_process_is_linear(module: ModuleType) -> None:
+def test_every_pattern_of_the_trainers_process_is_linear(module):
     """Each by itself, where a repeat is followed by what does not fit; searched for where the module searches."""
     patterns = [value for value in vars(module).values() if isinstance(value, re.Pattern)]
     patterns += [pattern for pattern, _ in notation._REPLACEMENTS] if module is notation else []
@@ -103,20 +102,20 @@ def test_every_pattern_of_the_trainers_process_is_linear(module: ModuleType) -> 
             assert _grows_linearly(try_pattern, short, long), (pattern.pattern, fragment)
 
 
-def test_a_looping_unit_is_read_at_once() -> None:
+def test_a_looping_unit_is_read_at_once():
     loop = r"\mathrm{cm}" * 40
     start = time.process_time()
     assert compare_literals(rf"5{loop}=3", "5") is not True
     assert time.process_time() - start < 10.0  # exponential time would not end
 
 
-def test_gigantic_numbers_are_left_unread() -> None:
+def test_gigantic_numbers_are_left_unread():
     for text in ("9" * 2000, "1e999999999", "10^{999999999}", "1e" + "9" * 1990, "1/" + "9" * 1990, "0." + "9" * 1990):
         assert numbers.parse_number(text) is None
         assert compare_literals(text, "5") is not True
 
 
-def _fuzzed(count: int, seed: int, bases: list[str]) -> Iterator[str]:
+def _fuzzed(count, seed, bases):
     """Completions: repeats up to 100 kB, random LaTeX, and real answers with pieces cut, doubled and exchanged."""
     draw = random.Random(seed)
     for _ in range(count):
@@ -141,7 +140,7 @@ def _fuzzed(count: int, seed: int, bases: list[str]) -> Iterator[str]:
             yield text[:100_000]
 
 
-def _grade(completion: str, gold: str) -> None:
+def _grade(completion, gold):
     answer = extract_answer(completion)
     if answer is not None:
         assert len(answer) <= MAX_ANSWER_CHARACTERS
@@ -161,14 +160,14 @@ _GOLDS = (
 )
 
 
-def test_no_completion_raises() -> None:
+def test_no_completion_raises():
     for index, completion in enumerate(_fuzzed(3_000, 1, list(_BASES))):
         _grade(completion, _GOLDS[index % len(_GOLDS)])
         answer_defect(completion)
 
 
 @pytest.mark.long
-def test_a_hundred_thousand_fuzzed_answers_take_under_50_ms_each() -> None:
+def test_a_hundred_thousand_fuzzed_answers_take_under_50_ms_each():
     bases = list(_BASES)
     for name in ("model_outputs", "cases"):
         path = _JUDGED / f"{name}.jsonl"

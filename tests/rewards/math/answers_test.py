@@ -45,7 +45,7 @@ from dcmdp_jax.rewards.math.numbers import parse_number
         (r"\boxed{" + "1" * (MAX_ANSWER_CHARACTERS + 1) + "}", None),
     ],
 )
-def test_extract_answer(completion: str, answer: str | None) -> None:
+def test_extract_answer(completion, answer):
     assert extract_answer(completion) == answer
 
 
@@ -64,13 +64,13 @@ def test_extract_answer(completion: str, answer: str | None) -> None:
         ("42", None),
     ],
 )
-def test_the_flexible_extraction_reads_what_small_models_write(completion: str, answer: str | None) -> None:
+def test_the_flexible_extraction_reads_what_small_models_write(completion, answer):
     assert extract_answer(completion, "flexible") == answer
     strict = extract_answer(completion)
     assert strict == (answer if "Answer:" in completion or "boxed" in completion else None)
 
 
-def test_every_rule_of_the_notation_does_what_its_case_says() -> None:
+def test_every_rule_of_the_notation_does_what_its_case_says():
     for pattern, replacement, case, result in notation._RULES:
         assert re.sub(pattern, replacement, case) == result != case, pattern
 
@@ -78,7 +78,7 @@ def test_every_rule_of_the_notation_does_what_its_case_says() -> None:
 @given(
     st.recursive(st.text("ab1\\$ ", max_size=6), lambda inner: st.builds("{{{}}}{}".format, inner, inner), max_leaves=8)
 )
-def test_extract_returns_what_was_boxed(content: str) -> None:
+def test_extract_returns_what_was_boxed(content):
     content = content.replace("\\", "\\\\")  # an escape must not swallow a brace
     assert extract_answer(rf"text \boxed{{{content}}} more") == (content.strip() or None)
 
@@ -92,7 +92,7 @@ def test_extract_returns_what_was_boxed(content: str) -> None:
         (r"\boxed{1}" + "{" * 200_000, "1"),
     ],
 )
-def test_degenerate_completions_are_read_in_one_pass(completion: str, answer: str | None) -> None:
+def test_degenerate_completions_are_read_in_one_pass(completion, answer):
     # A search that starts again at every brace or space would take hours.
     assert extract_answer(completion) == answer
 
@@ -121,19 +121,19 @@ def test_degenerate_completions_are_read_in_one_pass(completion: str, answer: st
         (".", None),
     ],
 )
-def test_parse_number(text: str, value: Fraction | int | None) -> None:
+def test_parse_number(text, value):
     assert parse_number(text) == value
 
 
 @given(st.fractions())
-def test_parse_number_reads_back_every_fraction(value: Fraction) -> None:
+def test_parse_number_reads_back_every_fraction(value):
     sign = "-" if value < 0 else ""
     assert parse_number(str(value)) == value
     assert parse_number(rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}") == value
 
 
 @given(st.integers())
-def test_digit_groups_and_leading_zeros_are_the_integer(value: int) -> None:
+def test_digit_groups_and_leading_zeros_are_the_integer(value):
     sign, digits = ("-" if value < 0 else ""), str(abs(value))
     assert compare_literals(f"{value:,}", str(value)) is True
     assert compare_literals(f"{value:,}".replace(",", "{,}"), str(value)) is True
@@ -195,7 +195,7 @@ def test_digit_groups_and_leading_zeros_are_the_integer(value: int) -> None:
         ("", "5", False),
     ],
 )
-def test_compare_literals(prediction: str, gold: str, equal: bool | None) -> None:
+def test_compare_literals(prediction, gold, equal):
     assert compare_literals(prediction, gold) is equal
 
 
@@ -212,16 +212,16 @@ def test_compare_literals(prediction: str, gold: str, equal: bool | None) -> Non
         ("-1./3", "-1/3"),
     ],
 )
-def test_normalize_answer(answer: str, normal: str) -> None:
+def test_normalize_answer(answer, normal):
     assert normalize_answer(answer).replace(" ", "") == normal.replace(" ", "")
 
 
-def test_split_elements_keeps_brackets_and_digit_groups_whole() -> None:
+def test_split_elements_keeps_brackets_and_digit_groups_whole():
     assert split_elements(r"(1,2), 1,000, \frac{1}{2}", ",") == ["(1,2)", "1,000", r"\frac{1}{2}"]
     assert split_elements("5,113", ",", digit_groups=False) == ["5", "113"]
 
 
-def test_tolerance_is_split_off_and_checked() -> None:
+def test_tolerance_is_split_off_and_checked():
     assert split_tolerance(r"4.2\tolerance{1e-1}") == ("4.2", Fraction(1, 10))
     assert split_tolerance("4.2") == ("4.2", None)
     with pytest.raises(ValueError, match="'wide' is not a positive number"):
@@ -249,6 +249,6 @@ def test_tolerance_is_split_off_and_checked() -> None:
         ("(-\\infty, 5]", None),
     ],
 )
-def test_answer_defect(answer: str, defect: str | None) -> None:
+def test_answer_defect(answer, defect):
     found = answer_defect(answer)
     assert found is None if defect is None else defect in found

@@ -59,7 +59,7 @@ _JUDGED = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "veri
         ("a+b=5", "5"),
     ],
 )
-def test_equivalent(prediction: str, gold: str) -> None:
+def test_equivalent(prediction, gold):
     assert equivalent(prediction, gold)
 
 
@@ -101,11 +101,11 @@ def test_equivalent(prediction: str, gold: str) -> None:
         (r"\frac{0}{0}", "x"),
     ],
 )
-def test_not_equivalent(prediction: str, gold: str) -> None:
+def test_not_equivalent(prediction, gold):
     assert not equivalent(prediction, gold)
 
 
-def test_plain_math_verify_drops_no_factor_either() -> None:
+def test_plain_math_verify_drops_no_factor_either():
     pairs = [
         (r"7-4\mathrm{i}", "3"),
         (r"6\mathrm{e}", "6"),
@@ -118,13 +118,13 @@ def test_plain_math_verify_drops_no_factor_either() -> None:
     assert rewards == [0, 0, 0, 0, 0, 1, 1, 1]
 
 
-def test_judge_takes_the_answer_from_the_completion() -> None:
+def test_judge_takes_the_answer_from_the_completion():
     assert judge(r"first \boxed{3}, no: \boxed{x+1}", "1+x")
     assert not judge("it is x+1", "x+1")
 
 
 @pytest.mark.parametrize(("name", "rows"), [("cases", 347), ("model_outputs", 349)])
-def test_judged_sets_of_other_projects(name: str, rows: int) -> None:
+def test_judged_sets_of_other_projects(name, rows):
     path = _JUDGED / f"{name}.jsonl"
     if not path.is_file():
         pytest.skip(f"the judged answers {path} are not here")

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,23 +20,23 @@ _HANGS = r"9^{9^{9^{9}}} x"
 _RAISES = r"x \mod 0"
 
 
-def _plant(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def _plant(monkeypatch, call):
     """Let verifiers make a call of the planted worker in place of each comparison."""
     monkeypatch.setattr("dcmdp_jax.rewards.math.verifier.COMPARISON", "tests.rewards.planted_worker")
     monkeypatch.setenv("PLANTED_CALL", call)
 
 
-def _boxed(answer: str) -> str:
+def _boxed(answer):
     return rf"so \boxed{{{answer}}}"
 
 
 @pytest.fixture(scope="module")
-def verifier() -> Iterator[Verifier]:
+def verifier():
     with Verifier(num_workers=2, timeout_s=0.8) as pool:
         yield pool
 
 
-def test_literals_are_graded_without_a_worker() -> None:
+def test_literals_are_graded_without_a_worker():
     before = descendants(os.getpid())
     with Verifier(num_workers=1, timeout_s=1.0) as pool:
         grades = pool.grade(
@@ -50,7 +49,7 @@ def test_literals_are_graded_without_a_worker() -> None:
         assert descendants(os.getpid()) == before
 
 
-def test_rewards_keep_their_order_and_repeats(verifier: Verifier) -> None:
+def test_rewards_keep_their_order_and_repeats(verifier):
     completions = [_boxed(f"{k % 7}+x") for k in range(40)]
     answers = [f"x+{k % 5}" for k in range(40)]
     grades = verifier.grade(completions, answers)
@@ -58,7 +57,7 @@ def test_rewards_keep_their_order_and_repeats(verifier: Verifier) -> None:
     assert (grades.errors, grades.timeouts, grades.unparsed) == (0, 0, 0)
 
 
-def test_a_hanging_answer_costs_its_time_limit_and_nothing_else(verifier: Verifier) -> None:
+def test_a_hanging_answer_costs_its_time_limit_and_nothing_else(verifier):
     grades = verifier.grade(
         [_boxed("x+1"), _boxed(_HANGS), _boxed(_RAISES), _boxed(_HANGS), "none"], ["1+x", "5x", "x+1", "5x", "1"]
     )
@@ -68,7 +67,7 @@ def test_a_hanging_answer_costs_its_time_limit_and_nothing_else(verifier: Verifi
 
 
 @pytest.mark.parametrize("asks", ["at once", "meanwhile", "late"])
-def test_an_answer_over_its_limit_gets_one_reward_whenever_results_are_asked_for(asks: str) -> None:
+def test_an_answer_over_its_limit_gets_one_reward_whenever_results_are_asked_for(asks):
     # About 0.15 s of processor time, eight times the limit. It ends by itself, long before any hang would be noticed.
     completions, answers = [_boxed(r"\sin(x)^2+\cos(x)^2+y")], ["1+y"]
     with Verifier(num_workers=1, timeout_s=0.02) as pool:
@@ -82,7 +81,7 @@ def test_an_answer_over_its_limit_gets_one_reward_whenever_results_are_asked_for
 
 
 @pytest.mark.parametrize("asks", ["at once", "meanwhile", "late"])
-def test_an_answer_within_its_limit_is_rewarded_whenever_results_are_asked_for(monkeypatch, asks: str) -> None:
+def test_an_answer_within_its_limit_is_rewarded_whenever_results_are_asked_for(monkeypatch, asks):
     # The planted worker sleeps for longer than the limit, which is processor time.
     _plant(monkeypatch, "sleep 0.6")
     completions, answers = [_boxed("x+1")], ["1+x"]
@@ -96,7 +95,7 @@ def test_an_answer_within_its_limit_is_rewarded_whenever_results_are_asked_for(m
     assert (grades.rewards.tolist(), grades.timeouts) == ([1.0], 0)
 
 
-def test_an_answer_that_waits_ends_by_the_clock(monkeypatch) -> None:
+def test_an_answer_that_waits_ends_by_the_clock(monkeypatch):
     _plant(monkeypatch, "sleep 20")
     monkeypatch.setattr("dcmdp_jax.rewards.math.verifier.WALL_SECONDS", 0.1)
     with Verifier(num_workers=1, timeout_s=0.3) as pool:
@@ -104,7 +103,7 @@ def test_an_answer_that_waits_ends_by_the_clock(monkeypatch) -> None:
     assert (grades.rewards.tolist(), grades.timeouts) == ([0.0], 1)
 
 
-def test_a_first_batch_without_answers_is_said_once_with_the_setting_that_reads_them(caplog) -> None:
+def test_a_first_batch_without_answers_is_said_once_with_the_setting_that_reads_them(caplog):
     texts, answers = ["#### 7", "the answer is 7.", "no idea"], ["7", "7", "7"]
     with Verifier() as pool:
         assert pool.grade(texts, answers).unparsed == 3 and pool.found_answer("#### 7") is None
@@ -120,7 +119,7 @@ def test_a_first_batch_without_answers_is_said_once_with_the_setting_that_reads_
     assert caplog.records == []
 
 
-def test_comparisons_run_before_results_are_read(monkeypatch, tmp_path: Path) -> None:
+def test_comparisons_run_before_results_are_read(monkeypatch, tmp_path):
     """All of what was begun is compared before `grade` is called, not only what the first idle worker was given."""
     log = tmp_path / "log"
     _plant(monkeypatch, f"log {log}")
@@ -132,7 +131,7 @@ def test_comparisons_run_before_results_are_read(monkeypatch, tmp_path: Path) ->
     assert len(log.read_text().splitlines()) == 20
 
 
-def test_a_batch_ends_with_its_budget_and_counts_what_was_undecided(caplog) -> None:
+def test_a_batch_ends_with_its_budget_and_counts_what_was_undecided(caplog):
     # 40 answers of 600 s each on two workers would take over three hours.
     bombs = [_boxed(rf"{k}^{{9^{{9^{{9}}}}}} x") for k in range(2, 42)]
     completions, answers = [*bombs, _boxed("7"), "none", bombs[0]], [*["5x"] * 40, "7", "1", "5x"]
@@ -147,13 +146,13 @@ def test_a_batch_ends_with_its_budget_and_counts_what_was_undecided(caplog) -> N
     assert warning.startswith("41 of 43 answers were undecided after 1 s, the verifier's budget for a batch")
 
 
-def test_a_batch_without_budget_waits_for_every_answer() -> None:
+def test_a_batch_without_budget_waits_for_every_answer():
     with Verifier(num_workers=2, timeout_s=0.3, budget_s=0) as pool:
         grades = pool.grade([_boxed(rf"{k}^{{9^{{9^{{9}}}}}} x") for k in range(2, 8)], ["5x"] * 6)
     assert (grades.timeouts, grades.over_budget) == (6, 0)
 
 
-def test_workers_import_neither_jax_nor_flax() -> None:
+def test_workers_import_neither_jax_nor_flax():
     program = (
         "import sys; import dcmdp_jax.rewards.isolated_worker, dcmdp_jax.rewards.math.equivalence as e;"
         "e.equivalent('x+1', '1+x');"
@@ -163,7 +162,7 @@ def test_workers_import_neither_jax_nor_flax() -> None:
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_closed_verifier_says_so() -> None:
+def test_a_closed_verifier_says_so():
     pool = Verifier(num_workers=1, timeout_s=2.0)
     pool.grade([_boxed("x+1")], ["1+x"])
     pool.close()
@@ -172,7 +171,7 @@ def test_a_closed_verifier_says_so() -> None:
         pool.grade([_boxed("1")], ["1"])
 
 
-def test_workers_that_can_not_start_close_the_verifier(monkeypatch) -> None:
+def test_workers_that_can_not_start_close_the_verifier(monkeypatch):
     monkeypatch.setattr("dcmdp_jax.rewards.math.verifier.COMPARISON", "no_such_module")
     with Verifier(num_workers=2) as pool:
         with pytest.raises(RuntimeError, match="no verifier process could be started: ModuleNotFoundError"):
@@ -181,7 +180,7 @@ def test_workers_that_can_not_start_close_the_verifier(monkeypatch) -> None:
             pool.grade([_boxed("x+1")], ["1+x"])
 
 
-def test_bad_arguments_are_named() -> None:
+def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="num_workers = 0"):
         Verifier(num_workers=0)
     with pytest.raises(ValueError, match="timeout_s = 0"):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import pytest
 
@@ -154,10 +152,10 @@ class _TimeLimitError(Exception):
     pass
 
 
-def _rewarded(prediction: str, gold: str) -> bool:
+def _rewarded(prediction, gold):
     """The whole way from a completion; an error or two minutes without an answer are no reward, as in training."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(number, frame):
         raise _TimeLimitError
 
     previous = signal.signal(signal.SIGALRM, stop)
@@ -171,13 +169,13 @@ def _rewarded(prediction: str, gold: str) -> bool:
         signal.signal(signal.SIGALRM, previous)
 
 
-def _of_integer(gold: str) -> Iterator[tuple[str, str]]:
+def _of_integer(gold):
     value = int(gold)
     for form in _OF_INTEGERS:
         yield form.format(n=gold, m=value + 1, double=2 * value if abs(value) > 1 else 9), gold
 
 
-def _of_function(gold: str) -> Iterator[tuple[str, str]]:
+def _of_function(gold):
     names = {
         "upper": re.sub(r"(?<![\\a-z])x", "X", gold),
         "primed": re.sub(r"(?<![\\a-z])x", "x'", gold),
@@ -188,30 +186,30 @@ def _of_function(gold: str) -> Iterator[tuple[str, str]]:
         yield form.format(f=gold, v="x", **names), gold
 
 
-def _made() -> list[tuple[str, str]]:
+def _made():
     made = [pair for gold in _INTEGERS for pair in _of_integer(gold)]
     return made + [pair for gold in _FUNCTIONS for pair in _of_function(gold)]
 
 
-def test_no_wrong_answer_made_from_a_right_one_is_rewarded() -> None:
+def test_no_wrong_answer_made_from_a_right_one_is_rewarded():
     attacks = [*_PAIRS, *_made()[::3]]
     assert len(attacks) >= 500
     assert [pair for pair in attacks if _rewarded(*pair)] == []
 
 
 @pytest.mark.long
-def test_none_of_all_wrong_answers_is_rewarded() -> None:
+def test_none_of_all_wrong_answers_is_rewarded():
     assert [pair for pair in _made() if _rewarded(*pair)] == []
 
 
-def test_the_answers_that_were_attacked_are_rewarded_themselves() -> None:
+def test_the_answers_that_were_attacked_are_rewarded_themselves():
     golds = dict.fromkeys([*_INTEGERS, *_FUNCTIONS, *(gold for _, gold in _PAIRS)])
     assert [gold for gold in golds if not _rewarded(gold, gold)] == []
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["aime24", "amc23", "math500", "minerva", "olympiadbench"])
-def test_no_attack_on_a_benchmark_is_rewarded(name: str) -> None:
+def test_no_attack_on_a_benchmark_is_rewarded(name):
     path = _DATA / "benchmarks" / f"{name}.jsonl"
     if not path.is_file():
         pytest.skip(f"the benchmark {path} is not here")
@@ -229,7 +227,7 @@ def test_no_attack_on_a_benchmark_is_rewarded(name: str) -> None:
     assert [pair for pair in attacks if _rewarded(*pair)] == []
 
 
-def _damaged(gold: str) -> Iterator[tuple[str, str]]:
+def _damaged(gold):
     """An answer of any form with one number in it changed, its sign, its brackets, or with another answer beside it."""
     body = gold.strip("$")
     number = re.search(r"(?<![0-9.^_{])[0-9]+(?![0-9.])", body)
