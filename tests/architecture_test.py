@@ -30,8 +30,8 @@ def _drawings():
     return re.findall(r"^## The life of a (\w+)\n(.*?)(?=^## )", _PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_there_are_three_lives():
-    assert [name for name, _ in _drawings()] == ["batch", "weight", "setting"]
+def test_there_are_four_lives():
+    assert [name for name, _ in _drawings()] == ["batch", "weight", "setting", "reward"]
 
 
 @pytest.mark.parametrize("drawing", [drawing for _, drawing in _drawings()], ids=[name for name, _ in _drawings()])

@@ -24,8 +24,8 @@ class Column:
     """One array with an entry for each token.
 
     Attributes:
-        doc: what an entry is.
-        dtype: of the array.
+        doc: meaning of an entry.
+        dtype: the array's type.
         fill: entry of padding, and of a token that the column says nothing about.
         of_given: whether it has entries for tokens that the policy did not sample: a prompt, the output of a tool.
             Those of another column are `fill`.
@@ -101,7 +101,7 @@ def common_columns(columns: Sequence[Mapping[str, np.ndarray]], lengths: Sequenc
     """The columns that several episodes have, and the shape of their entries.
 
     Args:
-        columns: of each episode, name -> [T, ...].
+        columns: each episode's columns, name -> [T, ...].
         lengths: T of each.
 
     Raises:
@@ -124,7 +124,7 @@ def over_sequence(name: str, values: np.ndarray, sampled_mask: np.ndarray) -> np
     """A column of a whole sequence from what an engine has of it.
 
     Args:
-        name: of the column.
+        name: the column's name.
         values: [n, ...]; n is at most T of a column that given tokens have (it lacks the last, unread ones), else the
             number of sampled tokens.
         sampled_mask: [T] bool.

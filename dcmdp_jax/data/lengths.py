@@ -51,7 +51,7 @@ def parse_lengths(text: str, *, limit: int) -> Lengths:
     """The lengths that a text names: `lognormal(MEDIAN,CAP)`, or the directory of a run with its `metrics.jsonl`.
 
     Args:
-        text: what the user wrote.
+        text: the setting as written.
         limit: most tokens of a completion.
 
     Raises:
@@ -93,13 +93,13 @@ def _recorded(run_dir: Path, limit: int) -> Lengths:
 
 
 def typical_lengths(limit: int) -> Lengths:
-    """What is expected where nothing is known: a median of a quarter of the limit."""
+    """The lengths expected where nothing is known, with a median of a quarter of the limit."""
     return lognormal(max(1, limit // 4), limit)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedStep:
-    """What a step is expected to compute, means over a few drawn steps.
+    """Expected computation of a step, means over a few drawn steps.
 
     Attributes:
         tokens: real ones, prompts included.
@@ -118,7 +118,7 @@ class ExpectedStep:
 
 
 def expected_step(shapes: RowShapes, prompts: np.ndarray, completions: Lengths) -> ExpectedStep:
-    """What a step computes for completions of such lengths.
+    """Expected computation of a step for completions of such lengths.
 
     Args:
         shapes: shapes of a batch.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.data.episode import COLUMNS, ROW_LAYOUT, Episode, Shape, common_columns
@@ -45,7 +45,7 @@ def pack(
     Args:
         episodes: M * N, grouped by prompt.
         rewards: [M * N] float32.
-        shapes: of the rows.
+        shapes: shapes of the rows.
         mask_truncated: leave completions that hit the length limit out of the loss.
         dropped: [M * N] bool, completions that must not be used at all (their log-probs may be anything).
 
@@ -77,17 +77,15 @@ def pack(
     loss_mask = valid & ~truncated.reshape(shape) if mask_truncated else valid
 
     kinds = list(zip(shapes.micro_batches, shapes.rows_per_micro_batch, shapes.row_lengths, strict=True))
-    blocks = [_empty_rows((shapes.mini_batches, micro * rows, length), columns) for micro, rows, length in kinds]
+    blocks = [_make_rows((shapes.mini_batches, *kind), columns, np.full) for kind in kinds]
     counts = np.zeros((shapes.mini_batches, len(kinds)), np.int32)
     for m, used in enumerate(valid):
         first, members = m * shapes.completions, np.flatnonzero(used)
         layout = lay_out(lengths[first + members], shapes)
         counts[m] = layout.micro_batches
         for i, number, row, start, segment in zip(members, *layout[1:], strict=True):
-            _write(blocks[number], (m, row), start, segment, i, episodes[first + i])
-    for number, split in enumerate(kinds):
-        whole = (shapes.mini_batches, *split)
-        blocks[number] = _map_rows(lambda x, whole=whole: x.reshape(whole + x.shape[3:]), blocks[number])
+            place = (m, *divmod(row, shapes.rows_per_micro_batch[number]))
+            _write(blocks[number], place, start, segment, i, episodes[first + i])
     groups = np.array([episode.group for episode in episodes]).reshape(shape)
     sampled = np.array([episode.num_sampled for episode in episodes], np.int32)
     batch = Batch(
@@ -103,20 +101,23 @@ def pack(
     return batch, PackingReport(tokens=int(lengths[~dropped].sum()), computed_tokens=computed)
 
 
-def _empty_rows(shape: Shape, columns: Mapping[str, Shape]) -> Rows:
-    layout = {name: np.zeros(shape, dtype) for name, dtype in ROW_LAYOUT.items()}
-    filled = {
-        name: np.full((*shape, *entry), COLUMNS[name].fill, COLUMNS[name].dtype) for name, entry in columns.items()
-    }
-    return Rows(**layout, columns=filled)
+def _make_rows(shape: Shape, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]) -> Rows:
+    """Rows of padding.
+
+    Args:
+        shape: shape of the arrays, to the token axis.
+        columns: name -> shape of an entry.
+        make: (shape, entry of padding, dtype) -> array.
+    """
+    layout = {name: make(shape, 0, dtype) for name, dtype in ROW_LAYOUT.items()}
+    declared = {name: (entry, COLUMNS[name]) for name, entry in columns.items()}
+    return Rows(
+        **layout,
+        columns={name: make((*shape, *entry), each.fill, each.dtype) for name, (entry, each) in declared.items()},
+    )
 
 
-def _map_rows(function: Callable[[np.ndarray], np.ndarray], rows: Rows) -> Rows:
-    *layout, columns = rows
-    return Rows(*map(function, layout), {name: function(values) for name, values in columns.items()})
-
-
-def _write(rows: Rows, row: tuple[int, int], start: int, segment: int, index: int, episode: Episode) -> None:
+def _write(rows: Rows, row: Shape, start: int, segment: int, index: int, episode: Episode) -> None:
     sampled = episode.sampled_mask
     place = slice(start, start + len(sampled))
     rows.input_ids[row][place] = episode.token_ids
@@ -136,21 +137,20 @@ def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
         packing: its shapes.
         columns: name -> shape of an entry, of the columns that the completions have; see `episode.columns_of_run`.
     """
-    shapes = zip(packing.micro_batches, packing.rows_per_micro_batch, packing.row_lengths, strict=True)
-    rows = tuple(_abstract_rows((packing.mini_batches, *shape), columns) for shape in shapes)
-    completions = packing.mini_batches, packing.completions
-    per_completion = {
-        "rewards": jnp.float32, "group_ids": jnp.int32, "completion_lengths": jnp.int32, "loss_mask": jnp.bool_,
-        "valid": jnp.bool_,
-    }  # fmt: skip
-    counts = jax.ShapeDtypeStruct((packing.mini_batches, len(rows)), jnp.int32)
-    rest = {name: jax.ShapeDtypeStruct(completions, dtype) for name, dtype in per_completion.items()}
-    return Batch(rows=rows, micro_batches=counts, **rest)
-
-
-def _abstract_rows(shape: Shape, columns: Mapping[str, Shape]) -> Rows:
-    layout = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in ROW_LAYOUT.items()}
-    return Rows(
-        **layout,
-        columns={name: jax.ShapeDtypeStruct((*shape, *entry), COLUMNS[name].dtype) for name, entry in columns.items()},
+    kinds = zip(packing.micro_batches, packing.rows_per_micro_batch, packing.row_lengths, strict=True)
+    rows = tuple(_make_rows((packing.mini_batches, *kind), columns, _abstract) for kind in kinds)
+    completions = (packing.mini_batches, packing.completions)
+    return Batch(
+        rows=rows,
+        micro_batches=_abstract((packing.mini_batches, len(rows)), 0, np.int32),
+        rewards=_abstract(completions, 0, np.float32),
+        group_ids=_abstract(completions, 0, np.int32),
+        completion_lengths=_abstract(completions, 0, np.int32),
+        loss_mask=_abstract(completions, 0, np.bool_),
+        valid=_abstract(completions, 0, np.bool_),
     )
+
+
+def _abstract(shape: Shape, fill: float, dtype: type) -> jax.ShapeDtypeStruct:
+    del fill
+    return jax.ShapeDtypeStruct(shape, dtype)

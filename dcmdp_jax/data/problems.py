@@ -55,7 +55,7 @@ def load_problems(
         on_bad_row: handling of a malformed row, an empty prompt, or an answer that nothing could match: "error" stops,
             "skip" leaves it out, counted and logged.
         keep_columns: whether problems have `columns`, which take memory.
-        answers: what becomes of a row without an answer.
+        answers: handling of a row without an answer.
         name: source of rows without a `data_source`, and of a built-in task; empty for the location's own.
 
     Raises:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 # A chat that no template contains: characters that every tokenizer should have, a line break and a run of spaces.
 _MESSAGE = "Find 1+1.\n\n  Answer in one line: 12 + 30 = ?"
-_CHAT = (
-    {"role": "user", "content": "What is 2+3?"}, {"role": "assistant", "content": "5"},
-    {"role": "user", "content": _MESSAGE},
-)  # fmt: skip
+_CHAT = tuple(
+    {"role": role, "content": content}
+    for role, content in (("user", "What is 2+3?"), ("assistant", "5"), ("user", _MESSAGE))
+)
 # What pre-tokenizers and normalizers treat differently.
 _SAMPLE = (
     "Let f(x) = 12,345.67;\n\n\t    if a<=b: don't  \N{GREEK SMALL LETTER PI}, na\u00efve, \u6570\u5b66 \U0001f600\r\n "
@@ -42,8 +42,11 @@ _ANSWER_FORM = re.compile(
     re.IGNORECASE,
 )
 # Arguments of apply_chat_template, which a template's variables share.
-_OURS = ("messages", "conversation", "tokenize", "add_generation_prompt", "chat_template", "tools", "documents",
-         "continue_final_message", "return_dict", "return_tensors", "padding", "truncation", "max_length")  # fmt: skip
+_OURS = re.findall(
+    r"\w+",
+    "messages conversation tokenize add_generation_prompt chat_template tools documents continue_final_message "
+    "return_dict return_tensors padding truncation max_length",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +84,7 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
 
     Args:
         path: a directory in Hugging Face format, or a Hub name.
-        vocab_size: of the model that it is for; None if there is none.
+        vocab_size: the model's; None without a model.
 
     Raises:
         UserError: if there is no tokenizer there, it has more tokens than the model, no chat template, one that leaves
@@ -137,9 +140,9 @@ def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrain
     if _sample_ids(plain) == _sample_ids(tokenizer):
         return tokenizer
     _LOG.warning(
-        "tokenizer %s: read as tokenizer.json has it, because transformers' %s changes its ids", directory,
-        type(tokenizer).__name__,
-    )  # fmt: skip
+        "tokenizer %s: read as tokenizer.json has it, because transformers' %s changes its ids",
+        *(directory, type(tokenizer).__name__),
+    )
     return plain
 
 
@@ -322,7 +325,7 @@ def render_chat(
     """A chat as its template writes it, up to the assistant's turn, or within it if the last message is its.
 
     Raises:
-        Exception: what the template raises.
+        Exception: any exception of the template.
     """
     continued = messages[-1]["role"] == "assistant"
     return tokenizer.apply_chat_template(
@@ -385,7 +388,7 @@ def end_token_ids(
         tokenizer: its `eos_token_id` counts where it has one.
         model_dir: directory whose generation_config.json and config.json are read for `eos_token_id`; missing
             files are skipped.
-        vocab_size: of the model, whose completions never end with an id beyond.
+        vocab_size: the model's, whose completions never end with an id beyond.
 
     Returns:
         The ids, ascending, without repeats.
@@ -433,7 +436,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]) -> None:
     """Write a tokenizer and a generation_config.json that lists every end token, so that `end_token_ids` finds them.
 
-    The files that the tokenizer was read from are copied, because `save_pretrained` may write others: those of the
+    The files that the tokenizer was read from are copied, because `save_pretrained` may write others, those of the
     class, not of the source. One that was made in memory is saved.
 
     An exported model needs the list: without it, an engine samples past the end of a chat turn. The file has nothing

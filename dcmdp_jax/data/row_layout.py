@@ -93,7 +93,7 @@ def make_row_shapes(
     """The shapes for batches of `mini_batches` x `completions` sequences.
 
     Of the shapes within the limits those are taken that compute least for sequences of lognormal lengths, with medians
-    of a tenth to a half of the longest: what is computed over what is real, and for every micro-batch 32 tokens of each
+    of a tenth to a half of the longest: computed tokens over real ones, and for every micro-batch 32 tokens of each
     device.
 
     Args:

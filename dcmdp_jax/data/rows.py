@@ -58,7 +58,7 @@ def problem_from_row(
         source: name to use where the row has no `data_source`.
         index: 0-based row number.
         keep_columns: whether the problem has `columns`.
-        answers: what becomes of a row without a usable answer.
+        answers: handling of a row without a usable answer.
 
     Raises:
         UserError: if the row is no JSON object, its schema is unknown, its prompt is empty, or it has no answer and
@@ -167,7 +167,7 @@ def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
-    """As `_answer`, once the verifier can use the answer."""
+    """The result of `_answer`, if the verifier can use the answer."""
     answer, solution = _answer(row)
     if not answer:
         raise _NoAnswer(f"the answer {answer_defect(answer)}")
@@ -237,7 +237,7 @@ def _answer_text(value: Any, field: str) -> str:
 
 
 def _literal(text: str) -> Any:
-    """What a text says as JSON, or as Python prints it; None for anything else."""
+    """The value of a text in JSON, or as Python prints it; None for anything else."""
     if re.search(r"(?<!\\)\\[a-zA-Z]{2}", text):  # the backslashes of LaTeX, not escaped
         text = text.replace("\\", r"\\")
     for read in (json.loads, ast.literal_eval):

@@ -1,4 +1,4 @@
-"""Environments: what a policy talks to in turns.
+"""Environments, which a policy talks to in turns.
 
     class Game:
         observation_role = "user"                       # of the chat messages that observations become; may be left out
@@ -36,11 +36,11 @@ _LARGEST = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What an environment says to one turn.
+    """An environment's response to one turn.
 
     Attributes:
         observation: text that the policy reads next; empty where it ends.
-        reward: of this turn.
+        reward: this turn's reward.
         done: whether the completion ends.
     """
 
@@ -53,7 +53,7 @@ class EnvironmentPool(Closing):
     """One process with the environments of a batch of completions. Not thread-safe; close it.
 
     Args:
-        name: as for `load_environment`.
+        name: see `load_environment`.
         columns: names of the columns that `reset` gets.
         timeout_s: wall-clock limit of one call for all completions, in seconds.
         memory_gib: address space of the process in GiB; 0 for no limit.
@@ -91,7 +91,7 @@ class EnvironmentPool(Closing):
         return observations, role
 
     def step(self, rows: Sequence[int], texts: Sequence[str], on_wait: Callable[[], None]) -> list[Step]:
-        """What the environments of some completions say to their turns. Raises as `reset`."""
+        """The responses of the environments of some completions to their turns. Raises as `reset`."""
         return [Step(*each) for each in self._call(on_wait, "step", list(rows), list(texts))]
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class _Playing:
         return [[each.observation, each.reward, each.done] for each in self._checked(answer, checked_step, rows)]
 
     def _checked(self, call: Callable[[], list[Any]], check: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
-        """What the calls gave, checked."""
+        """The results of the calls, checked."""
         try:
             given = call()
             if any(map(inspect.isawaitable, given)):

@@ -64,7 +64,7 @@ class _Play:
     finish_reason: str = "stop"
 
     def arrays(self) -> list[np.ndarray]:
-        """Those of `parts`, joined behind the prompt."""
+        """The arrays of `parts`, joined behind the prompt."""
         return [np.concatenate(each) for each in zip(_given(self.prompt), *self.parts, strict=True)]
 
     @property

@@ -98,9 +98,14 @@ class IsolatedPool(Closing):
     """
 
     def __init__(
-        self, module: str, load_args: Sequence[Any] = (), *, workers: int = 1, memory_bytes: int = 0,
+        self,
+        module: str,
+        load_args: Sequence[Any] = (),
+        *,
+        workers: int = 1,
+        memory_bytes: int = 0,
         output: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._new_worker = functools.partial(_Worker, module, load_args, memory_bytes, output)
         self._max_workers = workers
         self._calls: queue.PriorityQueue[tuple[int, int, _Call | None]] = queue.PriorityQueue()  # tries, place in line
@@ -115,7 +120,7 @@ class IsolatedPool(Closing):
         """Put a call in line. Its result is the function's value, or a `CallError`. A call in line can be cancelled.
 
         Args:
-            args: of the function, JSON values; others arrive as text.
+            args: the function's arguments, JSON values; others arrive as text.
             wall_s: wall-clock limit in seconds.
             cpu_s: limit of processor time in seconds, None for none. A call with a long one has a short first try,
                 which has a third of `wall_s`.
@@ -280,7 +285,7 @@ def result_of(future: Future[Any], on_wait: Callable[[], None] = lambda: None) -
     """Wait for a call; its value.
 
     Args:
-        future: what `IsolatedPool` gave.
+        future: a call of `IsolatedPool`.
         on_wait: called ten times a second; an exception from it ends the wait.
 
     Raises:

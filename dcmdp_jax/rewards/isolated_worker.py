@@ -1,4 +1,4 @@
-"""The program of an isolated process: it loads one function, then calls it for the trainer, one call at a time.
+"""The program of an isolated process, which loads one function, then calls it for the trainer, one call at a time.
 
     python -m dcmdp_jax.rewards.isolated_worker MODULE [MEMORY_BYTES SOCKET_FD LIFELINE_FD]
 

@@ -65,7 +65,7 @@ Message = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    r"""One task: what the model is asked and what a right answer equals.
+    r"""One task: a question to the model, and the right answer.
 
     Attributes:
         prompt: text of the last user message, before any prompt suffix; of the last message if none is the user's.
@@ -90,11 +90,11 @@ class Problem:
 
     @property
     def given(self) -> str | list[Message]:
-        """What reward functions get as the prompt: the text, or the messages."""
+        """The prompt for reward functions, text or messages."""
         return list(self.messages) or self.prompt
 
     def as_completion(self, text: str) -> str | list[Message]:
-        """What reward functions get as a completion of this problem: its text, or a message where the prompt is some.
+        """A completion of this problem for reward functions, its text, or a message where the prompt is messages.
 
         As in TRL, the completion of a chat is a list of one message of the assistant.
         """
@@ -103,7 +103,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerState:
-    """What a reward function learns about the run, by the names of transformers' `TrainerState`.
+    """Progress of the run for reward functions, by the names of transformers' `TrainerState`.
 
     Attributes:
         global_step: finished training steps.
@@ -121,7 +121,7 @@ BEGINNING = TrainerState()
 
 
 class Logged:
-    """What a reward function logs in one call, by TRL's `log_metric` and `log_extra`.
+    """Values that a reward function logs in one call, by TRL's `log_metric` and `log_extra`.
 
     Args:
         count: completions of the call.
@@ -278,7 +278,7 @@ def call_reward(
         function: the function.
         prompts, completions, completion_ids: one per completion.
         columns: the other columns, one element per completion.
-        state: of the run.
+        state: the run's progress.
         logged: takes what the function logs.
 
     Raises:

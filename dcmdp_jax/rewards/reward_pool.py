@@ -32,7 +32,7 @@ from dcmdp_jax.user_code import describe_error
 
 @dataclasses.dataclass(frozen=True)
 class Returned:
-    """What a call gave.
+    """The result of a call.
 
     Attributes:
         rewards: one value or None per completion.
@@ -59,9 +59,14 @@ class RewardPool(Closing):
     """
 
     def __init__(
-        self, functions: Sequence[str], columns: Sequence[str], *, timeout_s: float, memory_gib: float = 0.0,
+        self,
+        functions: Sequence[str],
+        columns: Sequence[str],
+        *,
+        timeout_s: float,
+        memory_gib: float = 0.0,
         output: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._timeout_s = timeout_s
         limits = {"memory_bytes": int(memory_gib * 1024**3), "output": output}
         self._pools = {name: IsolatedPool(__name__, (name, list(columns)), **limits) for name in functions}
@@ -94,7 +99,7 @@ class RewardPool(Closing):
             prompts, completions, completion_ids: one per completion.
             columns: the other columns, one element per completion. Types that JSON lacks, such as dates, arrive as
                 text.
-            state: of the run.
+            state: the run's progress.
         """
         ids = [np.asarray(each).tolist() for each in completion_ids]
         batch = (dict(columns), list(prompts), list(completions), ids, dataclasses.asdict(state))

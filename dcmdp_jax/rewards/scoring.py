@@ -209,13 +209,13 @@ class BatchScoring:
     """Texts and rewards of the completions that one call of an engine's `generate` samples.
 
     `math` grades a completion as soon as its group is sampled. A function is called once, on the whole batch, when all
-    are: it may compare completions, or send all its requests at once.
+    are, because it may compare completions or send all its requests at once.
 
     Args:
         scorer: calls the functions.
         tokenizer: turns token ids into text.
         problems: the problem of each row, `prompt * group_size + member`. `math` has no value for one without answer.
-        state: what functions learn about the run.
+        state: the run's progress, for functions.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class BatchScoring:
             self._scorer.verifier.begin(*texts_and_answers)
 
     def _with_answers(self, rows: Sequence[int]) -> tuple[list[int], list[str], list[str]]:
-        """Those of some rows that have an answer, their texts and their answers."""
+        """The rows that have an answer, their texts and their answers."""
         answers = {row: answer for row in rows if (answer := self._problems[row].answer) is not None}
         return list(answers), [self._texts[row] for row in answers], list(answers.values())
 
@@ -334,7 +334,7 @@ class BatchScoring:
         return own
 
     def _returned(self, function: str, result: Returned | RewardError) -> Returned:
-        """What a function gave; nothing where it failed, if failures are counted."""
+        """The result of a function; no values where it failed, if failures are counted."""
         if isinstance(result, Returned):
             return result
         problem = str(result)

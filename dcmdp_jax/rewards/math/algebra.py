@@ -81,9 +81,9 @@ def same_value(left: str, right: str, factor: Fraction | int = 1) -> bool:
     """Whether two answers in `notation.normalize_answer`'s notation are equal by algebra.
 
     Args:
-        left: what the policy answered.
+        left: the policy's answer.
         right: the reference.
-        factor: what `left` is multiplied by, a rational number.
+        factor: rational number that `left` is multiplied with.
     """
     if _VECTOR.search(left + right) and _CROSS.search(left + right):
         return False  # the parser takes a cross product for a product
@@ -166,7 +166,7 @@ def _with_named_parts(text: str) -> str:
 def _with_distinct_case(left: str, right: str) -> tuple[str, str]:
     r"""Rename `R` where the two answers also hold an `r`, `\Delta` beside `\delta`: the parser folds case.
 
-    `C` is kept: it is a constant of integration in either case.
+    `C` is kept, because it is a constant of integration in either case.
     """
     names = set(_LETTER_OR_COMMAND.findall(left + right))
     lower = {name.lower() for name in names if name != name.lower()} & names
@@ -197,23 +197,14 @@ def _is_relation(value: Any) -> bool:
 
 def _same_relation(left: Any, right: Any, seed: bytes) -> bool | None:
     """Equations and inequalities are the same if the differences of their sides are proportional (by more than 0)."""
-    kinds = {
-        sympy.Eq: (sympy.Eq, 1),
-        sympy.Ne: (sympy.Ne, 1),
-        sympy.Lt: (sympy.Lt, 1),
-        sympy.Gt: (sympy.Lt, -1),
-        sympy.Le: (sympy.Le, 1),
-        sympy.Ge: (sympy.Le, -1),
-    }
-    if type(left) not in kinds or type(right) not in kinds:
+    left, right = (each.reversed if isinstance(each, sympy.Gt | sympy.Ge) else each for each in (left, right))
+    if not {type(left), type(right)} <= {sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le}:
         return None
-    (left_kind, left_sign), (right_kind, right_sign) = kinds[type(left)], kinds[type(right)]
-    if left_kind is not right_kind:
+    if type(left) is not type(right):
         return False
     exact = _is_exact(left.lhs - left.rhs, right.lhs - right.rhs)
     a, b = (
-        _plain_symbols(sign * (_with_exact_decimals(value.lhs) - _with_exact_decimals(value.rhs)))
-        for value, sign in ((left, left_sign), (right, right_sign))
+        _plain_symbols(_with_exact_decimals(value.lhs) - _with_exact_decimals(value.rhs)) for value in (left, right)
     )
     if a.free_symbols != b.free_symbols:
         return False
@@ -223,10 +214,10 @@ def _same_relation(left: Any, right: Any, seed: bytes) -> bool | None:
         return None
     # b(point) a(x) = a(point) b(x) for every x
     same = _same_expression(a / at_point[0], b / at_point[1], seed, exact=exact)
-    if same and left_kind in (sympy.Lt, sympy.Le):
+    if same and isinstance(left, sympy.Lt | sympy.Le):
         ratio = (at_point[0] / at_point[1]).evalf(_DIGITS)
         return bool(ratio.is_real and ratio > 0)
-    return bool(same) if left_kind is sympy.Ne else same or None
+    return bool(same) if isinstance(left, sympy.Ne) else same or None
 
 
 def _plain_symbols(value: Any) -> Any:
@@ -317,11 +308,7 @@ def _agree_at(left: Any, right: Any, point: dict[Any, Any], *, digits: int, exac
     if not (a.is_number and b.is_number and a.is_finite and b.is_finite):
         return None
     size = max(abs(a).evalf(digits), abs(b).evalf(digits))
-    return bool(abs(a - b).evalf(digits) <= _tolerance(digits, exact) * size)
-
-
-def _tolerance(digits: int, exact: bool) -> Any:
-    return sympy.Rational(1, 10 ** (digits - 10 if exact else 6))
+    return bool(abs(a - b).evalf(digits) <= sympy.Rational(1, 10 ** (digits - 10 if exact else 6)) * size)
 
 
 def _has_one_branch(left: Any, right: Any, point: dict[Any, Any]) -> bool:
@@ -346,7 +333,7 @@ def _without_noise(value: Any) -> Any:
 def _sample_points(
     symbols: list[Any], count: int, seed: bytes, *, positive: bool = False, decades: int = 0
 ) -> list[dict[Any, Any]]:
-    """Points with rational coordinates: of size 0.5 to 2, or spread evenly over `decades` powers of ten both ways."""
+    """Points with rational coordinates, of size 0.5 to 2, or spread evenly over `decades` powers of ten both ways."""
     draw = random.Random(seed)
     columns = []
     for _ in symbols:

@@ -43,8 +43,8 @@ _TOLERANCE = re.compile(r"\\tolerance\{([^{}]*+)\}\s*+$")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _BASED = re.compile(r"([+-]?(?=[A-Z]*+[0-9])[0-9A-Z]++)_(?:([0-9])|\{([0-9]{1,2}|[a-z]++)\})")
 _BASE_WORDS = {
-    "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10"
-}  # fmt: skip
+    word: str(base) for base, word in enumerate(re.findall("[a-z]+", "two three four five six seven eight nine ten"), 2)
+}
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _CHOICE_AND_VALUE = re.compile(
     r"(?:\(([A-Z])\)|([A-Z])[.):])[ :.]*+(?![/)])(?:[0-9./^+\-(){} ]|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z]))*+"
@@ -270,7 +270,7 @@ def math_verify(
     r"""1 where math-verify finds the reference answer in the completion, else 0; None where it can't read the answer,
     or there is none.
 
-    The library reads the texts without our parsing of answers, but factors set upright lose their commands first: it
+    The library reads the texts without our parsing of answers, but factors set upright lose their commands first, as it
     takes `\mathrm{e}` in `3\mathrm{e}` for a unit and drops it. Its own time limits apply: 5 seconds to parse a text
     and 5 to compare; an answer over them gets 0.
 

@@ -183,7 +183,7 @@ def _solved(text: str) -> tuple[str, str, str, str] | None:
 
 
 def _absolute(low: str, high: str, relation: str) -> tuple[str, str, str, str] | None:
-    """What `_solved` gives for `|x| < 3` and `3 < |x - 1|`, whose kind of ends is `outside` and the relation."""
+    """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`; the latter's ends are `outside` and the relation."""
     inside, outside = _ABSOLUTE.fullmatch(low), _ABSOLUTE.fullmatch(high)
     found, size = inside or outside, parse_number(high if inside else low)
     if found is None or size is None or size <= 0:

@@ -69,7 +69,7 @@ class Verifier(Closing):
         timeout_s: seconds of processor time one comparison may take in a worker, above 0. In wall-clock time it may
             take three times as long, and 15 seconds more; its short first try a third of that.
         budget_s: longest time `grade` waits for the comparisons of one batch, in seconds; 0 for no budget.
-        extraction: what is a completion's answer, the setting `rewards.answer_extraction`.
+        extraction: where a completion's answer is, the setting `rewards.answer_extraction`.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -95,10 +95,10 @@ class Verifier(Closing):
         """Start to compare completions that `grade` will get. Does not wait.
 
         Args:
-            completions, answers: as for `grade`.
+            completions, answers: see `grade`.
 
         Raises:
-            ValueError, RuntimeError: as `grade`.
+            ValueError, RuntimeError: see `grade`.
         """
         self._ask(completions, answers)
 
