@@ -43,8 +43,28 @@ full = resident()
 last = add(jax.numpy.ones(2**10)).block_until_ready()
 del held
 freed = resident()
-release_freed_memory()
-print(json.dumps({"full": full, "freed": freed, "after_release": resident()}))
+release_freed_memory(above=2**30)
+kept = resident()
+release_freed_memory(above=2**28)
+print(json.dumps({"full": full, "freed": freed, "kept": kept, "after_release": resident()}))
+"""
+_TAKE_TURNS = """
+import ctypes, json, threading
+from pathlib import Path
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) // 256
+def use(size=2**26):
+    block = libc.malloc(size)
+    libc.memset(block, 1, size)
+    libc.free(block)
+before, threads = resident(), [threading.Thread(target=use) for _ in range(4)]
+for thread in threads:
+    thread.start()
+    thread.join()
+print(json.dumps({"grown": resident() - before}))
 """
 _TOKENIZE = """
 import json, sys
@@ -100,12 +120,12 @@ def test_a_process_that_imports_the_commands_is_unchanged(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", "import bin.train, os; print(os.environ.get('GLIBC_TUNABLES'), end='')"],
         cwd=_ROOT,
-        env={**os.environ, "GLIBC_TUNABLES": process_memory.malloc_tunables()},
+        env={**os.environ, "GLIBC_TUNABLES": process_memory.LARGE_PAGES},
         capture_output=True,
         text=True,
         timeout=HANGS_S,
     )
-    assert (done.stdout, done.stderr) == (process_memory.malloc_tunables(), "")
+    assert (done.stdout, done.stderr) == (process_memory.LARGE_PAGES, "")
 
 
 @pytest.mark.long
@@ -152,8 +172,14 @@ def test_tunables_of_the_user_are_kept(tmp_path):
 def test_freed_memory_can_be_released(tmp_path):
     # Eight arrays of 64 MiB, and what they were made of; in MiB.
     report = _report(tmp_path, _PREPARE.format("probe"), run=_FREE)
-    assert report["full"] - report["freed"] < 64
+    assert report["full"] - report["freed"] < 64 and report["freed"] - report["kept"] < 64
     assert report["full"] - report["after_release"] > 7 * 64
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_threads_use_what_others_freed(tmp_path: Path) -> None:
+    # Four threads one after another, 64 MiB each.
+    assert 60 < _report(tmp_path, _PREPARE.format("probe"), run=_TAKE_TURNS)["grown"] < 90
 
 
 def test_commands_tokenize_without_torch(tmp_path):
@@ -166,15 +192,6 @@ def test_commands_tokenize_without_torch(tmp_path):
     )
     assert (without["torch"], other["torch"]) == (False, True)
     assert without["ids"] == other["ids"] == build_tokenizer()("1+2=3")["input_ids"]
-
-
-@pytest.mark.parametrize(("reserved", "size"), [("0\n", 2**30), ("2\n", 1), (None, 1)])
-def test_large_pages_that_someone_reserved_are_left(tmp_path, monkeypatch, reserved, size):
-    count = tmp_path / "nr_hugepages"
-    if reserved is not None:
-        count.write_text(reserved)
-    monkeypatch.setattr(process_memory, "_PAGES_OF_1_GIB", count)
-    assert process_memory.malloc_tunables() == f"glibc.malloc.hugetlb={size}"
 
 
 def test_only_the_package_s_own_commands_start_again():

@@ -63,7 +63,8 @@ from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.types import Params
 
 _CPU_UNROLL = 8
-"""Layers in one iteration of the scan over layers on a CPU, where the layers' gradients are copied in a loop."""
+"""Most layers that a CPU runs without a loop, in which gradients are copied. Deeper models gain no time by it: the 30
+layers of SmolLM2-135M compile in 9 CPU seconds in place of 22, and take 1.9 GiB of temporary memory in place of 2.5."""
 
 
 @contextlib.contextmanager
@@ -282,7 +283,7 @@ class Run:
     @cached_property
     def compute(self) -> Compute:
         """How the training stack computes, its attention kernel the one of this mesh."""
-        return compute_on(self.asked, self.mesh)
+        return compute_on(self.asked, self.mesh, layers=self.model.num_layers)
 
     @cached_property
     def packing(self) -> RowShapes:
@@ -394,8 +395,8 @@ class Run:
         return jax.jit(lambda: init_params(self.model, key, settings.param_dtype), out_shardings=shardings)()
 
 
-def compute_on(config: Config, mesh: Mesh) -> Compute:
-    """Computation of the training stack on a mesh."""
+def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> Compute:
+    """Computation of the training stack on a mesh, of a model with `layers` layers."""
     platform = mesh.devices.flat[0].platform
     dtype = np.dtype(jnp.dtype(config.model.compute_dtype))
     longest = -(-max((config.max_total_tokens, *config.training.row_lengths)) // 128) * 128
@@ -403,7 +404,7 @@ def compute_on(config: Config, mesh: Mesh) -> Compute:
     return Compute(
         dtype=config.model.compute_dtype,
         remat=config.model.remat,
-        scan_unroll=config.model.scan_unroll or (_CPU_UNROLL if platform == "cpu" else 1),
+        scan_unroll=config.model.scan_unroll or (_CPU_UNROLL if platform == "cpu" and layers <= _CPU_UNROLL else 1),
         attention=kernel,
         logprob_chunk=config.model.logprob_chunk,
         one_segment=_segments(config, kernel) == 1,

@@ -11,6 +11,7 @@ import numpy as np
 from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.data.lengths import QUANTILES
+from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.types import Batch
 
@@ -23,6 +24,10 @@ _SAID = {
     "pack": "packing tokens into rows",
     "step": "training",
 }
+
+
+_KEPT_BYTES = 2**30
+"""Freed memory that the process keeps from one phase to the next."""
 
 
 class PhaseTimer:
@@ -45,6 +50,7 @@ class PhaseTimer:
         began = time.monotonic()
         with activity(_SAID[name] + self._more):
             yield
+        release_freed_memory(above=_KEPT_BYTES)
         ended = time.monotonic()
         self.spans.append((name, began, ended))
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + ended - began
