@@ -434,13 +434,13 @@ def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]) -> None:
-    """Write a tokenizer and a generation_config.json that lists every end token, so that `end_token_ids` finds them.
+    """Write a tokenizer, and a generation_config.json with its first and padding token and every end token.
 
     The files that the tokenizer was read from are copied, because `save_pretrained` may write others, those of the
     class, not of the source. One that was made in memory is saved.
 
-    An exported model needs the list: without it, an engine samples past the end of a chat turn. The file has nothing
-    else, because engines take its temperature and top-k as their defaults.
+    `end_token_ids` finds them there, and so does an exported model, which without them is sampled past the end of a
+    chat turn. The file has nothing else, because engines take its temperature and top-k as their defaults.
 
     Raises:
         UserError: if what was written gives other ids.
@@ -457,4 +457,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, en
     if _sample_ids(load_tokenizer(str(directory.resolve()))) != _sample_ids(tokenizer):
         raise UserError(f"{directory}: the tokenizer that was written gives other ids than that of {source}")
     path = directory / "generation_config.json"
-    path.write_text(json.dumps({"eos_token_id": list(end_ids)}) + "\n", encoding="utf-8")
+    ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": [*end_ids]}
+    ids = {name: value for name, value in ids.items() if value is not None}
+    path.write_text(json.dumps(ids) + "\n", encoding="utf-8")

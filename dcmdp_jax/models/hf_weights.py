@@ -168,8 +168,8 @@ def save_tensors(
     """Write a directory that transformers and vLLM load; it appears whole or not at all.
 
     Everything is written to a hidden sibling, synced to disk and renamed. Beside the weights: config.json (with the
-    special token ids of `tokenizer_dir`/config.json when there is one) and, from `tokenizer_dir`, the tokenizer's
-    files and generation_config.json.
+    special token ids of `tokenizer_dir`/config.json, or of generation_config.json where that is missing) and, from
+    `tokenizer_dir`, the tokenizer's files and generation_config.json.
 
     Args:
         tensors: names and values of all that `hf_tensors` lists, in its order, in `dtype`.
@@ -294,9 +294,8 @@ def _tokenizer_files(directory: Path) -> list[Path]:
 
 
 def _token_ids(directory: str | Path | None) -> dict[str, Any]:
-    if directory is None or not (path := Path(directory) / "config.json").is_file():
-        return {}
-    fields = read_json_object(path)
+    files = [Path(directory) / name for name in ("config.json", _GENERATION)] if directory is not None else []
+    fields = next((read_json_object(path) for path in files if path.is_file()), {})
     return {name: fields[name] for name in _TOKEN_IDS if fields.get(name) is not None}
 
 

@@ -78,6 +78,7 @@ class MetricsWriter:
         resume_step: the last finished step of the checkpoint the run continues from. None starts a new run;
             lines of an earlier attempt without a checkpoint are moved to `metrics.jsonl.previous`.
         rollouts_every_steps: interval of `RolloutWriter`; 0 records nothing.
+        devices: those that the run trains on; None for all of JAX's.
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
@@ -94,6 +95,7 @@ class MetricsWriter:
         resume_step: int | None = None,
         listener: Callable[[int, Mapping[str, float]], None] | None = None,
         rollouts_every_steps: int = 0,
+        devices: int | None = None,
     ) -> None:
         if resume_step is not None and resume_step < 0:
             raise ValueError(f"resume_step is {resume_step}; allowed: 0 or more, or None for a new run")
@@ -114,7 +116,7 @@ class MetricsWriter:
             self._rollouts = RolloutWriter(run_dir, every_steps=rollouts_every_steps, resume_step=resume_step)
         except OSError as error:
             raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
-        _record_start(run_dir, resume_step or 0)
+        _record_start(run_dir, resume_step or 0, devices or jax.device_count())
         self._trackers = [Tracker(kind, project, run_dir) for kind, project in projects.items()]
         # Imported late: it imports torch wherever torch is installed, five seconds before every error message.
         from tensorboardX import SummaryWriter
@@ -326,23 +328,26 @@ def _warn_of_gaps(path: Path, finished: int) -> None:
         )  # fmt: skip
 
 
-def _record_start(run_dir: Path, step: int) -> None:
+def _record_start(run_dir: Path, step: int, devices: int) -> None:
     """Append the command, the code, the machine and the date of a start to `starts.jsonl`.
 
     Args:
         run_dir: the run directory.
         step: finished training steps at this start.
+        devices: that it trains on.
     """
-    device = jax.devices()[0]
+    device, program = jax.devices()[0], Path(sys.argv[0])
+    # `python -m bin.train` of a checkout is `dcmdp train`.
+    name = f"dcmdp {program.stem}" if program.parent == Path(__file__).resolve().parents[2] / "bin" else program.name
     line = {
         "step": step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": f"{Path(sys.argv[0]).name} {shlex.join(sys.argv[1:])}".strip(),
+        "command": f"{name} {shlex.join(sys.argv[1:])}".strip(),
         "commit": _code_commit(),
         "version": importlib.metadata.version("dcmdp-jax"),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "machine": f"{jax.device_count()} x {device.device_kind}, {os.cpu_count()} cores, {platform.machine()}",
+        "machine": f"{devices} x {device.device_kind}, {os.cpu_count()} cores, {platform.machine()}",
     }
     with open(run_dir / STARTS_FILE, "a", encoding="utf-8") as file:
         file.write(jsonl.encode(line))

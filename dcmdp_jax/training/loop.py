@@ -331,6 +331,7 @@ def _open_records(run: Run, stack: contextlib.ExitStack, step: int, resumed: boo
             wandb_project=config.observe.wandb_project or None,
             trackio_project=config.observe.trackio_project or None,
             resume_step=step if resumed else None,
+            devices=run.mesh.size,
             listener=progress.update,
             rollouts_every_steps=config.observe.rollouts_every_steps,
         )

@@ -195,9 +195,12 @@ def test_a_template_may_strip_a_message_and_cut_earlier_thoughts():
 
 
 def test_a_saved_tokenizer_keeps_every_end_token(tmp_path):
-    save_tokenizer(build_tokenizer(), tmp_path, (2, 7))
+    tokenizer = build_tokenizer()
+    save_tokenizer(tokenizer, tmp_path, (2, 7))
     assert end_token_ids(load_tokenizer(str(tmp_path)), tmp_path, vocab_size=104) == (2, 7)
-    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": [2, 7]}
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": [2, 7], "pad_token_id": tokenizer.pad_token_id}
+    special = {name: value for name, value in special.items() if value is not None}
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == special and "pad_token_id" in special
 
 
 def _byte_level(directory, tokenizer_class):

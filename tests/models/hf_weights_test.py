@@ -518,3 +518,7 @@ def test_tokenizer_files_come_along(tmp_path):
     assert (fields["eos_token_id"], fields["pad_token_id"], fields["vocab_size"]) == (3, 0, 11)
     assert "bos_token_id" not in fields
     assert fields["torch_dtype"] == "bfloat16"
+    # A run's directory of the tokenizer has no config.json.
+    (source / "config.json").unlink()
+    save_params(params, TIED, tmp_path / "exported", dtype="bfloat16", tokenizer_dir=source)
+    assert json.loads((tmp_path / "exported" / "config.json").read_text())["eos_token_id"] == [3, 4]

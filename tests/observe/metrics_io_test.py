@@ -24,6 +24,8 @@ from dcmdp_jax.observe.metrics_io import MetricsWriter, read_metrics
 from tests.support.our_log import our_log
 from tests.support.waiting import HANGS_S
 
+_ROOT = Path(__file__).parents[2]
+
 
 def _lines(run_dir, name="metrics.jsonl"):
     lines = [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
@@ -345,3 +347,16 @@ def test_a_full_disk_under_tensorboard_does_not_hold_up_the_run(tmp_path, monkey
     writer.close()
     assert [record["reward/mean"] for record in _lines(tmp_path)] == [0.5, 0.5, 0.75]
     assert our_log(caplog) == ["TensorBoard's files can't be written (is the disk full?); going on without them"]
+
+
+def test_a_start_names_a_command_that_exists_and_the_devices_of_the_run(tmp_path, monkeypatch):
+    for program, said in (
+        (_ROOT / "bin" / "train.py", "dcmdp train --config=x"),
+        ("dcmdp train", "dcmdp train --config=x"),
+        ("/home/me/train.py", "train.py --config=x"),
+    ):
+        monkeypatch.setattr(sys, "argv", [str(program), "--config=x"])
+        with MetricsWriter(tmp_path, devices=3):
+            pass
+        line = json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[-1])
+        assert (line["command"], line["machine"].partition(" x ")[0]) == (said, "3")
