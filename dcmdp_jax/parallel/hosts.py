@@ -8,8 +8,10 @@ mesh. So nothing after sampling depends on how many processes there are.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,13 +58,14 @@ class Hosts:
         """This process's part of `count` items: contiguous; sizes differ by one at most."""
         return slice(self.index * count // self.count, (self.index + 1) * count // self.count)
 
-    def gather(self, tree: Any) -> Any:
-        """Collective: each array of a tree, joined along its first axis with those of the others, by process.
+    def gather(self, value: Any, *types: type) -> list[Any]:
+        """Collective: the values of all processes, by process.
 
         Args:
-            tree: numpy arrays [n, ...]. Structure, dtypes and all but the first axis are the same in every process.
+            value: of JSON's types, NumPy arrays and dataclasses. A tuple arrives as a list.
+            types: the dataclasses in it.
         """
-        return tree
+        return [value]
 
     def largest(self, *values: float) -> list[float]:
         """Collective: each value's largest over the processes."""
@@ -108,24 +111,16 @@ class SeveralHosts(Hosts):
         self.names = tuple(self._get("name", index) for index in range(count))
         self._monitor = HostMonitor(self._client, self.index, self.names, timeout_s, global_state.coordinator_address)
 
-    def gather(self, tree: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        leaves = [np.ascontiguousarray(leaf) for leaf in leaves]
-        sizes = self._exchange(np.array([leaf.nbytes for leaf in leaves], np.int64)).view(np.int64)
-        payload = np.concatenate([leaf.reshape(-1).view(np.uint8) for leaf in leaves])
-        longest = max(1, int(sizes.sum(axis=1).max()))
+    def gather(self, value: Any, *types: type) -> list[Any]:
+        payload = _encode(value)
+        sizes = self._exchange(np.array([payload.size], np.int64)).view(np.int64)[:, 0]
+        longest = int(sizes.max())
         # Few sizes, so that few programs are compiled.
         chunk = min(max(_SMALLEST_CHUNK_BYTES, 1 << (longest - 1).bit_length()), _CHUNK_BYTES)
         padded = np.zeros(-(-longest // chunk) * chunk, np.uint8)
         padded[: payload.size] = payload
         received = np.concatenate([self._exchange(part) for part in padded.reshape(-1, chunk)], axis=1)
-        ends = np.cumsum(sizes, axis=1)
-        joined = []
-        for number, leaf in enumerate(leaves):
-            begins, stops = ends[:, number] - sizes[:, number], ends[:, number]
-            pieces = [row[begin:stop] for row, begin, stop in zip(received, begins, stops, strict=True)]
-            joined.append(np.concatenate(pieces).view(leaf.dtype).reshape(-1, *leaf.shape[1:]))
-        return jax.tree.unflatten(structure, joined)
+        return [_decode(row[:size], types) for row, size in zip(received, sizes, strict=True)]
 
     def largest(self, *values: float) -> list[float]:
         if not values:
@@ -182,6 +177,50 @@ class SeveralHosts(Hosts):
 
     def _get(self, topic: str, index: int) -> str:
         return self._client.blocking_key_value_get(f"dcmdp/{topic}/{index}", 1000 * _LONGEST_WAIT_S)
+
+
+# No key of a user's own begins like this.
+_ARRAY, _OBJECTS, _TYPE = "\0array", "\0objects", "\0type"
+_LENGTH_BYTES = 8
+
+
+def _encode(value: Any) -> np.ndarray:
+    """[bytes] uint8: the length of a JSON text, the text, and the arrays that it refers to."""
+    arrays: list[bytes] = []
+    size = 0
+
+    def plain(part: Any) -> Any:
+        nonlocal size
+        if dataclasses.is_dataclass(part):
+            return {_TYPE: type(part).__name__} | vars(part)
+        if isinstance(part, np.ndarray) and part.dtype == object:
+            return {_OBJECTS: part.reshape(-1).tolist(), "shape": part.shape}
+        if isinstance(part, np.ndarray):
+            arrays.append(part.tobytes())
+            size += part.nbytes
+            return {_ARRAY: size - part.nbytes, "dtype": part.dtype.name, "shape": part.shape}
+        return dict(part) if isinstance(part, Mapping) else part.item()
+
+    text = json.dumps(value, default=plain).encode()
+    return np.frombuffer(b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *arrays]), np.uint8)
+
+
+def _decode(data: np.ndarray, types: Sequence[type]) -> Any:
+    """The value of `_encode`; `types` are the dataclasses in it."""
+    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
+    named = {each.__name__: each for each in types}
+
+    def made(part: dict[str, Any]) -> Any:
+        if _ARRAY in part:
+            begin, dtype, shape = start + part[_ARRAY], np.dtype(part["dtype"]), part["shape"]
+            return data[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+        if _OBJECTS in part:
+            array = np.empty(len(part[_OBJECTS]), object)
+            array[:] = part[_OBJECTS]
+            return array.reshape(part["shape"])
+        return named[part.pop(_TYPE)](**part) if _TYPE in part else part
+
+    return json.loads(data[_LENGTH_BYTES:start].tobytes(), object_hook=made)
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:

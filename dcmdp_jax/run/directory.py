@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config.checks import may_change
 from dcmdp_jax.config.settings import Config, from_saved, setting_names, to_dict, to_saved
@@ -173,10 +171,10 @@ def claimed(config: Config, hosts: Hosts = ONE_PROCESS) -> Iterator[Path]:
     """
     run_dir = Path(config.run_dir)
     with contextlib.ExitStack() as stack:
-        token = secrets.token_bytes(_TOKEN_BYTES) if hosts.is_writer else b""
+        token = secrets.token_hex(_TOKEN_BYTES).encode() if hosts.is_writer else b""
         if hosts.is_writer:
             stack.enter_context(_locked(run_dir, token))
-        token = hosts.gather(np.frombuffer(token, np.uint8)).tobytes()
+        token = hosts.gather(token.decode())[0].encode()
         [stranger] = hosts.largest(0 if _read(run_dir / _LOCK_FILE) == token else hosts.index)
         if stranger:
             raise UserError(

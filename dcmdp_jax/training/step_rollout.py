@@ -198,7 +198,7 @@ class StepRollouts:
         config, group_size = self._plan.config, self._plan.sampling.group_size
         problems = [self._plan.train.problems[i] for i in np.repeat(share.problems, group_size)]
         episodes, texts, scores = gather_rollout(
-            self._plan.hosts, share.episodes, share.texts, share.scores, first_prompt=share.start, problems=problems
+            self._plan.hosts, share.episodes, share.texts, share.scores, prompts=len(share.texts) // group_size
         )
         with as_settings(EPISODES):
             dropped = unusable_completions(episodes, drop=config.rollout.on_non_finite == "drop")

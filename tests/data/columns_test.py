@@ -8,9 +8,6 @@ import pytest
 from dcmdp_jax.data.episode import COLUMNS, Column, columns_of_run, over_sequence, single_turn
 from dcmdp_jax.data.packing import abstract_batch, pack
 from dcmdp_jax.data.row_layout import make_row_shapes
-from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
-from dcmdp_jax.rewards.scoring import BatchScores
-from dcmdp_jax.training.across_hosts import gather_rollout
 
 
 def _episodes(name, entries):
@@ -93,43 +90,3 @@ def test_the_columns_of_a_run_follow_from_its_config():
     assert columns_of_run(Config, Model) == shapes
     Config.rollout.lag = 1  # the trainer's own column
     assert columns_of_run(Config, Model) == {**shapes, "old_logprobs": ()}
-
-
-class _TwoProcesses(Hosts):
-    """What this process gathers, joined with what another has gathered at the same place."""
-
-    count = 2
-
-    def __init__(self, other=None):
-        self.other, self.gathered = iter(other or ()), []
-
-    def gather(self, tree):
-        self.gathered.append(tree)
-        other = next(self.other, None)
-        return tree if other is None else jax.tree.map(lambda a, b: np.concatenate([a, b]), tree, other)
-
-
-def _gather(hosts, episodes, first):
-    scores = BatchScores(np.zeros(len(episodes)), {}, {}, None)
-    texts = [""] * len(episodes)
-    return gather_rollout(hosts, episodes, texts, scores, first_prompt=first, problems=())[0]
-
-
-def test_columns_travel_between_processes_even_to_one_without_episodes():
-    own, other = _episodes("token_rewards", ()), _episodes("token_rewards", ())
-    second = _TwoProcesses()
-    _gather(second, other, 1)
-    together = _gather(_TwoProcesses(second.gathered), own, 0)
-    assert [(e.group, e.member) for e in together] == [(g, m) for g in (0, 1) for m in (0, 1, 2)]
-    for episode, source in zip(together, own + other, strict=True):
-        assert episode.columns.keys() == source.columns.keys()
-        for name, values in source.columns.items():
-            np.testing.assert_array_equal(episode.columns[name], values)
-    assert _gather(ONE_PROCESS, own, 0) is own
-
-
-def test_processes_with_other_columns_are_refused():
-    second = _TwoProcesses()
-    _gather(second, _episodes("old_logprobs", ()), 1)
-    with pytest.raises(ValueError, match=r"entries of column old_logprobs have shapes \[None, \(\)\] by process"):
-        _gather(_TwoProcesses(second.gathered), _episodes("token_rewards", ()), 0)

@@ -42,12 +42,12 @@ with join_hosts(f"localhost:{port}", 2, number, 100.0) as hosts:
         own = sampling_mesh(mesh, **engine_axes)
         engine = local_engine(config, precision="float32", max_total_tokens=32, mesh=own)
         engine.push_weights(params, 0)
-        prints = hosts.gather(np.array([engine.weights_fingerprint], np.uint32))
-        assert len(set(prints.tolist())) == 1, prints
+        prints = hosts.gather(int(engine.weights_fingerprint))
+        assert len(set(prints)) == 1, prints
     bridge = WeightBridge(config, dtype="bfloat16")
     segment = Segment(f"t-{number}", bridge.num_bytes)
     sums = bridge.publish(params, segment, 3)
-    all_sums = hosts.gather(sums[None])
+    all_sums = hosts.gather(np.asarray(sums))
     assert (all_sums[0] == all_sums[1]).all()
     segment.close()
     print("all is well", flush=True)

@@ -20,8 +20,8 @@ from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_PROGRAM = """
-import sys, threading, time
+_PROGRAM = r"""
+import dataclasses, sys, threading, time
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,24 +30,28 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.parallel.sharding import to_global, to_host, to_local
 from dcmdp_jax.parallel.hosts import join_hosts
 
+@dataclasses.dataclass
+class Mine:
+    array: np.ndarray
+    values: list
+    objects: np.ndarray
+
 number, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_num_cpu_devices", 2)
 with join_hosts(f"localhost:{port}", 2, number, 10.0) as hosts:
     assert hosts.index == number and hosts.count == 2 and hosts.is_writer == (number == 0)
-    # 5 prompts: 2 and 3. Arrays of other lengths, one of them empty in all processes, one in the first alone.
+    # 5 prompts: 2 and 3.
     assert [(hosts.share(5).start, hosts.share(5).stop)] == [[(0, 2)], [(2, 5)]][number]
-    mine = {
-        "a": np.arange(2 + number) + 10 * number, "b": np.full((2 + number, 2), number, np.float32),
-        "c": {"none": np.zeros((0, 3), bool), "one": np.full(number, 7, np.uint8)},
-    }
-    found = hosts.gather(mine)
-    np.testing.assert_array_equal(found["a"], [0, 1, 10, 11, 12])
-    np.testing.assert_array_equal(found["b"], [[0, 0], [0, 0], [1, 1], [1, 1], [1, 1]])
-    assert found["a"].dtype == mine["a"].dtype and found["b"].dtype == np.float32
-    assert found["c"]["none"].shape == (0, 3) and found["c"]["one"].tolist() == [7]
-    # More than one exchange holds. Float64 and float32's NaN arrive as they are.
-    many = hosts.gather(np.full(9_000_000 + number, number, np.float64))
-    assert many.size == 18_000_001 and many.sum() == 9_000_001
+    mine = Mine(np.arange(number) + 10, [f"process {number}", "\ud800", float("nan")], np.array([["a", None]], object))
+    first, second = hosts.gather([mine, {"type": "a user's own"}], Mine)
+    for found, index in ((first[0], 0), (second[0], 1)):
+        assert found.array.dtype == mine.array.dtype and found.array.tolist() == [10] * index
+        assert found.values[:2] == [f"process {index}", "\ud800"] and np.isnan(found.values[2])
+        assert found.objects.tolist() == [["a", None]]
+    assert first[1] == second[1] == {"type": "a user's own"}
+    # More than one exchange holds. Float64 arrives as it is.
+    many = hosts.gather(np.full(9_000_000 + number, number + 1e-12))
+    assert [part.size for part in many] == [9_000_000, 9_000_001] and (many[1] == 1 + 1e-12).all()
     assert hosts.largest(number, -number, 1 + number * 1e-12) == [1, 0, 1 + 1e-12]
 
     mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
@@ -134,7 +138,7 @@ def test_a_difference_is_told_by_every_process():
 
 def test_one_process_has_everything_for_itself():
     tree = {"a": np.arange(3)}
-    assert ONE_PROCESS.gather(tree) is tree and ONE_PROCESS.largest(3, -1) == [3, -1]
+    assert ONE_PROCESS.gather(tree)[0] is tree and ONE_PROCESS.largest(3, -1) == [3, -1]
     assert ONE_PROCESS.share(5) == slice(0, 5) and ONE_PROCESS.is_writer and ONE_PROCESS.count == 1
     ONE_PROCESS.check_same(pytest.fail, "never called")
 
