@@ -28,7 +28,7 @@ _MAY_IMPORT = {
         "rewards",
     },
     "training": {
-        "algorithm", "config", "data", "engines", "environments", "evaluation", "models", "observe",
+        "algorithm", "config", "data", "engines", "evaluation", "models", "observe",
         "parallel", "rewards", "run",
     },
     "integrations": set(),

@@ -302,7 +302,7 @@ def _three_steps(series: Series) -> np.ndarray | None:
 
 
 # Phase -> line of its process: 0 is the trainer, 1 what samples.
-_TIMELINE = {"wait": 0, "push": 0, "step": 0, "generate": 1, "verify": 1, "pack": 1}
+_TIMELINE = {"wait": 0, "push": 0, "step": 0, "generate": 1, "verify": 1, "pack": 0}
 _PHASE_COLORS = dict(zip((*STEP_PHASES, "wait"), COLORS, strict=False))
 _OF_TIMELINE = ("total", *_TIMELINE, *(f"start_{phase}" for phase in _TIMELINE))
 

@@ -1,8 +1,7 @@
-"""What several hosts exchange about a step, and what must be the same on all of them and in a resumed run."""
+"""What must be the same on all hosts of a run, and in a resumed run."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
@@ -11,49 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from dcmdp_jax.config.settings import Config, to_dict
-from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.data.prompts import EncodedPrompts
-from dcmdp_jax.evaluation.average import EvaluationResult, join
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.models.hf_hub import model_directory
-from dcmdp_jax.parallel.hosts import Hosts
-from dcmdp_jax.rewards.math.verifier import Grades
-from dcmdp_jax.rewards.scoring import BatchScores, merge_scores
 from dcmdp_jax.run.run import Run
-
-
-def gather_rollout(
-    hosts: Hosts, episodes: list[Episode], texts: list[str], scores: BatchScores, *, prompts: int
-) -> tuple[list[Episode], list[str], BatchScores]:
-    """Collective: the episodes, texts and scores of all processes, in prompt order.
-
-    Args:
-        hosts: the processes.
-        episodes, texts, scores: of this process's prompts.
-        prompts: their number.
-    """
-    parts = hosts.gather([prompts, episodes, texts, scores], Episode, BatchScores, Grades)
-    if len(parts) == 1:
-        return episodes, texts, scores
-    first = np.cumsum([0, *(prompts for prompts, *_ in parts)])
-    return (
-        [
-            dataclasses.replace(episode, group=int(before) + episode.group)
-            for before, (_, episodes, *_) in zip(first, parts, strict=False)
-            for episode in episodes
-        ],
-        [text for _, _, texts, _ in parts for text in texts],
-        merge_scores([scores for *_, scores in parts]),
-    )
-
-
-def gather_evaluation(hosts: Hosts, result: EvaluationResult) -> EvaluationResult:
-    """Collective: one result of all problems, in order, from those of each process's share."""
-    return result if hosts.count == 1 else join(hosts.gather(result, EvaluationResult))
-
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "transformers")
 _DIGITS = 16
@@ -75,21 +37,21 @@ def settings_and_code(config: Config) -> dict[str, str]:
     }
 
 
-def data_facts(plan: Run) -> dict[str, str]:
+def data_facts(run: Run) -> dict[str, str]:
     """Devices, encoded problems, worked solutions and the files of the weights, as this host sees them."""
     devices = jax.local_devices()
     facts = {
         "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "problems of task.train (digest)": _of(plan.train),
+        "problems of task.train (digest)": _of(run.train),
     }
-    for task, prompts in plan.held_out:
+    for task, prompts in run.held_out:
         facts[f"problems of {task.location} of evaluation.task (digest)"] = _of(prompts)
-    if plan.worked_solutions:
+    if run.worked_solutions:
         facts["problems of warmup.task (digest)"] = _digest(
-            ids.tobytes() for pair in zip(*plan.worked_solutions, strict=True) for ids in pair
+            ids.tobytes() for pair in zip(*run.worked_solutions, strict=True) for ids in pair
         )
-    if plan.config.model.path:
-        facts["files of model.path (digest)"] = _digest(_ends_of_files(model_directory(plan.config.model.path)))
+    if run.config.model.path:
+        facts["files of model.path (digest)"] = _digest(_ends_of_files(model_directory(run.config.model.path)))
     return facts
 
 

@@ -1,32 +1,34 @@
-"""The batch of each step: weights to the engine, completions and rewards, rows on the devices; with a lag, ahead."""
+"""The batch of each step: push weights, sample, verify, exchange, pack, score; with a lag, of earlier weights.
+
+With a lag of k, step m trains on what the weights of step max(0, m - k) sampled: which weights never depends on how
+fast anything is, so a resumed run has the bits of an undisturbed one. An engine with a process of its own samples in a
+thread, one batch after the other, while the main thread trains; weights are pushed between batches.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from dcmdp_jax.config.arguments import PACKING, in_settings
+from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.data.lengths import padding_advice
 from dcmdp_jax.data.packing import pack
-from dcmdp_jax.observe.metric_names import STEP_PHASES
+from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.training.ahead import (
-    Begun,
-    KeptParams,
-    Sampled,
-    SamplingAhead,
-    check_versions,
-    version_of,
-    versions_in_flight,
-)
-from dcmdp_jax.training.batch_metrics import PhaseTimer, staleness_metrics
 from dcmdp_jax.training.build import StepPrograms
+from dcmdp_jax.training.rollout_sampler import NoiseFloor, StepRollouts
 from dcmdp_jax.training.state import batch_shardings
-from dcmdp_jax.training.step_rollout import NoiseFloor, Share, StepRollout, StepRollouts
-from dcmdp_jax.training.stopping import Leaving
+from dcmdp_jax.training.step_rollout import PhaseTimer, StepRollout, staleness_metrics
+from dcmdp_jax.training.stopping import InThread, Together
 from dcmdp_jax.types import Batch, Params, Rows, TrainState
 
 logger = logging.getLogger(__name__)
@@ -35,215 +37,219 @@ logger = logging.getLogger(__name__)
 _MUCH_PADDING = 0.3
 
 
+class Sampled(NamedTuple):
+    """What was sampled for a step: all of it, or on several hosts beside the step this host's share.
+
+    Attributes:
+        rollout: completions and rewards.
+        floor: the noise floor of this host's engine, where it was measured.
+        timer: the phases of sampling.
+    """
+
+    rollout: StepRollout
+    floor: float | None
+    timer: PhaseTimer
+
+
+@dataclasses.dataclass
+class StepBatch:
+    """The batch of a step, ready to be trained on.
+
+    Attributes:
+        rollout: what all hosts sampled.
+        batch: on the devices.
+        rows: the rows on the host.
+        metrics: of sampling and packing.
+    """
+
+    rollout: StepRollout
+    batch: Batch
+    rows: tuple[Rows, ...]
+    metrics: dict[str, Any]
+
+
 class Batches:
     """Makes batches in the order of their steps.
 
     Args:
-        plan: the checked run.
+        run: checked and started.
         programs: of the step.
         behind: older versions of the parameters by their steps, as restored.
-        alone: a block of work that each process does by itself and all leave together.
-        check_stop: raises `Leaving` within such a block when the run is to end.
+        together: ends the work of this process with that of the others.
         taken: positions of the stream of prompts that the finished steps have taken.
     """
 
     def __init__(
-        self,
-        plan: Run,
-        programs: StepPrograms,
-        behind: Mapping[int, Params],
-        *,
-        alone: Callable[[], contextlib.AbstractContextManager[None]],
-        check_stop: Callable[[], None],
-        taken: int,
+        self, run: Run, programs: StepPrograms, behind: Mapping[int, Params], together: Together, *, taken: int
     ) -> None:
-        self._plan, self._programs, self._config = plan, programs, plan.config
-        self._alone, self._check_stop = alone, check_stop
-        self._rollouts = StepRollouts(plan, plan.engine, plan.scorer, plan.turns)
-        self._noise_floor = NoiseFloor(plan, plan.engine)
+        self._run, self._programs, self._together = run, programs, together
+        self._lag, self._next, self._position = run.config.rollout.lag, 0, taken
+        self._thread = InThread(together) if self._lag and run.samples_beside else None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling") if self._thread else None
+        # The sampler's thread does not meet other hosts: what it leaves is exchanged by the trainer's.
+        self._exchanges = self._thread is not None and run.hosts.count > 1
+        self._rollouts = StepRollouts(run, self._thread or together, meets=not self._exchanges)
+        self._noise_floor = NoiseFloor(run)
+        self._in_flight: dict[int, Future[Sampled]] = {}
+        # In the parameters' own dtype: a push of a copy in another one would not give the engine the same weights.
+        self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=programs.shardings.params)
+        self._kept = dict(behind)
         self._pushed: tuple[int, dict[str, float]] | None = None
         self._sampled_until: float | None = None
         self._padding_told = False
-        self._lag = plan.config.rollout.lag
-        self._ahead, self._kept = None, None
-        beside = plan.samples_beside
-        # The sampler's thread does not meet other hosts: what it leaves is exchanged by the trainer's.
-        self._exchanges = beside and plan.hosts.count > 1
-        if self._lag:
-            self._kept = KeptParams(programs.shardings.params, behind)
-            self._ahead = SamplingAhead(
-                self._lag, self._config.training.steps, self._make_ahead, taken=taken, beside=beside
-            )
 
     def close(self) -> None:
         """Give up what is being sampled."""
-        if self._ahead is not None:
-            self._ahead.close()
+        if self._thread:
+            self._thread.given_up.set()
+            self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def settle(self) -> None:
-        """Return when nothing is being sampled; it raises what went wrong."""
-        if self._ahead is not None:
-            self._ahead.settle()
-
-    def settle_for_push(self, timer: PhaseTimer) -> None:
-        """Wait for in-flight sampling before a push; the wait is a phase of the step."""
-        if self._ahead is not None:
-            with timer.phase("wait"):
-                self._ahead.settle()
-
-    def push(self, params: Params, step: int) -> dict[str, float]:
-        """Push the policy of a step unless the engine holds it already; return what was measured when it was pushed."""
-        if self._pushed is None or self._pushed[0] != step:
-            measured = self._plan.engine.push_weights(params, step)
-            self._pushed = step, dict(zip(measured, self._plan.hosts.largest(*measured.values()), strict=True))
-        return self._pushed[1]
+    def resume(self, step: int) -> None:
+        """Begin after `step` finished steps: sample again what was in flight, each batch by the weights it had."""
+        self._next = step
+        for version in self.behind(step) if step < self._run.config.training.steps else ():
+            self.push(self._kept[version], version, timer := PhaseTimer())
+            self._start(version, timer)
 
     def behind(self, step: int) -> dict[int, Params]:
-        """Parameters of the older versions that a run resumed after `step` samples with."""
-        return self._kept.of(versions_in_flight(step, self._lag)) if self._lag else {}
+        """Parameters of the older versions that batches in flight after `step` steps were sampled by."""
+        return {version: self._kept[version] for version in range(max(0, step - self._lag), step)}
 
-    def make(self, state: TrainState, step: int, first: int, timer: PhaseTimer) -> Sampled:
-        """The batch of a step. The engine holds the policy of `state`.
+    def push(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
+        """Push the policy of a step, once nothing is being sampled, unless the engine holds it already.
+
+        Returns:
+            What was measured when it was pushed.
+        """
+        with self._waiting(timer):
+            for future in self._in_flight.values():
+                future.result()
+        with timer.phase("push"):
+            if self._pushed is None or self._pushed[0] != step:
+                measured = self._run.engine.push_weights(params, step)
+                largest = self._run.hosts.largest(*measured.values())
+                self._pushed = step, dict(zip(measured, largest, strict=True))
+        return self._pushed[1]
+
+    def make(self, state: TrainState, step: int, timer: PhaseTimer) -> StepBatch:
+        """The batch of a step. The engine holds the policy of `state`, which samples the batch of `step + lag`.
 
         Args:
             state: after `step` steps.
             step: that begins, from 0.
-            first: position of its first prompt in their stream.
             timer: of the step.
         """
-        return self._ahead_of(state, step, timer) if self._lag else self._now(state, step, first, timer)
-
-    def _now(self, state: TrainState, step: int, first: int, timer: PhaseTimer) -> Sampled:
-        """The batch of a step, sampled by the policy that it trains."""
-        rollout = self._rollouts.sample(step, first, timer, self._alone, self._check_stop)
-        measures = step < self._config.algorithm.measured_steps
-        with timer.phase("noise_floor"):
-            floor = self._agreed(self._noise_floor.metrics(rollout.episodes, step, wanted=measures))
-        # Before the step, whose peak they would add to; the next push brings new ones in any case.
-        self._plan.engine.release_weights()
+        self._start(step, timer)
+        with self._waiting(timer):
+            rollout, floor, sampler = self._in_flight.pop(step).result()
+        timer.add(sampler)
         with timer.phase("pack"):
-            sampled = Sampled(rollout, floor, *self._pack(rollout, step), timer)
-            self._recompute(state.params, sampled)
-        return sampled
-
-    def _ahead_of(self, state: TrainState, step: int, timer: PhaseTimer) -> Sampled:
-        """The batch of a step, sampled by earlier weights; those of this step begin to sample a later one."""
-        kept, version = self._kept, version_of(step, self._lag)
-        with timer.phase("wait"), self._beside():
-            self._ahead.start_all(step, step)
-            taken = self._ahead.take(step)
-        sampled = self._exchanged(taken, step, timer) if isinstance(taken, Begun) else taken
-        if not self._ahead.beside:
-            self._plan.engine.release_weights()
+            if self._exchanges:
+                rollout = self._rollouts.exchange(rollout)
+            batch, rows, metrics = self._pack(rollout, step)
+        # c must be moved by the same number on all hosts.
+        [floor] = self._run.hosts.largest(-1.0 if floor is None else floor)
+        if floor >= 0:
+            metrics["mismatch/noise_floor"] = floor
+        if self._lag:
+            (_, began, _), (_, _, ended) = sampler.spans[0], sampler.spans[-1]
+            metrics["time/engine_idle"] = max(0.0, began - (self._sampled_until or began))
+            self._sampled_until = ended
+        version = max(0, step - self._lag)
         with timer.phase("step"):
-            self._recompute(state.params if version == step else kept.get(version), sampled)
-        kept.drop_before(version_of(step + 1, self._lag))
-        kept.keep(step, state.params)
-        return sampled
-
-    def sample_in_flight(self, step: int) -> None:
-        """Sample the batches again that were in flight when the state was saved, each with the weights it had."""
-        if not self._lag or step >= self._config.training.steps:
-            return
-        for version in versions_in_flight(step, self._lag):
-            params = self._kept.get(version)
-            self.push(params, version)
-            with self._beside():
-                self._ahead.start_all(version, step)
-                self._ahead.settle()
-            if not self._ahead.beside:
-                self._plan.engine.release_weights()
+            batch = self._score(state.params if version == step else self._kept[version], batch, metrics)
+        if self._lag:
+            self._keep(state.params, step)
+        return StepBatch(rollout, batch, rows, metrics)
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """The sampler's work: alone where it has a thread, else in turn with other hosts, which it meets itself."""
-        if not self._ahead.beside:
+    def _waiting(self, timer: PhaseTimer) -> Iterator[None]:
+        """Wait for the sampler; all hosts leave together what one of them does not get."""
+        with self._together.alone(), timer.phase("wait") if self._lag else contextlib.nullcontext():
             yield
-            self._ahead.settle()
-            return
-        with self._alone():
-            yield
-            self._check_stop()
+            self._together.check()
 
-    def _make_ahead(self, step: int, first: int) -> Sampled | Begun:
-        """The batch of a step, in the sampler's thread where it has one; the engine has the weights for it."""
-        alone = contextlib.nullcontext if self._ahead.beside else self._alone
+    def _start(self, version: int, timer: PhaseTimer) -> None:
+        """Start the batches that the weights of `version` sample, which the engine holds: in turn, they are made."""
+        while self._next <= min(version + self._lag, self._run.config.training.steps - 1):
+            arguments = self._next, version, PhaseTimer(first=timer.first)
+            if self._pool is None:
+                future: Future[Sampled] = Future()
+                future.set_result(self._sample(*arguments))
+            else:
+                future = self._pool.submit(self._sample, *arguments)
+            self._in_flight[self._next] = future
+            self._next += 1
+        if self._pool is None:
+            # Before the step, whose peak they would add to; the next push brings new ones in any case.
+            self._run.engine.release_weights()
 
-        def check_stop() -> None:
-            if self._ahead.closing.is_set():
-                raise Leaving
-            self._check_stop()
-
-        if self._ahead.closing.is_set():
-            raise Leaving
-        with alone():
-            self._check_stop()
-        timer = PhaseTimer()
-        sample = self._rollouts.sample_share if self._exchanges else self._rollouts.sample
-        found = sample(step, first, timer, alone, check_stop)
-        check_versions(found.episodes, version_of(step, self._lag))
-        measures = step < self._config.algorithm.measured_steps
-        before = found.start * self._plan.sampling.group_size if isinstance(found, Share) else 0
-        with timer.phase("noise_floor"):
-            floor = self._noise_floor.metrics(found.episodes, step, wanted=measures, first=before)
-        if isinstance(found, Share):
-            return Begun(found, floor, timer)
-        floor = self._agreed(floor)
-        with timer.phase("pack"):
-            return Sampled(found, floor, *self._pack(found, step), timer)
-
-    def _exchanged(self, begun: Begun, step: int, timer: PhaseTimer) -> Sampled:
-        """Collective: the batch of all hosts."""
-        with timer.phase("pack"):
-            rollout, floor = self._rollouts.exchanged(begun.share), self._agreed(begun.floor)
-            return Sampled(rollout, floor, *self._pack(rollout, step), begun.timer)
-
-    def _agreed(self, floor: Mapping[str, float]) -> dict[str, float]:
-        """Collective: the largest noise floor of all hosts' engines, which measure it at the same steps."""
-        [value] = self._plan.hosts.largest(floor.get("mismatch/noise_floor", -1.0))
-        return {"mismatch/noise_floor": value} if value >= 0 else {}
-
-    def _recompute(self, params: Params, sampled: Sampled) -> None:
-        """Put into a batch what the training stack gives it under the weights that sampled it, where that is needed."""
-        if self._programs.rescore is not None:
-            sampled.batch, sampled.metrics["mismatch/sampler"] = self._programs.rescore(params, sampled.batch)
-        if self._lag:
-            sampled.batch = self._programs.old_logprobs(params, sampled.batch)
+    def _sample(self, step: int, version: int, timer: PhaseTimer) -> Sampled:
+        """Sample and verify the batch of a step, which begins in the stream where the one before ends."""
+        try:
+            rollout = self._rollouts.sample(step, self._position, timer)
+            self._position += rollout.taken
+            if self._lag:
+                check_versions(rollout.episodes, version)
+            first = self._run.hosts.share(rollout.batch_groups).start if self._exchanges else 0
+            with timer.phase("noise_floor"):
+                floor = self._noise_floor.measure(rollout.episodes, step, first=first * self._run.sampling.group_size)
+            return Sampled(rollout, floor, timer)
+        except BaseException:
+            if self._thread:
+                self._thread.given_up.set()
+            raise
 
     def _pack(self, rollout: StepRollout, step: int) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
         """The batch on the devices, its rows on the host, and metrics."""
+        config, packing, chosen = self._run.config, self._run.packing, rollout.rows
         batch, report = pack(
-            [rollout.episodes[row] for row in rollout.rows],
-            rollout.scores.totals[rollout.rows],
-            self._plan.packing,
-            mask_truncated=self._config.algorithm.mask_truncated,
-            dropped=rollout.dropped[rollout.rows],
+            [rollout.episodes[row] for row in chosen],
+            rollout.scores.totals[chosen],
+            packing,
+            mask_truncated=config.algorithm.mask_truncated,
+            dropped=rollout.dropped[chosen],
         )
-        metrics: dict[str, Any] = {"rollout/dropped_completions": int(rollout.dropped.sum())}
+        padding = 1.0 - report.tokens / report.computed_tokens
+        metrics = {"rollout/dropped_completions": int(rollout.dropped.sum()), "rollout/padding_fraction": padding}
         metrics |= staleness_metrics(batch, step)
-        host_rows = batch.rows
-        batch = to_global(batch, batch_shardings(self._plan.mesh, buckets=len(self._plan.packing.row_lengths)))
-        padding = metrics["rollout/padding_fraction"] = 1.0 - report.tokens / report.computed_tokens
         if padding > _MUCH_PADDING and not self._padding_told:
             self._padding_told = True
             advice = padding_advice(
-                self._plan.packing,
-                longest=self._config.max_total_tokens,
-                chosen=not self._config.training.row_lengths,
-                limited=self._config.training.segments_per_row > 0,
+                packing,
+                longest=config.max_total_tokens,
+                chosen=not config.training.row_lengths,
+                limited=config.training.segments_per_row > 0,
             )
             advice = in_settings(advice, PACKING)
             logger.warning("step %d: %.0f%% of what is computed is padding; %s", step + 1, 100 * padding, advice)
-        return batch, host_rows, metrics
+        on_devices = to_global(batch, batch_shardings(self._run.mesh, buckets=len(packing.row_lengths)))
+        return on_devices, batch.rows, metrics
 
-    def times(self, sampled: Sampled, timer: PhaseTimer) -> dict[str, float]:
-        """Seconds of each phase; where sampling runs ahead also what the overlap won and how long each side waited."""
-        if not self._lag:
-            return timer.metrics(sampled.rollout.episodes)
-        timer.seconds |= sampled.timer.seconds
-        times = timer.metrics(sampled.rollout.episodes)
-        began, ended = sampled.timer.spans[0][1], sampled.timer.spans[-1][2]
-        idle, self._sampled_until = max(0.0, began - (self._sampled_until or began)), ended
-        in_turn = sum(times[f"time/{phase}"] for phase in STEP_PHASES)
-        starts = {f"time/start_{phase}": at for phase, at in {**timer.starts, **sampled.timer.starts}.items()}
-        return times | starts | {"time/engine_idle": idle, "time/overlap": in_turn - times["time/total"]}
+    def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
+        """Add what the training stack gives the batch under the weights that sampled it, where that is needed."""
+        if self._programs.rescore is not None:
+            batch, metrics["mismatch/sampler"] = self._programs.rescore(params, batch)
+        return self._programs.old_logprobs(params, batch) if self._lag else batch
+
+    def _keep(self, params: Params, step: int) -> None:
+        """Keep a copy of the policy of a step, which takes its memory; forget those that no later batch needs."""
+        oldest = max(0, step + 1 - self._lag)
+        self._kept = {version: kept for version, kept in self._kept.items() if version >= oldest}
+        self._kept[step] = self._copy(params)
+
+
+def check_versions(episodes: list[Episode], version: int) -> None:
+    """Refuse tokens of other weights than those that were pushed for them.
+
+    Raises:
+        EngineError: naming both versions.
+    """
+    for row, episode in enumerate(episodes):
+        found = episode.policy_versions[episode.sampled_mask]
+        if (found != version).any():
+            other = int(found[found != version][0])
+            raise EngineError(
+                f"completion {row} has tokens of version {other}, version {version} was pushed for them; with "
+                "rollout.lag the weights of each step are those that were announced"
+            )

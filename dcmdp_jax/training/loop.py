@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -13,28 +13,25 @@ import numpy as np
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.data.prompts import EncodedPrompts, save_tokenizer
-from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.evaluation.average import EvaluationResult, evaluate
+from dcmdp_jax.evaluation.average import EvaluationResult, evaluate, join
 from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_rewards, held_out_samples
 from dcmdp_jax.evaluation.table import plain_average
 from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record, read_metrics
 from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.process_memory import release_freed_memory
-from dcmdp_jax.rewards.protocol import RewardError
-from dcmdp_jax.rewards.scoring import reward_metrics
 from dcmdp_jax.run.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.run.directory import claimed, record_config
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.training.across_hosts import data_facts, gather_evaluation
-from dcmdp_jax.training.batch_metrics import PhaseTimer, rollout_metrics
+from dcmdp_jax.training.across_hosts import data_facts
 from dcmdp_jax.training.batches import Batches
 from dcmdp_jax.training.build import StepPrograms, make_step_programs, reference_params, start
+from dcmdp_jax.training.rollout_sampler import trainer_state
 from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.step_metrics import RECORDED
-from dcmdp_jax.training.step_rollout import recorded_completions, shown_samples, trainer_state
-from dcmdp_jax.training.stopping import AlarmWatch, Interrupted, Leaving, SkippedUpdates, StopSignal
+from dcmdp_jax.training.step_rollout import PhaseTimer, recorded_completions, rollout_metrics, shown_samples
+from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, SkippedUpdates, StopSignal, Together
 from dcmdp_jax.types import TrainState
 
 logger = logging.getLogger(__name__)
@@ -42,35 +39,30 @@ logger = logging.getLogger(__name__)
 # Held-out sampling must not repeat the draws of training.
 _EVALUATION_SEED_OFFSET = 1_000_003
 
-_ENDS_A_RUN = EngineError, MemoryError, jax.errors.JaxRuntimeError
-"""Errors after which the finished steps are saved."""
-
 
 class Trainer:
-    """A run with its parts and its record. `run` is the loop."""
+    """A run with its parts and its record. `train` is the loop."""
 
     def __init__(
-        self, plan: Run, programs: StepPrograms, checkpoints: Checkpoints, stop: StopSignal, *, prompts_taken: int
+        self, run: Run, programs: StepPrograms, checkpoints: Checkpoints, stop: StopSignal, *, prompts_taken: int
     ) -> None:
         """Store the parts; nothing is compiled or loaded yet.
 
         Args:
-            plan: the checked run.
+            run: checked and started.
             programs: of the step.
             checkpoints: of the run.
             stop: says when to leave.
             prompts_taken: positions of the stream of prompts that the finished steps have taken.
         """
-        self.plan, self.programs, self.config = plan, programs, plan.config
-        self.hosts, self.stop = plan.hosts, stop
-        self.engine, self.checkpoints = plan.engine, checkpoints
+        self.run, self.programs, self.config = run, programs, run.config
+        self.hosts, self.checkpoints = run.hosts, checkpoints
         self._finished: tuple[TrainState, int] | None = None
         self._prompts_taken = prompts_taken
-        self.batches = Batches(
-            plan, programs, checkpoints.behind, alone=self._alone, check_stop=self._check_stop, taken=prompts_taken
-        )
+        self._together = Together(run.hosts, stop, self._save_and_wait)
+        self.batches = Batches(run, programs, checkpoints.behind, self._together, taken=prompts_taken)
 
-    def run(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
+    def train(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Train from `state` to the last step, or until a signal comes or the engine gives up; save in any case.
 
         Raises:
@@ -78,7 +70,7 @@ class Trainer:
         """
         try:
             self._train(state, writer, resumed=resumed)
-        except _ENDS_A_RUN as error:
+        except ENDS_A_RUN as error:
             error.args = (f"{error}; {self._keep_finished_steps()}",)
             raise
         finally:
@@ -87,7 +79,7 @@ class Trainer:
     def _keep_finished_steps(self) -> str:
         """Save the state after the last finished step if that can be done; say what is kept.
 
-        On several hosts saving needs all of them, and only `_alone` knows that all leave together: it has saved.
+        On several hosts saving needs all of them, and only `Together` knows that all leave: it has saved.
         """
         saved = self.checkpoints.latest_step
         if self._finished is not None:
@@ -111,47 +103,40 @@ class Trainer:
         """
         config, step = self.config, int(state.step)
         skipped, alarms = SkippedUpdates(config, step), AlarmWatch(config, step)
-        reference = reference_params(self.plan, self.programs, self.checkpoints, step)
+        reference = reference_params(self.run, self.programs, self.checkpoints, step)
         self._finished, began = (state, step), step
         if not resumed:
             self._save()
-        self.batches.sample_in_flight(step)
-        tasks = [task.name for task, _ in self.plan.held_out]
+        self.batches.resume(step)
+        tasks = [task.name for task, _ in self.run.held_out]
         recorded = all(has_record(config.run_dir, step, f"eval/{name}/") for name in tasks)
         [evaluated] = self.hosts.largest(recorded)
         if self._evaluation_is_due(step) and not evaluated:
             self._evaluate(writer)
         while step < config.training.steps:
             timer = PhaseTimer(first=step == began)
-            with self._alone():
-                self.batches.settle_for_push(timer)
-                self._check_stop()
-            with timer.phase("push"):
-                pushed = self.batches.push(state.params, step)
-            sampled = self.batches.make(state, step, self._prompts_taken, timer)
-            rollout = sampled.rollout
+            pushed = self.batches.push(state.params, step, timer)
+            made = self.batches.make(state, step, timer)
+            rollout = made.rollout
             with timer.phase("step"), jax.transfer_guard("disallow"):
-                state, metrics = self.programs.train_step(state, sampled.batch, reference)
+                state, metrics = self.programs.train_step(state, made.batch, reference)
                 recorded = [metrics.pop(name, None) for name in RECORDED]
                 metrics = jax.device_get(metrics)
             step += 1
-            self._prompts_taken += len(rollout.problems)
+            self._prompts_taken += rollout.taken
             completions = metrics.pop("completions/discrepancy")
-            metrics |= rollout.source_metrics(completions.reshape(-1))
-            metrics |= pushed | sampled.metrics | sampled.floor | self.batches.times(sampled, timer)
-            metrics |= rollout_metrics(rollout.episodes, rollout.scores.grades) | reward_metrics(rollout.scores)
-            if config.algorithm.refill_rounds:
-                metrics |= rollout.dynamic_metrics()
+            metrics |= pushed | made.metrics | timer.metrics(rollout.episodes, lags=config.rollout.lag > 0)
+            metrics |= rollout_metrics(rollout, completions.reshape(-1), refills=config.algorithm.refill_rounds > 0)
             metrics |= skipped.record(step, metrics)
             metrics |= alarms.record(step, metrics, completions)
             writer.write(step, metrics)
             if step == config.algorithm.measured_steps:
                 state = self._with_measured_tolerance(state)
             self._finished = state, step
-            if samples := shown_samples(self.plan, step, rollout, completions):
+            if samples := shown_samples(self.run, step, rollout, completions):
                 writer.write_samples(step, samples)
             if writer.records(step):
-                given = rollout, self.plan.train.problems, sampled.rows, *jax.device_get(recorded)
+                given = rollout, self.run.train.problems, made.rows, *jax.device_get(recorded)
                 exact = self.programs.rescore is not None
                 writer.write_rollouts(step, recorded_completions(*given, exact=exact))
             skipped.check(metrics)
@@ -176,44 +161,6 @@ class Trainer:
         tolerance = to_global(np.float32(tolerance), self.programs.shardings.dual.tolerance)
         return state._replace(dual=state.dual._replace(tolerance=tolerance))
 
-    def _check_stop(self) -> None:
-        """Leave what this process does alone if a signal came, here or to another process."""
-        if self.stop.received is not None or self.hosts.called_together:
-            raise Leaving
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Work that each process does by itself; all leave the block together.
-
-        After a signal to any of them, or the failure of an engine or of a reward function, all save what is finished
-        and end the run.
-        """
-        failure: Exception | None = None
-        try:
-            yield
-        except Leaving:
-            self.hosts.call_together()
-        except (RewardError, *_ENDS_A_RUN) as error:
-            failure = error
-            self.hosts.call_together()
-        broken = isinstance(failure, _ENDS_A_RUN)
-        signal_number, failures, breaks = self.hosts.largest(self.stop.received or 0, failure is not None, broken)
-        if not signal_number and not failures:
-            return
-        if broken and self.hosts.count == 1:
-            raise failure
-        step = self._save()
-        if breaks:
-            self.checkpoints.wait()
-            raise failure if broken else EngineError("the engine gave up on another host, which says why")
-        if signal_number:
-            raise Interrupted(int(signal_number), f"after step {step}, saved")
-        raise UserError(
-            f"config.rewards.functions: {failure or 'one failed on another host'}; saved after step {step}: mend the "
-            "function and run the same command again, or go on without its values by rewards.on_error=none (time "
-            "limit: rewards.timeout)"
-        ) from failure
-
     def _evaluation_is_due(self, step: int) -> bool:
         """Whether to evaluate: before the first step, every N steps, and after the last."""
         every = self.config.evaluation.every_steps
@@ -225,12 +172,9 @@ class Trainer:
         The policy is saved already. The record of all tasks comes last: it says that nothing is left to do.
         """
         state, step = self._finished
-        with self._alone():
-            self.batches.settle()
-            self._check_stop()
-        self.batches.push(state.params, step)
-        results = [self._evaluate_task(step, task, prompts) for task, prompts in self.plan.held_out]
-        named = zip(results, self.plan.held_out, strict=True)
+        self.batches.push(state.params, step, PhaseTimer())
+        results = [self._evaluate_task(step, task, prompts) for task, prompts in self.run.held_out]
+        named = zip(results, self.run.held_out, strict=True)
         name = " ".join(f"{result.task}/avg@{result.samples} {task.location}" for result, (task, _) in named)
         score = PolicyScore(f"{name} temperature={self.config.evaluation.temperature:g}", plain_average(results))
         self.checkpoints.add_score(step, score)
@@ -239,36 +183,42 @@ class Trainer:
             metrics[f"{result.task}/avg@{result.samples}"] = result.average
             metrics[f"{result.task}/pass@{result.samples}"] = result.pass_at_k
             metrics |= held_out_rewards(result)
-        for result, (_, prompts) in zip(results, self.plan.held_out, strict=True):
-            writer.write_held_out(step, held_out_samples(result, prompts, self.plan.tokenizer))
+        for result, (_, prompts) in zip(results, self.run.held_out, strict=True):
+            writer.write_held_out(step, held_out_samples(result, prompts, self.run.tokenizer))
         writer.write(step, metrics)
 
     def _evaluate_task(self, step: int, task: HeldOutTask, prompts: EncodedPrompts) -> EvaluationResult:
         temperature = self.config.evaluation.temperature
-        sampling = dataclasses.replace(self.plan.sampling, group_size=task.samples, temperature=temperature)
+        sampling = dataclasses.replace(self.run.sampling, group_size=task.samples, temperature=temperature)
         share = self.hosts.share(len(prompts.problems))
-        with self._alone():
+        with self._together.alone():
             result = evaluate(
-                self.engine,
-                self.plan.scorer,
-                self.plan.tokenizer,
+                self.run.engine,
+                self.run.scorer,
+                self.run.tokenizer,
                 prompts.token_ids[share],
                 prompts.problems[share],
                 sampling,
                 task=f"eval/{task.name}",
                 seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
                 first_prompt=share.start,
-                state=trainer_state(self.plan, step, self._prompts_taken),
-                turns=self.plan.turns,
-                check_stop=self._check_stop,
+                state=trainer_state(self.run, step, self._prompts_taken),
+                turns=self.run.turns,
+                check_stop=self._together.check,
             )
-        return gather_evaluation(self.hosts, result)
+        return join(self.hosts.gather(result, EvaluationResult))
 
     def _save(self) -> int:
         """Save the state after the last finished step; return that step."""
         state, step = self._finished
         behind = self.batches.behind(step)
-        self.checkpoints.save(step, state, model=self.plan.model, prompts_taken=self._prompts_taken, behind=behind)
+        self.checkpoints.save(step, state, model=self.run.model, prompts_taken=self._prompts_taken, behind=behind)
+        return step
+
+    def _save_and_wait(self) -> int:
+        """Save the state after the last finished step; return that step once it is on disk."""
+        step = self._save()
+        self.checkpoints.wait()
         return step
 
 
@@ -314,7 +264,7 @@ def train(
             )
         writer = _open_records(run, stack, step, resumed) if run.hosts.is_writer else NoWriter()
         trainer = Trainer(run, programs, checkpoints, stop, prompts_taken=prompts_taken)
-        trainer.run(state, writer, resumed=resumed)
+        trainer.train(state, writer, resumed=resumed)
         with activity("writing the last checkpoint"):
             checkpoints.wait()
 

@@ -1,4 +1,4 @@
-"""How a run ends early: by a signal with everything saved, by too many skipped updates, or by an alarm."""
+"""How a run ends early: on all hosts together with everything saved, by too many skipped updates, or by an alarm."""
 
 from __future__ import annotations
 
@@ -9,17 +9,22 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import jax
 import numpy as np
 
 from dcmdp_jax.config.settings import Config
+from dcmdp_jax.engines.protocol import EngineError
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.alarms import ALARMS, WATCHED, Alarm, alarms, broken_completions
 from dcmdp_jax.observe.metrics_io import METRICS_FILE
+from dcmdp_jax.parallel.hosts import Hosts
+from dcmdp_jax.rewards.protocol import RewardError
 
 _MOST_SKIPPED, _MOST_IN_ROW = 0.2, 8
 WINDOW = 20
@@ -29,6 +34,10 @@ _TWICE_S = 1.0
 """Signals that come within this time are one."""
 
 logger = logging.getLogger(__name__)
+
+
+ENDS_A_RUN = EngineError, MemoryError, jax.errors.JaxRuntimeError
+"""Errors after which the finished steps are saved."""
 
 
 class Interrupted(Exception):
@@ -41,6 +50,80 @@ class Interrupted(Exception):
 
 class Leaving(Exception):
     """This process or another one was asked to stop: what it does alone ends here."""
+
+
+class Together:
+    """Work that each process does by itself, and that all leave together.
+
+    Args:
+        hosts: the processes.
+        stop: knows of a signal to this one.
+        save: saves the state after the last finished step, and returns that step once it is on disk. Collective.
+    """
+
+    def __init__(self, hosts: Hosts, stop: StopSignal, save: Callable[[], int]) -> None:
+        self._hosts, self._stop, self._save = hosts, stop, save
+
+    def check(self) -> None:
+        """Raise `Leaving`, within `alone`, if a signal came, here or to another process."""
+        if self._stop.received is not None or self._hosts.called_together:
+            raise Leaving
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run a block without other processes; leave it with them.
+
+        After a signal to any of them, or the failure of an engine or of a reward function, all save what is finished
+        and end the run.
+
+        Raises:
+            Interrupted, UserError, EngineError, MemoryError, JaxRuntimeError: the same on all processes, or what ended
+                the run on another one.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Leaving:
+            self._hosts.call_together()
+        except (RewardError, *ENDS_A_RUN) as error:
+            failure = error
+            self._hosts.call_together()
+        broken = isinstance(failure, ENDS_A_RUN)
+        received = self._stop.received or 0
+        signal_number, failures, breaks = self._hosts.largest(received, failure is not None, broken)
+        if not signal_number and not failures:
+            return
+        if broken and self._hosts.count == 1:
+            raise failure
+        step = self._save()
+        if breaks:
+            raise failure if broken else EngineError("the engine gave up on another host, which says why")
+        if signal_number:
+            raise Interrupted(int(signal_number), f"after step {step}, saved")
+        raise UserError(
+            f"config.rewards.functions: {failure or 'one failed on another host'}; saved after step {step}: mend the "
+            "function and run the same command again, or go on without its values by rewards.on_error=none (time "
+            "limit: rewards.timeout)"
+        ) from failure
+
+
+class InThread(Together):
+    """Work in a thread, for which the main thread waits within `alone`: it is left there."""
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
+        self.given_up = threading.Event()
+
+    def check(self) -> None:
+        """Raise `Leaving` if the thread is to end, too."""
+        if self.given_up.is_set():
+            raise Leaving
+        self._together.check()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run a block; no other process is met."""
+        yield
 
 
 class StopSignal:

@@ -2,17 +2,7 @@
 
 import numpy as np
 
-from dcmdp_jax.evaluation.average import EvaluationResult
-from dcmdp_jax.training.across_hosts import gather_evaluation
-
-
-class _TwoHosts:
-    """The other one has what this one has."""
-
-    count = 2
-
-    def gather(self, value, *types):
-        return [value, value]
+from dcmdp_jax.evaluation.average import EvaluationResult, join
 
 
 def test_texts_and_answers_of_all_hosts_come_in_order():
@@ -24,8 +14,8 @@ def test_texts_and_answers_of_all_hosts_come_in_order():
         truncated=np.zeros(shape, bool), unparsed=np.zeros(shape, bool), texts=texts, found=found,
         verifier_timeouts=1, verifier_errors=0, verifier_over_budget=0,
     )  # fmt: skip
-    whole = gather_evaluation(_TwoHosts(), own)
+    whole = join([own, own])
     assert whole.texts.tolist() == texts.tolist() * 2 and whole.found.tolist() == found.tolist() * 2
     assert whole.scores.tolist() == own.scores.tolist() * 2 and whole.verifier_timeouts == 2
     nothing = own.select([])
-    assert gather_evaluation(_TwoHosts(), nothing).texts.shape == (0, 2)
+    assert join([nothing, nothing]).texts.shape == (0, 2)

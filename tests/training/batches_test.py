@@ -1,44 +1,176 @@
-"""A batch that is sampled ahead on several hosts: what they agree on, and what the sampler's thread leaves to them."""
+"""The order in which batches are sampled, what is kept for those in flight, and how a thread's failure ends them."""
 
-import contextlib
 import threading
 from types import SimpleNamespace
 
-from dcmdp_jax.training.ahead import Begun
-from dcmdp_jax.training.batches import Batches
-from dcmdp_jax.training.step_rollout import Share
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.errors import EngineError
+from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
+from dcmdp_jax.training import batches as module
+from dcmdp_jax.training.batches import Batches, check_versions
+from dcmdp_jax.training.step_rollout import PhaseTimer
+from dcmdp_jax.training.stopping import StopSignal, Together
 
 
-def _batches(largest, rollouts, measured, *, exchanges):
-    def metrics(episodes, step, *, wanted, first):
-        measured.append((wanted, first))
-        return {"mismatch/noise_floor": 0.25}
+class _Engine:
+    """Remembers the weights that it holds."""
 
-    batches = object.__new__(Batches)
-    batches._lag, batches._exchanges = 1, exchanges
-    batches._ahead = SimpleNamespace(beside=exchanges, closing=threading.Event())
-    batches._alone, batches._check_stop = contextlib.nullcontext, lambda: None
-    batches._config = SimpleNamespace(algorithm=SimpleNamespace(measured_steps=4))
-    batches._plan = SimpleNamespace(hosts=SimpleNamespace(largest=largest), sampling=SimpleNamespace(group_size=8))
-    batches._rollouts, batches._noise_floor = rollouts, SimpleNamespace(metrics=metrics)
-    return batches
+    version = -1
+
+    def push_weights(self, params, version):
+        self.version = version
+        return {}
+
+    def release_weights(self):
+        pass
 
 
-def test_hosts_that_take_turns_pack_the_largest_noise_floor_of_all(monkeypatch):
-    """This host's engine has 0.25, another's 0.5: c must be moved by the same number on both."""
-    monkeypatch.setattr(Batches, "_pack", lambda self, rollout, step: (None, (), {}))
-    rollouts = SimpleNamespace(sample=lambda *_: SimpleNamespace(episodes=[]))
-    made = _batches(lambda value: [max(value, 0.5)], rollouts, measured := [], exchanges=False)._make_ahead(0, 0)
-    assert made.floor == {"mismatch/noise_floor": 0.5} and measured == [(True, 0)]
+class _Sampler:
+    """Takes `step + 1` prompts for the batch of a step, and notes (step, weights, position)."""
+
+    def __init__(self, run, together, *, meets=True):
+        self.engine, self.together, self.meets, self.made = run.engine, together, meets, []
+
+    def sample(self, step, first, timer):
+        for name in ("generate", "verify"):
+            with timer.phase(name):
+                self.together.check()
+        self.made.append((step, self.engine.version, first))
+        return SimpleNamespace(taken=step + 1, episodes=[], batch_groups=4)
+
+    def exchange(self, share):
+        return share
 
 
-def test_a_sampler_beside_the_step_meets_nobody_and_counts_completions_over_all_hosts():
-    """This host's share begins with the third of the call's prompts, so with completion 2 x 8."""
+class _Floor:
+    """Measures 0.25 on each batch, and notes the number of its first completion."""
 
-    def largest(*_):
-        raise AssertionError("a meeting in the sampler's thread")
+    def __init__(self, run):
+        self.first = []
 
-    rollouts = SimpleNamespace(sample_share=lambda *_: Share([4, 5, 6, 7], 2, [], [], None))
-    made = _batches(largest, rollouts, measured := [], exchanges=True)._make_ahead(5, 0)
-    assert isinstance(made, Begun) and made.floor == {"mismatch/noise_floor": 0.25} and len(made.problems) == 4
-    assert measured == [(False, 16)]
+    def measure(self, episodes, step, *, first):
+        self.first.append(first)
+        return 0.25
+
+
+def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=ONE_PROCESS, sampler=_Sampler):
+    monkeypatch.setattr(module, "StepRollouts", sampler)
+    monkeypatch.setattr(module, "NoiseFloor", _Floor)
+    monkeypatch.setattr(Batches, "_pack", lambda self, rollout, step: ("batch", (), {}))
+    config = SimpleNamespace(rollout=SimpleNamespace(lag=lag), training=SimpleNamespace(steps=steps))
+    run = SimpleNamespace(
+        config=config,
+        samples_beside=beside,
+        hosts=hosts,
+        engine=_Engine(),
+        sampling=SimpleNamespace(group_size=8),
+    )
+    programs = SimpleNamespace(
+        shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
+        rescore=None,
+        old_logprobs=lambda params, batch: float(params["a"][0]),
+    )
+    return Batches(run, programs, dict(behind), Together(hosts, StopSignal(), lambda: 0), taken=taken)
+
+
+def _params(version):
+    return {"a": jnp.full(3, float(version))}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("lag", [0, 1, 2, 7])
+def test_each_version_samples_its_batches_and_each_begins_where_the_one_before_ends(monkeypatch, lag, beside):
+    """Batch n takes n + 1 prompts. Whatever takes how long, step n trains on version max(0, n - lag)."""
+    batches = _batches(monkeypatch, lag=lag, beside=beside)
+    scored = []
+    for step in range(5):
+        batches.push(_params(step), step, timer := PhaseTimer())
+        made = batches.make(SimpleNamespace(params=_params(step)), step, timer)
+        scored.append(made.batch)
+        assert made.metrics["mismatch/noise_floor"] == 0.25
+    batches.close()
+    versions = [max(0, step - lag) for step in range(5)]
+    assert batches._rollouts.made == list(zip(range(5), versions, (100, 101, 103, 106, 110), strict=True))
+    assert scored == ([float(version) for version in versions] if lag else ["batch"] * 5)
+
+
+@pytest.mark.parametrize(("step", "versions"), [(0, []), (1, [0]), (3, [1, 2]), (9, [7, 8])])
+def test_what_a_resumed_run_samples_again_is_what_was_in_flight(monkeypatch, step, versions):
+    """Lag 2, 9 steps: after 3 of them batches 3 and 4, of versions 1 and 2; after 1 batches 1 and 2, both of 0."""
+    kept = {version: _params(version) for version in versions}
+    batches = _batches(monkeypatch, lag=2, beside=False, steps=9, behind=kept)
+    assert list(batches.behind(step)) == versions
+    batches.resume(step)
+    expected = {0: [], 1: [(1, 0), (2, 0)], 3: [(3, 1), (4, 2)], 9: []}[step]
+    assert [(each, version) for each, version, _ in batches._rollouts.made] == expected
+
+
+def test_parameters_that_batches_in_flight_need_outlive_the_step_that_takes_their_memory(monkeypatch):
+    batches = _batches(monkeypatch, lag=1, beside=False)
+    for step in range(3):
+        batches.push(params := _params(step), step, timer := PhaseTimer())
+        batches.make(SimpleNamespace(params=params), step, timer)
+        params["a"].delete()
+    assert {version: kept["a"].tolist() for version, kept in batches.behind(3).items()} == {2: [2.0] * 3}
+    with pytest.raises(KeyError):
+        batches.behind(2)
+
+
+def test_a_failure_ends_the_later_batches_and_is_the_one_that_is_raised(monkeypatch):
+    go_on = threading.Event()
+
+    class Failing(_Sampler):
+        def sample(self, step, first, timer):
+            go_on.wait()
+            self.together.check()
+            self.made.append(step)
+            raise EngineError(f"batch {step}")
+
+    batches = _batches(monkeypatch, lag=2, beside=True, sampler=Failing)
+    batches.push(_params(0), 0, timer := PhaseTimer())
+    threading.Timer(0.05, go_on.set).start()
+    with pytest.raises(EngineError, match="batch 0"):
+        batches.make(SimpleNamespace(params=_params(0)), 0, timer)
+    batches.close()
+    assert batches._rollouts.made == [0]
+
+
+class _SecondOfTwo(Hosts):
+    """This host is the second of two; the other one's engine has a noise floor of 0.5."""
+
+    index, names = 1, ("first", "second")
+
+    def largest(self, *values):
+        assert threading.current_thread() is threading.main_thread(), "a meeting in the sampler's thread"
+        return [0.5] if values == (0.25,) else list(values)
+
+
+@pytest.mark.parametrize(("beside", "first"), [(False, 0), (True, 16)])
+def test_hosts_take_the_largest_noise_floor_of_all_and_a_thread_counts_its_share_over_all(monkeypatch, beside, first):
+    """c must be moved by the same number on all. The share of 4 prompts begins with the third: completion 2 x 8."""
+    batches = _batches(monkeypatch, lag=1, beside=beside, hosts=_SecondOfTwo())
+    batches.push(_params(0), 0, timer := PhaseTimer())
+    made = batches.make(SimpleNamespace(params=_params(0)), 0, timer)
+    batches.close()
+    assert made.metrics["mismatch/noise_floor"] == 0.5 and batches._noise_floor.first[0] == first
+    assert batches._rollouts.meets is not beside
+
+
+def test_a_token_of_another_version_than_the_one_announced_names_both():
+    def episode(version):
+        ids, logprobs = np.array([7, 8], np.int32), np.zeros(2, np.float32)
+        given = {"policy_version": version, "group": 0, "member": 0, "finish_reason": "stop"}
+        return single_turn(np.array([1], np.int32), ids, logprobs, **given)
+
+    check_versions([episode(3), episode(3)], 3)
+    with pytest.raises(EngineError, match=r"^completion 1 has tokens of version 2, version 3 was pushed for them"):
+        check_versions([episode(3), episode(2)], 3)
+    mixed = episode(3).with_columns(policy_versions=np.array([-1, 3, 4], np.int32))
+    with pytest.raises(EngineError, match=r"^completion 0 has tokens of version 4, version 3 was pushed for them"):
+        check_versions([mixed], 3)

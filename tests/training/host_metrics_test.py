@@ -7,7 +7,7 @@ import pytest
 
 from dcmdp_jax.observe.metric_names import METRICS
 from dcmdp_jax.rewards.math.verifier import Grades
-from dcmdp_jax.training.batch_metrics import rollout_metrics
+from dcmdp_jax.training.step_rollout import length_metrics
 from tests.support.sampling import Rollout
 
 
@@ -21,7 +21,7 @@ def test_each_kind_of_ungraded_answer_has_its_own_count():
         policy_version=0,
     )
     grades = Grades(rewards=np.zeros(4, np.float32), errors=1, timeouts=2, over_budget=3, unparsed=1)
-    metrics = rollout_metrics(rollout.episodes, grades)
+    metrics = length_metrics(rollout.episodes, grades)
     assert metrics == pytest.approx({
         "completion/length_mean": 2.5,  # (1 + 2 + 3 + 4) / 4
         "completion/length_min": 1,

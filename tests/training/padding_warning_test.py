@@ -15,15 +15,12 @@ from dcmdp_jax.training.batches import Batches
 from tests.support.our_log import our_log
 
 
-def _batches(plan, **training):
+def _batches(packing, **training):
     config = from_config_dict(demo.get_config())
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
     batches = object.__new__(Batches)
-    batches._plan, batches._config, batches._padding_told = (
-        SimpleNamespace(packing=plan, mesh=one_device_mesh()),
-        config,
-        False,
-    )
+    batches._run = SimpleNamespace(config=config, packing=packing, mesh=one_device_mesh())
+    batches._padding_told = False
     return batches
 
 

@@ -53,16 +53,16 @@ _PLAIN = ("-m", "bin.train")
 _SIGNALLED_BESIDE = """
 import os, sys, threading
 from dcmdp_jax.commands import cli, train
-from dcmdp_jax.training.step_rollout import StepRollouts
+from dcmdp_jax.training.rollout_sampler import StepRollouts
 
 signal_number, step = map(int, sys.argv.pop(1).split())
 generate = StepRollouts._generate
 
-def stopped_generate(self, chosen, share, number, *arguments):
+def stopped_generate(self, chosen, first_prompt, number, *arguments):
     assert threading.current_thread() is not threading.main_thread()
     if number == step:
         os.kill(os.getpid(), signal_number)
-    return generate(self, chosen, share, number, *arguments)
+    return generate(self, chosen, first_prompt, number, *arguments)
 
 StepRollouts._generate = stopped_generate
 cli.run_main(train.main)

@@ -1,6 +1,5 @@
 """Prompts and completions of a step: the order of prompts, and dynamic sampling with known rewards."""
 
-import contextlib
 import dataclasses
 
 import numpy as np
@@ -11,9 +10,10 @@ from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.mixtures import PromptStream, prompt_order
 from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.rewards.scoring import BatchScores
-from dcmdp_jax.training import step_rollout
-from dcmdp_jax.training.batch_metrics import PhaseTimer
-from dcmdp_jax.training.step_rollout import StepRollouts
+from dcmdp_jax.training import rollout_sampler
+from dcmdp_jax.training.rollout_sampler import StepRollouts
+from dcmdp_jax.training.step_rollout import PhaseTimer, StepRollout, rollout_metrics
+from dcmdp_jax.training.stopping import StopSignal, Together
 
 _GROUP = 2
 
@@ -72,24 +72,25 @@ class _Named:
 
 
 def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
-    monkeypatch.setattr(step_rollout, "BatchScoring", _Scoring)
-    config = _Named(
-        {
-            "training": _Named({"prompts_per_step": wanted, "seed": 5, "steps": 9}),
-            "algorithm": _Named({"refill_rounds": rounds}),
-            "rollout": _Named({"on_non_finite": "error", "router_replay": False}),
-        }
-    )
+    monkeypatch.setattr(rollout_sampler, "BatchScoring", _Scoring)
+    config = _Named({
+        "training": _Named({"prompts_per_step": wanted, "seed": 5, "steps": 9}),
+        "algorithm": _Named({"refill_rounds": rounds}),
+        "rollout": _Named({"on_non_finite": "error", "router_replay": False}),
+    })  # fmt: skip
     ids = [np.array([i], np.int32) for i in range(problems)]
-    plan = _Named({
+    run = _Named({
         "config": config, "tokenizer": None, "sampling": _Named({"group_size": _GROUP}),
+        "engine": _Engine(), "scorer": None, "turns": None,
         "train": _Named({"problems": [_Named({"answer": str(i)}) for i in range(problems)], "token_ids": ids}),
         "hosts": ONE_PROCESS, "stream": PromptStream((problems,)),
     })  # fmt: skip
-    engine = _Engine()
-    return StepRollouts(plan, engine, None).sample(
-        7, first, PhaseTimer(), contextlib.nullcontext, lambda: None
-    ), engine.calls
+    together = Together(ONE_PROCESS, StopSignal(), lambda: 0)
+    return StepRollouts(run, together).sample(7, first, PhaseTimer()), run.engine.calls
+
+
+def _refill_metrics(rollout):
+    return rollout_metrics(rollout, np.zeros(len(rollout.rows)), refills=True)
 
 
 def test_without_rounds_the_batch_is_the_next_problems(monkeypatch):
@@ -117,7 +118,7 @@ def test_rounds_replace_equal_groups_by_the_next_problems_of_the_stream(monkeypa
     assert all(count in (1, 2, 4, 6) for count, _, _ in calls) and calls[0] == (6, 5, 7)
     assert len({seed for _, seed, _ in calls}) == len(calls) == rollout.rounds > 1
     assert sum(count for count, _, _ in calls) == len(rollout.problems)
-    metrics = rollout.dynamic_metrics()
+    metrics = _refill_metrics(rollout)
     odd = np.mean(rollout.problems % 2)
     assert metrics["reward/all_equal_groups"] == pytest.approx(odd)
     # Half of an even problem's completions are right, all of an odd one's.
@@ -132,10 +133,12 @@ def test_what_no_round_could_fill_stays_in_the_batch_and_is_counted(monkeypatch)
     rollout, calls = _sample(monkeypatch, problems=2, wanted=4, rounds=3)
     assert [count for count, _, _ in calls] == [4, 4, 4, 4]
     np.testing.assert_array_equal(rollout.groups, range(4))
-    assert rollout.dynamic_metrics()["rollout/unfilled_groups"] == 4
+    assert _refill_metrics(rollout)["rollout/unfilled_groups"] == 4
 
 
 def test_a_group_differs_by_its_usable_completions_alone():
     rewards = np.array([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0], [0.0, 1.0]])
     usable = np.array([[True, True], [True, False], [True, True], [False, False]])
-    assert step_rollout._differ(rewards, usable).tolist() == [True, False, False, False]
+    scores = BatchScores(totals=rewards.reshape(-1), values={}, failed={}, grades=None)
+    rollout = StepRollout(np.arange(4), [], [""] * 8, scores, ~usable.reshape(-1), batch_groups=2, taken=4)
+    assert rollout.differing.tolist() == [True, False, False, False] and rollout.groups.tolist() == [0, 1]

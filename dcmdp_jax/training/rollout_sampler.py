@@ -1,0 +1,198 @@
+"""Sampling of a step: completions and rewards of its problems, exchanged between hosts; the engine's noise floor."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from dcmdp_jax.activity import activity
+from dcmdp_jax.algorithm.discrepancy import token_discrepancy
+from dcmdp_jax.config.arguments import EPISODES, REWARDS, as_settings
+from dcmdp_jax.data.episode import Episode, in_prompt_order
+from dcmdp_jax.engines.protocol import EngineError
+from dcmdp_jax.engines.validation import broken_tokens, check_routed_experts, sample_alone, unusable_completions
+from dcmdp_jax.rewards.math.verifier import Grades
+from dcmdp_jax.rewards.protocol import TrainerState
+from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring
+from dcmdp_jax.run.run import Run
+from dcmdp_jax.training.step_rollout import PhaseTimer, StepRollout, join
+from dcmdp_jax.training.stopping import Together
+
+logger = logging.getLogger(__name__)
+
+# The rounds of a step must not repeat each other's draws, nor those of evaluation.
+_ROUND_SEED_OFFSET = 7_000_003
+
+# Finished steps after which it is measured, for the policy moves; completions scored in one pass, and completions and
+# tokens of each sampled alone.
+_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
+_SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
+
+
+def trainer_state(run: Run, step: int, position: int) -> TrainerState:
+    """What reward functions learn about the run: finished steps, and the position in the stream of prompts."""
+    return TrainerState(step, run.config.training.steps, position / sum(run.stream.sizes))
+
+
+class StepRollouts:
+    """Samples and scores the problems of each step.
+
+    With `algorithm.refill_rounds` above 0 this is DAPO's dynamic sampling (Yu et al. 2025, Eq. 11): where groups have
+    rewards that are all equal, further prompts are sampled, until B groups differ or the rounds are used up. The
+    first B differing groups of the stream are the batch; what is still missing is filled with equal groups, which the
+    loss leaves out. A round's number of prompts is a power of two, so that an embedded engine compiles few shapes;
+    differing groups above B are discarded.
+
+    Args:
+        run: started; its engine gets the weights of the step before `sample`.
+        together: ends the work of this process with that of the others.
+        meets: whether `sample` meets the other hosts. Otherwise its result is this host's share of its single round,
+            which `exchange` makes into all hosts' rollout.
+    """
+
+    def __init__(self, run: Run, together: Together, *, meets: bool = True) -> None:
+        self._run, self._together, self._meets = run, together, meets
+
+    def sample(self, step: int, first: int, timer: PhaseTimer) -> StepRollout:
+        """Sample and score the problems from position `first` of the stream on: a function of (seed, step, first).
+
+        Collective, unless it does not meet the others: each process samples its share, and gets all of it.
+
+        Args:
+            step: whose batch it is.
+            first: position in the stream of prompts; the result has taken `taken` from there.
+            timer: gets the time of sampling and of scoring.
+
+        Raises:
+            RewardError: if a reward function failed and the scorer stops then.
+            EngineError: if the engine breaks or a log-prob is not finite, unless those completions are dropped.
+        """
+        wanted, rounds = self._run.config.training.prompts_per_step, self._run.config.algorithm.refill_rounds
+        share = self._share(step, 0, first, wanted, timer)
+        if not self._meets:
+            return share
+        parts, taken = [self.exchange(share)], wanted
+        while len(parts) <= rounds and (missing := wanted - sum(int(part.differing.sum()) for part in parts)) > 0:
+            count = min(wanted, 1 << (missing - 1).bit_length())
+            parts.append(self.exchange(self._share(step, len(parts), first + taken, count, timer)))
+            taken += count
+        return dataclasses.replace(join(parts), taken=taken, rounds=len(parts))
+
+    def _share(self, step: int, number: int, position: int, count: int, timer: PhaseTimer) -> StepRollout:
+        """One call of the engine for this process's part of the `count` problems from `position` on."""
+        run, together = self._run, self._together
+        share, group_size = run.hosts.share(count), run.sampling.group_size
+        chosen = run.stream.at(seed=run.config.training.seed, first=position, count=count)[share]
+        problems = [run.train.problems[i] for i in np.repeat(chosen, group_size)]
+        scoring = BatchScoring(run.scorer, run.tokenizer, problems, trainer_state(run, step, position))
+        with timer.phase("generate"), together.alone():
+            together.check()
+            episodes = self._generate(chosen, share.start, step, number, scoring) if len(chosen) else []
+        with timer.phase("verify"), together.alone(), as_settings(REWARDS):
+            texts, scores = scoring.finish(together.check)
+        dropped, batch_groups = np.zeros(len(texts), bool), run.config.training.prompts_per_step
+        return StepRollout(chosen, episodes, texts, scores, dropped, batch_groups, taken=count)
+
+    def _generate(
+        self, chosen: np.ndarray, first_prompt: int, step: int, number: int, scoring: BatchScoring
+    ) -> list[Episode]:
+        """Sample the chosen problems; start the rewards of each group as it comes. Returns prompt order."""
+        run, sampling, check = self._run, self._run.sampling, self._together.check
+        prompts = [run.train.token_ids[i] for i in chosen]
+        seed = run.config.training.seed + number * _ROUND_SEED_OFFSET
+        numbers = {"seed": seed, "step": step, "first_prompt": first_prompt}
+        if run.turns is None:
+            sampled = run.engine.generate(prompts, sampling, **numbers)
+        else:
+            asked = [run.train.problems[i] for i in chosen]
+            sampled = run.turns.generate(prompts, asked, sampling, **numbers, check_stop=check)
+        episodes: list[Episode] = []
+        total = len(prompts) * sampling.group_size
+        with activity("sampling", total, "completions") as doing, contextlib.closing(sampled) as groups:
+            for complete in groups:
+                check()
+                doing.done += len(complete)
+                rows = [episode.group * sampling.group_size + episode.member for episode in complete]
+                scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in complete])
+                episodes += complete
+        if run.turns is not None:
+            scoring.add_played(run.turns.played)
+        return in_prompt_order(episodes)
+
+    def exchange(self, share: StepRollout) -> StepRollout:
+        """Collective: join the shares of all hosts' calls, and find the completions that must not be used.
+
+        Raises:
+            EngineError: if a log-prob is not finite, unless those completions are dropped.
+        """
+        run = self._run
+        rollout = join(run.hosts.gather(share, StepRollout, Episode, BatchScores, Grades))
+        with as_settings(EPISODES):
+            dropped = unusable_completions(rollout.episodes, drop=run.config.rollout.on_non_finite == "drop")
+            if run.config.rollout.router_replay:
+                check_routed_experts(rollout.episodes, *run.model.routing)
+        return dataclasses.replace(rollout, dropped=dropped)
+
+
+class NoiseFloor:
+    """The engine against itself in another batch shape, on the first completions: no budget below it can be met.
+
+    Args:
+        run: started; its engine still has the weights that sampled.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run, algorithm = run, run.config.algorithm
+        # Compiled as one: each operation alone would be a program of its own.
+        self._discrepancy = jax.jit(
+            functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided)
+        )
+
+    def measure(self, episodes: Sequence[Episode], step: int, *, first: int = 0) -> float | None:
+        """Return the noise floor where it is due or c is measured from it, None elsewhere.
+
+        Completions are scored in one pass, and the first few sampled once more, each alone: the larger mean counts.
+
+        Args:
+            episodes: of a call of the engine, from its first problem on.
+            step: whose batch it is.
+            first: number of the first of them among the completions of all hosts.
+        """
+        run, sampling = self._run, self._run.sampling
+        if step not in _STEPS and step >= run.config.algorithm.measured_steps:
+            return None
+        rows = (row for row, episode in enumerate(episodes) if not broken_tokens(episode).any())
+        usable = {first + row: episodes[row] for row in itertools.islice(rows, _SCORED_AGAIN)}
+        if not usable:
+            return None
+        few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
+        shorter = dataclasses.replace(
+            sampling, max_completion_tokens=min(_TOKENS_SAMPLED_AGAIN, sampling.max_completion_tokens)
+        )
+        try:
+            scored = run.engine.score(
+                [episode.prompt_ids for episode in usable.values()],
+                [episode.completion_ids for episode in usable.values()],
+                temperature=sampling.temperature,
+            )
+            together, alone = sample_alone(run.engine, few, shorter, seed=run.config.training.seed, step=step)
+        except EngineError as error:
+            # A diagnostic does not end a run that is set to go on without what is broken.
+            if run.config.rollout.on_non_finite != "drop":
+                raise
+            logger.warning("no noise floor: %s", error)
+            return None
+        masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable.values()]
+        again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
+        sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable.values()])
+        differences = [self._discrepancy(again, sampled)]
+        if together.size:
+            differences.append(self._discrepancy(alone, together))
+        return max(float(np.mean(each)) for each in differences)
