@@ -33,10 +33,10 @@ class Activity:
 
     Attributes:
         what: a gerund and its object: "converting model.gguf".
-        total: of how many; 0 where it is not known.
-        unit: what they are.
+        total: number of units in all; 0 where unknown.
+        unit: name of the units.
         done: how many of them are done; whoever works on it counts.
-        began: by `time.monotonic`.
+        began: start, a value of `time.monotonic`.
     """
 
     what: str

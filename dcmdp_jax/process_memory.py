@@ -51,7 +51,7 @@ def keep_freed_memory(package: str) -> None:
     command restarts once, in place, with `GLIBC_TUNABLES` set. If that is set already, nothing is restarted.
 
     Args:
-        package: as for `hide_torch`. Call it before anything else is imported.
+        package: see `hide_torch`. Call it before anything else is imported.
     """
     if platform.libc_ver()[0] != "glibc" or not is_command(package) or not jax_takes_cpu():
         return

@@ -86,7 +86,7 @@ def describe_error(error: BaseException, place: str) -> str:
     """`KeyError: 'x' (length_reward.py, line 12)`, the last line of the user's file that ran.
 
     Args:
-        error: what was raised.
+        error: the exception.
         place: the file, or the module, of the function.
     """
     return f"{type(error).__name__}: {error}{error_place(error, place)}"

@@ -70,13 +70,13 @@ def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, argparse.Na
 
     Args:
         parser: with the other arguments.
-        argv: as for `parse`.
+        argv: see `parse`.
 
     Returns:
         The checked config, and the other arguments.
 
     Raises:
-        UserError: as `parse`.
+        UserError: see `parse`.
     """
     parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="preset or config file, and its argument")
     overrides, rest = split_overrides(argv[1:])
@@ -169,7 +169,7 @@ def call_function(option: str, given: str, function: str, folder: str = "") -> A
     in, those of `configs` in the working directory, and the presets. A preset finds the presets alone.
 
     Args:
-        option: of the command line, for errors.
+        option: name of the command-line option, for errors.
         given: `FILE[:ARGUMENT]`; FILE is the name of a preset, or a path.
         function: its name in the file.
         folder: of the presets; empty: configs, `studies`: studies.

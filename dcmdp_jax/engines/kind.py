@@ -114,7 +114,7 @@ class DeviceShare(NamedTuple):
 
     Attributes:
         trainer: the trainer's part of each device, in (0, 1].
-        reason: what the rest is, for people.
+        reason: why the rest is not sampled from, for people.
         sampling: the engine's part while it samples; 0 where the trainer's part is its own at all times.
     """
 

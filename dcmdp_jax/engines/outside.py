@@ -25,7 +25,7 @@ def check_engine(
         engine: engine to check.
         params: parameters that are pushed.
         prompts: int32 token ids, at least two.
-        sampling: what to ask for; temperature above 0.
+        sampling: sampling parameters; temperature above 0.
         vocab_size: ids of the model are below it.
         scores: whether it has `score`.
 

@@ -106,7 +106,7 @@ class Engine(Protocol):
             [T] float32 nats for each completion, full support.
 
         Raises:
-            ValueError: as `generate`, for lists of different lengths, or for a negative temperature.
+            ValueError: see `generate`; also for lists of different lengths, or for a negative temperature.
             EngineError: if a log-prob is not finite, no weights were pushed, or the engine breaks for good.
         """
 

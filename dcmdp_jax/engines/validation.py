@@ -16,7 +16,7 @@ def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarr
     """[N] bool: episodes in which a sampled token's log-prob is NaN, infinite or above 0 by more than rounding.
 
     Args:
-        episodes: what the engine returned.
+        episodes: result of the engine's `generate`.
         drop: return them to be left out and counted; otherwise any is an error.
 
     Raises:
@@ -133,7 +133,7 @@ def scored_rows(
     """Inputs of `Engine.score`: the prompts, and each prompt with its completion, as int32 vectors.
 
     Raises:
-        ValueError: as `checked_sequences`, or for lists of different lengths or a negative temperature.
+        ValueError: see `checked_sequences`; also for lists of different lengths or a negative temperature.
     """
     if not temperature >= 0:
         raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")

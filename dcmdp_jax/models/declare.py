@@ -34,7 +34,7 @@ class Fused(NamedTuple):
 
     Attributes:
         hf_name: the tensor, of shape [size of the innermost stack, parts x out, in].
-        part: which block of rows belongs to this leaf.
+        part: index of this leaf's block of rows.
         parts: blocks in the tensor.
     """
 

@@ -54,7 +54,7 @@ def convert_gguf(file: str | Path, directory: str | Path, *, dtype: str, overwri
         The model.
 
     Raises:
-        FileNotFoundError, FileExistsError, OSError, UserError: as `GGUFModel`, `write_tokenizer` and `save_tensors`.
+        FileNotFoundError, FileExistsError, OSError, UserError: see `GGUFModel`, `write_tokenizer` and `save_tensors`.
     """
     with activity(f"converting {Path(file).name}", unit="tensors") as doing, tempfile.TemporaryDirectory() as files:
         model = GGUFModel(file)

@@ -38,7 +38,7 @@ class Stored(NamedTuple):
     Attributes:
         path: the file.
         name: the tensor in it; another name than the tensor's own if it is fused with others.
-        fused: which part of that tensor, or None for all of it.
+        fused: this tensor's part of the stored one, or None for all of it.
     """
 
     path: Path
@@ -166,7 +166,7 @@ def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
     """Read one tensor, part by part, and refuse values that are not finite in `dtype`.
 
     Raises:
-        UserError: as `check_values`.
+        UserError: see `check_values`.
     """
     stored = files[path].get_slice(name)
     shape = stored.get_shape()

@@ -59,7 +59,7 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
         The tree of `params.init_params`.
 
     Raises:
-        FileNotFoundError, ValueError: as `check_manifest`; and ValueError for another dtype, when a tied model stores
+        FileNotFoundError, ValueError: see `check_manifest`; and ValueError for another dtype, when a tied model stores
             an lm_head that differs from its embedding, or for a tensor with values that are not finite, naming it.
     """
     target = _target_dtype(dtype)

@@ -161,7 +161,7 @@ class _Residuals(NamedTuple):
     Attributes:
         hidden, targets, kernel, count: its arguments.
         normalizer, entropy: [C, T] float32.
-        logits: those of a single block, scaled; None where the backward pass computes them again.
+        logits: scaled logits of a single block; None where the backward pass computes them again.
     """
 
     hidden: Array

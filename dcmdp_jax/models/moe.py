@@ -127,7 +127,7 @@ def router_sums(aux: Aux, counted: jax.Array) -> Aux:
     """Sum what the router of one layer reports over the tokens that count.
 
     Args:
-        aux: what `MoE` returned.
+        aux: second result of `MoE`.
         counted: [B, T] bool.
 
     Returns:

@@ -78,7 +78,7 @@ class MetricsWriter:
         resume_step: the last finished step of the checkpoint the run continues from. None starts a new run;
             lines of an earlier attempt without a checkpoint are moved to `metrics.jsonl.previous`.
         rollouts_every_steps: interval of `RolloutWriter`; 0 records nothing.
-        devices: those that the run trains on; None for all of JAX's.
+        devices: number of training devices; None for all of JAX's.
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
@@ -334,7 +334,7 @@ def _record_start(run_dir: Path, step: int, devices: int) -> None:
     Args:
         run_dir: the run directory.
         step: finished training steps at this start.
-        devices: that it trains on.
+        devices: number of training devices.
     """
     device, program = jax.devices()[0], Path(sys.argv[0])
     # `python -m bin.train` of a checkout is `dcmdp train`.

@@ -42,9 +42,9 @@ class HostMonitor:
         """Start the thread.
 
         Args:
-            client: of JAX's coordination service.
-            index: of this process.
-            names: of all processes.
+            client: client of JAX's coordination service.
+            index: index of this process.
+            names: names of all processes.
             timeout_s: a process without a sign of life for this long is dead.
             coordinator: address of the coordination service.
         """

@@ -37,8 +37,8 @@ class Hosts:
     A method that is collective returns when every process has called it, in the same order.
 
     Attributes:
-        index: of this process.
-        names: of the hosts, by process.
+        index: index of this process.
+        names: names of the hosts, by process.
     """
 
     index: int = 0
@@ -62,7 +62,7 @@ class Hosts:
         """Collective: the values of all processes, by process.
 
         Args:
-            value: of JSON's types, NumPy arrays and dataclasses. A tuple arrives as a list.
+            value: a value of JSON's types, NumPy arrays and dataclasses. A tuple arrives as a list.
             types: the dataclasses in it.
         """
         return [value]

@@ -73,7 +73,7 @@ def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 
     its operations are long, and uses one device; so does any model where there are fewer devices than cores.
 
     Args:
-        data, fsdp, tensor, expert: as for `make_mesh`, from the config.
+        data, fsdp, tensor, expert: see `make_mesh`; from the config.
         num_params: parameters of the model.
     """
     devices, sizes = jax.devices(), (data, fsdp, tensor, expert)
@@ -96,7 +96,7 @@ def sampling_mesh(training: Mesh, *, tensor: int = 1, expert: int = 1) -> Mesh:
     of the rows each take 0.68 to 0.75 of the time of one device with both cores.
 
     Args:
-        training: from `training_mesh`.
+        training: result of `training_mesh`.
         tensor, expert: devices that the engine's weights are split over; the rest of them split rows (axis data).
 
     Raises:
@@ -116,10 +116,10 @@ def check_training_mesh(mesh: Mesh, *, num_heads: int, num_experts: int, complet
     """Refuse a mesh that a model or its batch cannot be split over.
 
     Args:
-        mesh: from `make_mesh`.
+        mesh: result of `make_mesh`.
         num_heads: query heads, split over tensor.
         num_experts: experts of a layer, split over expert; 0 in a dense model.
-        completions: of a mini-batch; every device that rows are split over needs one.
+        completions: completions of a mini-batch; every device that rows are split over needs one.
 
     Raises:
         UserError: naming the setting, its value and what would do.

@@ -80,14 +80,14 @@ def param_shardings(
     Args:
         logical_axes: tree of tuples of axis names, from `params.logical_axes`.
         shapes: the same tree with `.shape`, from `params.param_shapes`.
-        mesh: from `make_mesh`.
+        mesh: result of `make_mesh`.
         table: logical name -> mesh axis.
 
     Returns:
         The tree with a `NamedSharding` for each leaf.
 
     Raises:
-        ValueError: as `partition_spec`, or if a leaf has not as many dimensions as names.
+        ValueError: see `partition_spec`; also if a leaf has not as many dimensions as names.
     """
 
     def sharding(path: tuple[Any, ...], leaf: Any, axes: Axes) -> NamedSharding:
@@ -117,7 +117,7 @@ def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh
 
     Args:
         state: tree of arrays or `jax.ShapeDtypeStruct`s.
-        shapes, logical_axes, mesh: as `param_shardings`.
+        shapes, logical_axes, mesh: see `param_shardings`.
 
     Returns:
         The tree of `state` with a `NamedSharding` for each leaf.
@@ -148,7 +148,7 @@ def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
     Inside `shard_map_over_data` it uses the axes that are left to the compiler.
 
     Raises (the returned function, while tracing):
-        ValueError: as `partition_spec`, or when a dimension is not a multiple of its devices.
+        ValueError: see `partition_spec`; also when a dimension is not a multiple of its devices.
     """
 
     def pin(x: jax.Array, axes: Axes) -> jax.Array:
@@ -202,7 +202,8 @@ def shard_map_over_data(
     Args:
         function: it closes over no array.
         mesh: the run's; None for one device.
-        in_specs, out_specs: of `jax.shard_map`: `P()` for what is replicated along the data axis, `DATA` for rows.
+        in_specs, out_specs: specs for `jax.shard_map`: `P()` for what is replicated along the data axis, `DATA` for
+            rows.
     """
     axis = data_axis(mesh)
     if axis is None:
@@ -221,9 +222,9 @@ def shard_map_over_model_axes(
     replicated along an axis is divided by the axis's size, and the gradients of a replicated argument are summed.
 
     Args:
-        function: of arguments alone, no array from around it.
+        function: function of its arguments alone; it closes over no array.
         mesh: the run's.
-        in_specs, out_specs: of `jax.shard_map`, over "fsdp" and "tensor".
+        in_specs, out_specs: specs for `jax.shard_map`, over "fsdp" and "tensor".
     """
 
     def mapped(*arguments: Any) -> Any:
@@ -250,7 +251,7 @@ def to_global(tree: Any, shardings: Any) -> Any:
     """Place NumPy arrays that every process holds whole; each device gets its part.
 
     Args:
-        tree: of arrays.
+        tree: tree of arrays.
         shardings: a prefix of the tree, with a sharding for each subtree.
     """
 
@@ -304,7 +305,7 @@ class Lowerable(NamedTuple):
         trace: gives the traced program.
         held: bytes on each device of its arguments that live longer than it, by kind.
         row_lengths: lengths of the rows that attention runs over; empty where each row has one query.
-        tokens: of one device at least, in a forward pass.
+        tokens: fewest tokens of a device in a forward pass.
     """
 
     name: str

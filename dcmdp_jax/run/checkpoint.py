@@ -217,7 +217,7 @@ class Checkpoints:
 
         Args:
             reference: its parameters, as they were loaded.
-            step: of the checkpoint that the run goes on from. One of an earlier version, or none, has no digests.
+            step: step of the checkpoint that the run goes on from. One of an earlier version, or none, has no digests.
 
         Raises:
             CheckpointError: in one line, if it is not the policy that the run began with.
@@ -403,7 +403,7 @@ def load_model_config(run_dir: str | Path, step: int | None = None) -> tuple[Mod
 
     Args:
         run_dir: a run directory, its `checkpoints`, or one step's directory inside it.
-        step: which checkpoint; None is the newest.
+        step: step of the checkpoint; None is the newest.
 
     Returns:
         (model, step, tokenizer directory).
@@ -422,7 +422,7 @@ def load_params_only(run_dir: str | Path, step: int | None = None) -> tuple[Para
 
     Args:
         run_dir: a run directory, its `checkpoints`, or one step's directory inside it.
-        step: which checkpoint; None is the newest.
+        step: step of the checkpoint; None is the newest.
 
     Returns:
         (parameters on the default device, model, step, tokenizer directory).

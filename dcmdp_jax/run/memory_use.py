@@ -42,7 +42,7 @@ class MemoryUse:
     """The parts of a run, and its machine.
 
     Attributes:
-        parts: by kind.
+        parts: the parts, one of each kind.
         machine: the memory available.
         note: memory that can't be computed here, or empty.
         rows: completions that the engine decodes at a time; fewer than it was asked for where those do not fit.
@@ -136,10 +136,10 @@ def with_engine(
 
     Args:
         kind, arguments: the engine.
-        load: what it is asked.
+        load: the requests to the engine.
         machine: the memory available.
         others: everything else.
-        fitted_rows: what was found before, which holds; 0 finds it.
+        fitted_rows: rows found by an earlier start; 0 finds them.
     """
     names = of_engine(kind)
     rows = min(arguments.max_rows, fitted_rows or arguments.max_rows)
@@ -231,7 +231,7 @@ def plan_evaluation(kind: EngineKind, arguments: EngineArguments, load: Workload
 
     Args:
         kind, arguments: the engine.
-        load: what it is asked.
+        load: the requests to the engine.
         machine: the memory available.
     """
     loaded = []

@@ -24,7 +24,7 @@ def check_platform(platform: str) -> None:
     """Refuse the CPU where JAX should have found a GPU: it logs that its plugin failed, and goes on without.
 
     Args:
-        platform: of JAX's devices.
+        platform: platform of JAX's devices.
     """
     chosen = os.environ.get("JAX_PLATFORMS") or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if platform == "cpu" and not chosen and present_gpus() and has_cuda_plugin():
@@ -58,7 +58,7 @@ def check_forward(config: Config, engine: EngineArguments, platform: str) -> Non
     Args:
         config: the settings.
         engine: with its model and platform.
-        platform: of JAX's devices.
+        platform: platform of JAX's devices.
     """
     scheme = forward_scheme(config, platform, model=engine.model)
     if scheme != FULL and engine.platform and (engine.platform == "cpu") != (platform == "cpu"):

@@ -56,10 +56,10 @@ class StepBatch:
     """The batch of a step, ready to be trained on.
 
     Attributes:
-        rollout: what all hosts sampled.
+        rollout: completions and rewards of all hosts.
         batch: on the devices.
         rows: the rows on the host.
-        metrics: of sampling and packing.
+        metrics: metrics of sampling and packing.
     """
 
     rollout: StepRollout
@@ -73,7 +73,7 @@ class Batches:
 
     Args:
         run: checked and started.
-        programs: of the step.
+        programs: the step's programs.
         behind: older versions of the parameters by their steps, as restored.
         together: ends the work of this process with that of the others.
         taken: positions of the stream of prompts that the finished steps have taken.
@@ -136,8 +136,8 @@ class Batches:
 
         Args:
             state: after `step` steps.
-            step: that begins, from 0.
-            timer: of the step.
+            step: number of the step that begins, from 0.
+            timer: the step's timer.
         """
         self._start(step, timer)
         with self._waiting(timer):

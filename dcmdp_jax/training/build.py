@@ -43,8 +43,8 @@ class StepPrograms(NamedTuple):
     """A training step and what it starts from.
 
     Attributes:
-        optimizer, loss_scale: what a fresh state is made with.
-        shardings: of the state.
+        optimizer, loss_scale: parts of a fresh state.
+        shardings: shardings of the state.
         train_step: (state, batch, reference parameters) -> (state, metrics), compiled at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the sampler's; else None.
         old_logprobs: with rollout.lag, adds those of the weights that sampled; else None.
@@ -104,8 +104,8 @@ def start(
 
     Args:
         run: checked.
-        programs: of the step.
-        checkpoints: of the run.
+        programs: the step's programs.
+        checkpoints: the run's checkpoints.
         stop: ends the warm-up.
         show: prints a line for people.
 
@@ -187,8 +187,8 @@ def reference_params(run: Run, programs: StepPrograms, checkpoints: Checkpoints,
 
     Args:
         run: checked.
-        programs: of the step.
-        checkpoints: of the run.
+        programs: the step's programs.
+        checkpoints: the run's checkpoints.
         step: finished steps, whose checkpoint knows the policy's digests.
 
     Raises:

@@ -50,8 +50,8 @@ class Trainer:
 
         Args:
             run: checked and started.
-            programs: of the step.
-            checkpoints: of the run.
+            programs: the step's programs.
+            checkpoints: the run's checkpoints.
             stop: says when to leave.
             prompts_taken: positions of the stream of prompts that the finished steps have taken.
         """
@@ -235,7 +235,7 @@ def train(
     Args:
         run: its parts; what is not checked yet is checked first. It is closed at the end.
         show: prints a line for people.
-        programs: of a run of the same kind before; None makes them.
+        programs: programs of an earlier run of the same kind; None makes them.
 
     Raises:
         Interrupted: after SIGTERM, SIGINT or SIGHUP, once everything is saved.

@@ -66,7 +66,7 @@ class StepRollouts:
         Collective, unless it does not meet the others: each process samples its share, and gets all of it.
 
         Args:
-            step: whose batch it is.
+            step: step of the batch.
             first: position in the stream of prompts; the result has taken `taken` from there.
             timer: gets the time of sampling and of scoring.
 
@@ -161,8 +161,8 @@ class NoiseFloor:
         Completions are scored in one pass, and the first few sampled once more, each alone: the larger mean counts.
 
         Args:
-            episodes: of a call of the engine, from its first problem on.
-            step: whose batch it is.
+            episodes: completions of a call of the engine, from its first problem on.
+            step: step of the batch.
             first: number of the first of them among the completions of all hosts.
         """
         run, sampling = self._run, self._run.sampling

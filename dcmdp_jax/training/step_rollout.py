@@ -44,7 +44,7 @@ class StepRollout:
         problems: [P] place of each group's problem among the training problems.
         episodes: P * G, in prompt order; `group` is 0 .. P - 1.
         texts: P * G.
-        scores: of all P * G.
+        scores: scores of all P * G.
         dropped: [P * G] bool, completions that must not be used; none before the exchange.
         batch_groups: B.
         taken: positions of the stream of prompts that all hosts' calls took.
@@ -149,7 +149,7 @@ def rollout_metrics(rollout: StepRollout, discrepancy: np.ndarray, *, refills: b
     """Rewards, lengths, truncations, what the verifier could not read, and what differs between data sources.
 
     Args:
-        rollout: what the step sampled.
+        rollout: the step's completions and rewards.
         discrepancy: [B * G] mean of each completion of the batch.
         refills: add the cost of dynamic sampling, and rewards over all that was sampled: over the batch they would be
             selected.
@@ -215,7 +215,7 @@ def shown_samples(run: Run, step: int, rollout: StepRollout, discrepancy: np.nda
     Args:
         run: checked.
         step: finished steps.
-        rollout: what the step sampled.
+        rollout: the step's completions and rewards.
         discrepancy: mean of each completion of the batch.
     """
     settings, size = run.config.observe, run.sampling.group_size
@@ -250,11 +250,11 @@ def recorded_completions(
     """The completions of a batch, one dict each; those of which no token was used are left out.
 
     Args:
-        rollout: what the step sampled.
+        rollout: the step's completions and rewards.
         problems: the training problems.
         rows: the packed batch, [M, A, R, L] for each bucket.
         train_logprobs: log p of its tokens, like `rows`.
-        start_logprobs: of a batch that lags, log p of the weights at the start of the step; else None.
+        start_logprobs: where the batch lags, log p of the weights at the start of the step; else None.
         advantages: [M * N] float32.
         exact: the rollout log-probs were replaced by the training stack's own.
 

@@ -271,7 +271,7 @@ class AlarmWatch:
 
         Args:
             step: finished steps.
-            metrics: of this step.
+            metrics: the step's metrics.
             completions: mean discrepancy of each completion, 0 on padding.
 
         Returns:

@@ -27,7 +27,7 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
 
     Args:
         arguments: engine arguments, with the mesh that it will have.
-        load: what it is asked.
+        load: the requests to the engine.
         machine: the memory available.
         rows: at most.
     """

@@ -34,7 +34,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
 
     Args:
         arguments: engine arguments, with the mesh that it would have.
-        load: what it is asked.
+        load: the requests to the engine.
 
     Raises:
         UserError: if `tensor` or `expert` does not divide the devices or the model.

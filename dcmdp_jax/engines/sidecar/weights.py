@@ -65,7 +65,7 @@ class SharedWeights:
 
         Args:
             config: the model.
-            compute_dtype, int8: of the tensors (`WeightBridge`).
+            compute_dtype, int8: dtype of the tensors, see `WeightBridge`.
             probe: the trainer's own log-probs of fixed sequences; None: no probe.
             max_total_tokens: longest row of the engine.
 

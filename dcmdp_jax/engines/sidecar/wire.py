@@ -89,7 +89,7 @@ class Connection:
         """Send one frame.
 
         Args:
-            op: what is asked or answered.
+            op: name of the request or answer.
             header: further fields: numbers, strings, lists, maps of those.
             arrays: uint8, int16, int32, int64, uint64 or float32, of four dimensions at most.
             share: send the arrays as shared memory.

@@ -96,7 +96,7 @@ def device_share(settings: VllmSettings) -> DeviceShare | None:
     """How sidecars share the trainer's GPUs; None where they have others.
 
     Raises:
-        UserError: as `check_shares`.
+        UserError: see `check_shares`.
     """
     if settings.visible_devices:
         return None

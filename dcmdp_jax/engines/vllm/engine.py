@@ -52,7 +52,7 @@ class VllmEngine:
             script: the sidecar.
 
         Raises:
-            UserError: as `VllmKind.check_machine` and `check`; before anything is started.
+            UserError: see `VllmKind.check_machine` and `check`; before anything is started.
             MemoryError: if shared memory for two copies of the weights can't be allocated; it says how much is free.
             EngineError: if vLLM does not start.
         """

@@ -29,9 +29,9 @@ class Setup:
     """Requests to both engines of a pair.
 
     Attributes:
-        config, params: of the trainer's model, for re-scoring.
+        config, params: the trainer's model, for re-scoring.
         prompts: token ids as the second engine gets them.
-        temperature: that the second engine scores at.
+        temperature: temperature of the second engine's log-probs.
         earlier: name -> earlier parameters that the first engine may still hold.
         prompt_variants: name -> the same prompts rendered in another way.
         text: id -> text; None without a tokenizer.
@@ -67,10 +67,10 @@ def compare(
     """Score what was sampled with the second engine, measure both noise floors, and re-score for the cause.
 
     Args:
-        name, source: of the pair, for people.
+        name, source: title and origin of the pair, for people.
         sampled: by the first engine, or what became of it on the way to the second.
         engines: name -> the engine that sampled, and the one that scores.
-        setup: what they were asked.
+        setup: the prompts and sampling that both engines got.
         rescore: whether to score again with one thing changed at a time.
         show: is told what is being done.
     """
@@ -113,8 +113,8 @@ def sampling_floor(
 
     Args:
         engine: the engine that sampled.
-        prompts, sampling, seed: what it was asked.
-        sampled: what it gave.
+        prompts, sampling, seed: arguments of the call that sampled.
+        sampled: its result.
 
     Returns:
         The floor; None where not one first token is the same, or there is one completion only.
@@ -146,7 +146,7 @@ def noise_floor(
     Args:
         engine: the engine.
         prompts, completions: token ids.
-        temperature: that it scores at.
+        temperature: temperature of its log-probs.
         together: what it gave for all of them in one call; None asks it.
 
     Returns:

@@ -74,7 +74,7 @@ def build(spec: ProbeSpec, run: ModelRun, *, directory: Path, max_total_tokens: 
     """Build an engine and give it the weights.
 
     Args:
-        spec: which engine.
+        spec: the engine.
         run: its model, and the engine's own settings.
         directory: for a sidecar's files, or a copy of the model for `hf`.
         max_total_tokens: longest prompt with its completion.
@@ -143,7 +143,7 @@ def check_same_tokens(first: dict[str, int], second: dict[str, int], names: tupl
 
     Args:
         first, second: text of a token -> its id, of the engines' tokenizers.
-        names: of the engines.
+        names: names of the engines.
 
     Raises:
         UserError: with the first id that differs.

@@ -40,7 +40,7 @@ class Scored:
         prompts: as the training stack scored them, one for each completion.
         completions: token ids.
         train, rollout: log-probs of both.
-        temperature: that the training stack scored at.
+        temperature: temperature of the training stack's log-probs.
         earlier: name -> earlier parameters, which the engine may still hold all or a part of.
         prompt_variants: name -> the prompts rendered in another way, one for each completion.
     """

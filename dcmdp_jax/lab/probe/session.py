@@ -44,7 +44,7 @@ class Session:
 
     Attributes:
         run: the trainer's model, of every engine that names no other, and the settings.
-        problems: what is asked.
+        problems: the problems that are sampled.
         sampling: the distribution that the first engine samples from.
         score_temperature: temperature that the second one scores at.
         earlier: models whose weights the first engine may still hold.
@@ -216,7 +216,7 @@ def lift(
         prompts: token ids, as that engine got them.
         sampled: by it; the first 64 completions are scored again.
         pairs: the same completions with both log-probs.
-        temperature: of the sampling.
+        temperature: sampling temperature.
 
     Raises:
         UserError, EngineError, MemoryError: if such an engine does not start or score here.

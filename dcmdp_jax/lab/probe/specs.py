@@ -22,8 +22,8 @@ class ProbeSpec:
     """An engine to build.
 
     Attributes:
-        kind: of `SCORERS`, of `SAMPLING_KINDS`, or an engine by path, `module:NAME` or `file.py:NAME`.
-        precision: of the weights; for `trainer` the compute dtype.
+        kind: a name in `SCORERS` or `SAMPLING_KINDS`, or an engine by path, `module:NAME` or `file.py:NAME`.
+        precision: precision of the weights; for `trainer` the compute dtype.
         compute: dtype of activations.
         cache: dtype of the key-value cache; "auto" is the compute dtype.
         model: directory of its own model; "" for the one that is probed.

@@ -81,7 +81,7 @@ def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
     """Read what `write_kept_metrics` wrote.
 
     Args:
-        path: of the file.
+        path: the file.
         arms: labels of the study, in its order; None for those of the file.
 
     Returns:

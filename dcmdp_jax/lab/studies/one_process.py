@@ -57,7 +57,7 @@ def run_in_one_process(
     """Train the runs that `kept` has not, one after another; append each one's metrics and remove its directory.
 
     Args:
-        runs: of a study. They are run kind by kind, so that each step is compiled once.
+        runs: a study's runs. They are run kind by kind, so that each step is compiled once.
         configs: theirs, checked.
         kept: the study's metrics, written after each run: a study that is stopped goes on with the next run.
         show: gets a line for each finished run.

@@ -25,7 +25,7 @@ class Measure:
 
     Attributes:
         title: heading of its column, with the unit.
-        value: from the run's metrics; NaN where they have none.
+        value: number in the run's metrics; NaN where they have none.
         digits: significant digits in tables.
     """
 

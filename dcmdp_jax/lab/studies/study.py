@@ -23,7 +23,7 @@ class Arm:
     """One config of a study.
 
     Attributes:
-        config: as --config of train, `configs/demo.py:grpo`.
+        config: value of train's --config, `configs/demo.py:grpo`.
         settings: dotted name -> value, on top of it.
         past: it is no longer run, since what it tried has left the program; tables and figures show its kept metrics.
     """
@@ -53,7 +53,7 @@ class Study:
         title: heading of its tables and figures.
         arms: label -> config; a label is also a directory.
         baseline: label that the others are compared with, seed by seed.
-        seeds: of every arm.
+        seeds: seeds of every arm.
         evaluation: arguments of `dcmdp evaluate` for each finished run, without --method and --out;
             empty: the runs' own held-out scores are compared alone.
     """
@@ -77,9 +77,9 @@ class StudyRun:
     """One cell of the grid.
 
     Attributes:
-        arm, seed: which.
-        directory: of the run.
-        arguments: of `dcmdp train`.
+        arm, seed: arm and seed of the run.
+        directory: run directory.
+        arguments: command line of `dcmdp train`.
     """
 
     arm: str
@@ -97,8 +97,8 @@ def runs_of(study: Study, directory: Path, overrides: Sequence[str] = ()) -> lis
     """The grid's runs, seed by seed, so that a study that is stopped has compared arms on some seeds.
 
     Args:
-        study: what to run.
-        directory: of the study; a run's is `directory`/ARM/seedN.
+        study: the study.
+        directory: study directory; a run's is `directory`/ARM/seedN.
         overrides: arguments of `dcmdp train` for every run.
     """
     return [
@@ -120,7 +120,7 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
     Settings that a method without dual ascent does not use make no difference.
 
     Args:
-        runs: of one study.
+        runs: runs of one study.
         configs: each run's resolved config as a nested dict.
 
     Raises:

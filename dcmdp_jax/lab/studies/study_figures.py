@@ -66,7 +66,7 @@ def draw_curves(
 
     Args:
         title: heading.
-        unit: of the values.
+        unit: unit of the values.
         arms: label -> [n, 3]: step, mean, half width of the interval; no band where that is NaN.
         level: label -> value of a horizontal dashed line in the arm's color, such as its budget.
         baseline: label of the arm that the others are compared with.
@@ -106,7 +106,7 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, Estimate]) -> Fig
 
     Args:
         title: heading.
-        unit: of the difference.
+        unit: unit of the difference.
         arms: label -> the difference.
     """
     figure, (axes,) = make_figure(8.6, 0.6 * len(arms) + 1.5)

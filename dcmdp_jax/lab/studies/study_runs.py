@@ -122,7 +122,7 @@ def write_results(
     """Write results.md, results.json and figures/ into `out`; return the tables, and what was written.
 
     Args:
-        study: what was run.
+        study: the study.
         series: metrics of its finished runs.
         out: directory; made.
         notes: lines under the tables.

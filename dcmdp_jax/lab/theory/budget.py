@@ -58,13 +58,13 @@ def policy_for_budget(
     exists, the policy also solves: maximize <pi, A> subject to Omega(pi, q) <= C.
 
     Args:
-        advantages, inference_policy: as of `optimal_policy`.
+        advantages, inference_policy: see `optimal_policy`.
         budget: C >= 0.
-        measure, sided: as of `optimal_policy`.
+        measure, sided: see `optimal_policy`.
 
     Raises:
         UserError: if no policy has mismatch C, or none whose probabilities are float64 numbers.
-        ValueError: as `optimal_policy`.
+        ValueError: see `optimal_policy`.
     """
     a, q = check_state(advantages, inference_policy)
     _check_budget(q, budget, measure, sided)

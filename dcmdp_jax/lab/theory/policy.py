@@ -58,7 +58,7 @@ def largest_mismatch(inference_policy: np.ndarray, *, measure: str, sided: str =
 
     Args:
         inference_policy: [n] float64, q > 0.
-        measure, sided: as of `mismatch`.
+        measure, sided: see `mismatch`.
     """
     check_names(measure, sided)
     if measure == "log":
