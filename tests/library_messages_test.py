@@ -70,7 +70,7 @@ def test_arguments_become_settings_in_one_place(engine, message, said):
 
 
 def test_every_setting_that_an_argument_becomes_is_one():
-    known = set(setting_names()) | set(_SECTIONS) | {"rollout.local", "rollout.vllm", "rollout.http"}
+    known = set(setting_names()) | set(_SECTIONS) | {"rollout.local", "rollout.vllm", "rollout.engine_args"}
     for names in (
         arguments.HOSTS,
         arguments.MESH,
@@ -81,4 +81,4 @@ def test_every_setting_that_an_argument_becomes_is_one():
     ):
         for setting in names.values():
             for part in re.split(" and | or ", setting):
-                assert part.partition("=")[0] in known or part.startswith("rollout.http."), part
+                assert part.partition("=")[0] in known or part.startswith("rollout.engine_args."), part
