@@ -208,7 +208,7 @@ def test_the_timeline_has_each_phase_where_it_was():
     (axes,) = _draw("timeline", {"r": series}).axes
     bars = sorted((round(bar.get_x(), 6), round(bar.get_width(), 6), round(bar.get_y() + 0.3)) for bar in axes.patches)
     expected = [
-        (step - 3 + begins[name] + 0.7, lengths[name], int(name in ("generate", "verify", "pack")))
+        (step - 3 + begins[name] + 0.7, lengths[name], int(name in ("generate", "verify")))
         for step in (3, 4, 5)
         for name in lengths
     ]
