@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import re
-import signal
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from dcmdp_jax.data.problems import load_problems
-from tests.rewards.math.judging import judge
+from tests.rewards.math import judging
 
 _DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 _INTEGERS = ("42", "7", "204", "-3", "1024", "15", "360", "2500000", "10", "96")
@@ -148,25 +149,15 @@ _PAIRS = (
 )  # fmt: skip
 
 
-class _TimeLimitError(Exception):
-    pass
+@pytest.fixture(scope="module")
+def rewarded():
+    """`judging.rewarded` of pairs in a process of its own, as in training: no other test has touched its sympy."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda pairs: list(pool.map(judging.rewarded, pairs))
 
 
-def _rewarded(prediction, gold):
-    """The whole way from a completion; an error or two minutes without an answer are no reward, as in training."""
-
-    def stop(number, frame):
-        raise _TimeLimitError
-
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(120)
-    try:
-        return judge(rf"so \boxed{{{prediction}}}", gold)
-    except Exception:
-        return False
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, previous)
+def _wrongly(rewarded, pairs):
+    return [pair for pair, reward in zip(pairs, rewarded(pairs), strict=True) if reward]
 
 
 def _of_integer(gold):
@@ -191,25 +182,25 @@ def _made():
     return made + [pair for gold in _FUNCTIONS for pair in _of_function(gold)]
 
 
-def test_no_wrong_answer_made_from_a_right_one_is_rewarded():
+def test_no_wrong_answer_made_from_a_right_one_is_rewarded(rewarded):
     attacks = [*_PAIRS, *_made()[::3]]
     assert len(attacks) >= 500
-    assert [pair for pair in attacks if _rewarded(*pair)] == []
+    assert _wrongly(rewarded, attacks) == []
 
 
 @pytest.mark.long
-def test_none_of_all_wrong_answers_is_rewarded():
-    assert [pair for pair in _made() if _rewarded(*pair)] == []
+def test_none_of_all_wrong_answers_is_rewarded(rewarded):
+    assert _wrongly(rewarded, _made()) == []
 
 
-def test_the_answers_that_were_attacked_are_rewarded_themselves():
+def test_the_answers_that_were_attacked_are_rewarded_themselves(rewarded):
     golds = dict.fromkeys([*_INTEGERS, *_FUNCTIONS, *(gold for _, gold in _PAIRS)])
-    assert [gold for gold in golds if not _rewarded(gold, gold)] == []
+    assert all(rewarded([(gold, gold) for gold in golds]))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["aime24", "amc23", "math500", "minerva", "olympiadbench"])
-def test_no_attack_on_a_benchmark_is_rewarded(name):
+def test_no_attack_on_a_benchmark_is_rewarded(rewarded, name):
     path = _DATA / "benchmarks" / f"{name}.jsonl"
     if not path.is_file():
         pytest.skip(f"the benchmark {path} is not here")
@@ -224,7 +215,7 @@ def test_no_attack_on_a_benchmark_is_rewarded(name):
             with contextlib.suppress(ValueError):
                 attacks += list(_damaged(gold))
     assert len(attacks) > 50
-    assert [pair for pair in attacks if _rewarded(*pair)] == []
+    assert _wrongly(rewarded, attacks) == []
 
 
 def _damaged(gold):
