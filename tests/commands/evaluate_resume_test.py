@@ -11,8 +11,6 @@ import pytest
 
 from dcmdp_jax.commands import evaluate
 from dcmdp_jax.commands.evaluate import main, part_seed
-from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.run import model_run
 from tests.support.coin_model import (
     ROWS,
@@ -21,9 +19,8 @@ from tests.support.coin_model import (
     TASK,
     TEMPERATURE,
     TOKENS,
-    coin_model,
-    coin_params,
     evaluation_fails,
+    save_coin,
 )
 from tests.support.waiting import HANGS_S
 
@@ -33,16 +30,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory):
     """Answers 4 or 7, each with probability 1/2."""
-    base = tmp_path_factory.mktemp("hf")
-    build_tokenizer().save_pretrained(base / "tokenizer")
-    save_params(
-        coin_params(coin_model(), "4", "7"),
-        coin_model(),
-        base / "coin",
-        dtype="float32",
-        tokenizer_dir=base / "tokenizer",
-    )
-    return base / "coin"
+    return save_coin(tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture(scope="module")

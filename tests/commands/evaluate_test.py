@@ -34,6 +34,7 @@ from tests.support.coin_model import (
     coin_model,
     coin_params,
     evaluation_fails,
+    save_coin,
 )
 from tests.support.waiting import HANGS_S
 
@@ -44,16 +45,7 @@ _BENCHMARKS = _ROOT.parent / "shared" / "data" / "benchmarks"
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory):
     """Answers 4 or 7, each with probability 1/2."""
-    base = tmp_path_factory.mktemp("hf")
-    build_tokenizer().save_pretrained(base / "tokenizer")
-    save_params(
-        coin_params(coin_model(), "4", "7"),
-        coin_model(),
-        base / "coin",
-        dtype="float32",
-        tokenizer_dir=base / "tokenizer",
-    )
-    return base / "coin"
+    return save_coin(tmp_path_factory.mktemp("hf"))
 
 
 @pytest.fixture

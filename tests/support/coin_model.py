@@ -9,6 +9,7 @@ from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.evaluate import main
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import param_shapes
 
 TOKENIZER = build_tokenizer()
@@ -47,3 +48,16 @@ def evaluation_fails(capsys, *argv):
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: ")
     return lines[0].removeprefix("error: ")
+
+
+def save_coin(base):
+    """A Hugging Face directory in `base` whose model answers 4 or 7, each with probability 1/2."""
+    TOKENIZER.save_pretrained(base / "tokenizer")
+    save_params(
+        coin_params(coin_model(), "4", "7"),
+        coin_model(),
+        base / "coin",
+        dtype="float32",
+        tokenizer_dir=base / "tokenizer",
+    )
+    return base / "coin"
