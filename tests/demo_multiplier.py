@@ -19,7 +19,7 @@ def broken_rule(series, config):
     """Steps that contradict lambda_{k+1} = clip(lambda_k + eta (mean delta_k - c), minimum, maximum), in words.
 
     In float32, as the run computes it: up to two roundings of the largest term, since a compiler may fuse the product
-    with the sum. While c is measured lambda rests; then c is factor x median of max(mean delta, noise floor).
+    with the sum. While c is measured lambda rests; then c is factor x median of max(mean delta, latest noise floor).
     """
     multiplier, delta, c = (
         series[f"{name}"][1].astype(np.float32) for name in ("dual/multiplier", "discrepancy/mean", "dual/tolerance")
@@ -31,8 +31,7 @@ def broken_rule(series, config):
     measured = config["algorithm.tolerance_steps"]
     if measured:
         at, floors = series["mismatch/noise_floor"]
-        floor = dict(zip(at.tolist(), floors, strict=True))
-        first = [max(delta[step], np.float32(floor[step + 1])) for step in range(measured)]
+        first = [max(delta[step], np.float32(floors[at <= step + 1][-1])) for step in range(measured)]
         wanted = factor * np.median(np.array(first, np.float32))
         if not np.allclose(c[measured:], wanted, rtol=1e-6, atol=0):
             yield f"c is {c[measured]}, {factor} times the first steps' median is {wanted}"

@@ -94,7 +94,7 @@ def measured_tolerance(mean_discrepancies: Array, noise_floors: Array, *, factor
 
     Args:
         mean_discrepancies: [n] float, dbar_k; those that are not finite are left out.
-        noise_floors: [n] float, f_k; 0 where it was not measured.
+        noise_floors: [n] float, f_k as last measured; 0 where it was not.
         factor: above 0.
 
     Returns:

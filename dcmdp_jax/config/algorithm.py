@@ -59,8 +59,8 @@ class AlgorithmSettings:
         tolerance: c, the budget of the mean discrepancy. Source: paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B).
         tolerance_steps: Calibrate c on this many first steps, during which lambda stays at lambda_0 and c at
             `tolerance`. Then c is tolerance_factor times the median over these steps of the mean discrepancy, or of
-            the engine's noise floor where that is larger. 0: c is `tolerance`. Only with dc_grpo. Source: paper: c is
-            given.
+            the engine's noise floor, as last measured, where that is larger. 0: c is `tolerance`. Only with dc_grpo.
+            Source: paper: c is given.
         tolerance_factor: Factor of that median. Below 1: less than the policy began with. Source: ours: the rule of
             dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.

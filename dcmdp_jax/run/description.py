@@ -33,7 +33,7 @@ def describe(run: Run) -> str:
         f"model        {model.model_type}, {num_params(model):,} parameters in {config.model.param_dtype}, "
         f"{config.model.path or 'fresh'}",
         f"devices      {run.mesh.size} x {run.mesh.devices.flat[0].device_kind} ({mesh})",
-        f"method       {config.algorithm.method}, c = {config.algorithm.tolerance:g}, "
+        f"method       {config.algorithm.method}, c = {config.algorithm.tolerance:g}{_measured(run)}, "
         f"lambda_0 = {config.algorithm.multiplier:g}, eta = {config.algorithm.dual_learning_rate:g}",
         f"engine       {config.rollout.engine}, {config.rollout.precision}, cache {config.rollout.kv_cache_dtype}"
         + _engine_size(run),
@@ -81,6 +81,13 @@ def _lag(run: Run) -> list[str]:
         f"             p_train of the weights that sampled: one forward pass a step, {cost}",
         *([f"             overlap won {so_far[0]} so far: {so_far[1]}"] if so_far else []),
     ]
+
+
+def _measured(run: Run) -> str:
+    """Until when c is the one that is set."""
+    settings = run.config.algorithm
+    rule = f"{settings.tolerance_factor:g} times the median discrepancy of these"
+    return f" for {settings.measured_steps} steps, then {rule}" if settings.measured_steps else ""
 
 
 def _engine_size(run: Run) -> str:

@@ -25,7 +25,7 @@ from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.build import StepPrograms
-from dcmdp_jax.training.rollout_sampler import NoiseFloor, StepRollouts
+from dcmdp_jax.training.rollout_sampler import NOISE_FLOOR_STEPS, NoiseFloor, StepRollouts
 from dcmdp_jax.training.state import batch_shardings
 from dcmdp_jax.training.step_rollout import PhaseTimer, StepRollout, staleness_metrics
 from dcmdp_jax.training.stopping import InThread, Together
@@ -147,10 +147,11 @@ class Batches:
             if self._exchanges:
                 rollout = self._rollouts.exchange(rollout)
             batch, rows, metrics = self._pack(rollout, step)
-        # c must be moved by the same number on all hosts.
-        [floor] = self._run.hosts.largest(-1.0 if floor is None else floor)
-        if floor >= 0:
-            metrics["mismatch/noise_floor"] = floor
+        if step in NOISE_FLOOR_STEPS:
+            # c must be moved by the same number on all hosts.
+            [floor] = self._run.hosts.largest(-1.0 if floor is None else floor)
+            if floor >= 0:
+                metrics["mismatch/noise_floor"] = floor
         if self._lag:
             (_, began, _), (_, _, ended) = sampler.spans[0], sampler.spans[-1]
             metrics["time/engine_idle"] = max(0.0, began - (self._sampled_until or began))

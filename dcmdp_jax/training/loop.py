@@ -154,9 +154,8 @@ class Trainer:
         measured = -1.0
         if self.hosts.is_writer:
             series = read_metrics(self.config.run_dir)
-            floors = dict(zip(*series.get("mismatch/noise_floor", ((), ())), strict=True))
-            steps, means = series["discrepancy/mean"]
-            measured = measure_tolerance(self.config.algorithm, means, [floors.get(step, 0.0) for step in steps])
+            floors = series.get("mismatch/noise_floor", ((), ()))
+            measured = measure_tolerance(self.config.algorithm, series["discrepancy/mean"], floors)
         [tolerance] = self.hosts.largest(float(measured))
         tolerance = to_global(np.float32(tolerance), self.programs.shardings.dual.tolerance)
         return state._replace(dual=state.dual._replace(tolerance=tolerance))

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 # The rounds of a step must not repeat each other's draws, nor those of evaluation.
 _ROUND_SEED_OFFSET = 7_000_003
 
-# Finished steps after which it is measured, for the policy moves; completions scored in one pass, and completions and
-# tokens of each sampled alone.
-_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
+NOISE_FLOOR_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
+"""Finished steps after which the noise floor is measured: once, and then rarely, for the policy moves."""
+# Completions scored in one pass, and completions and tokens of each sampled alone.
 _SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
 
 
@@ -156,7 +156,7 @@ class NoiseFloor:
         )
 
     def measure(self, episodes: Sequence[Episode], step: int, *, first: int = 0) -> float | None:
-        """Return the noise floor where it is due or c is measured from it, None elsewhere.
+        """Return the noise floor where it is due, None elsewhere.
 
         Completions are scored in one pass, and the first few sampled once more, each alone: the larger mean counts.
 
@@ -166,7 +166,7 @@ class NoiseFloor:
             first: number of the first of them among the completions of all hosts.
         """
         run, sampling = self._run, self._run.sampling
-        if step not in _STEPS and step >= run.config.algorithm.measured_steps:
+        if step not in NOISE_FLOOR_STEPS:
             return None
         rows = (row for row, episode in enumerate(episodes) if not broken_tokens(episode).any())
         usable = {first + row: episodes[row] for row in itertools.islice(rows, _SCORED_AGAIN)}

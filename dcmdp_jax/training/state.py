@@ -55,19 +55,29 @@ def update_dual(
     return dual._replace(multiplier=moved)
 
 
-def measure_tolerance(settings: AlgorithmSettings, mean_discrepancies: Array, noise_floors: Array) -> np.float32:
-    """c from the first steps, see `measured_tolerance`; `tolerance` if none of them has a finite discrepancy."""
-    if not np.any(np.isfinite(mean_discrepancies)):
+def measure_tolerance(
+    settings: AlgorithmSettings, discrepancies: tuple[Array, Array], noise_floors: tuple[Array, Array]
+) -> np.float32:
+    """c from the first steps, see `measured_tolerance`; `tolerance` if none of them has a finite discrepancy.
+
+    Args:
+        settings: the rule.
+        discrepancies: steps, and the mean discrepancy of each.
+        noise_floors: steps that measured one, and the floors; the latest counts until the next, 0 before the first.
+    """
+    (steps, means), (at, floors) = discrepancies, noise_floors
+    if not np.any(np.isfinite(means)):
         return np.float32(settings.tolerance)
+    latest = np.append(0.0, floors)[np.searchsorted(at, steps, side="right")]
     measure = jax.jit(functools.partial(measured_tolerance, factor=settings.tolerance_factor))
-    return np.float32(measure(np.float32(mean_discrepancies), np.float32(noise_floors)))
+    return np.float32(measure(np.float32(means), np.float32(latest)))
 
 
 def dual_of_window(settings: AlgorithmSettings, dual: WindowedDual) -> DualState:
     """The dual state from that of an earlier version, which kept what c is measured on."""
     steps, tolerance = settings.measured_steps, np.float32(settings.tolerance)
     if 0 < steps <= int(dual.filled):
-        tolerance = measure_tolerance(settings, np.asarray(dual.window)[:steps], np.zeros(steps))
+        tolerance = measure_tolerance(settings, (np.arange(steps), np.asarray(dual.window)[:steps]), ((), ()))
     return DualState(dual.multiplier, to_global(tolerance, dual.multiplier.sharding))
 
 

@@ -206,6 +206,7 @@ def outcomes(tmp_path_factory):
         "--config=configs/demo.py:debug",
         f"--config.run_dir={base}/planned",
         "--config.mesh.cpu_devices=1",
+        "--config.algorithm.tolerance_steps=4",
         "--dry_run",
     ]
     given["dry_run"] = whole
@@ -246,6 +247,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
     assert lines["step"] == "4 prompts x 4 = 16 completions of at most 16 tokens, 2 update(s)"
     rows = r"micro-batches of (\d+ x \d+, )*\d+ x \d+ tokens, a program for each; \d+% padding expected of completions "
     assert re.fullmatch(rows + "with a median of 4 tokens", lines["rows"])
+    assert "c = 0.0012 for 4 steps, then 1.25 times the median discrepancy of these, lambda_0" in lines["method"]
     assert lines["problems"] == "64 to train on (0 dropped: prompt too long), 8 of arithmetic x 2"
     assert lines["run"] == f"{base}/planned, 2 steps" and lines["devices"].startswith("1 x cpu")
     assert not (base / "planned").exists()

@@ -17,6 +17,8 @@ from dcmdp_jax.training.batches import Batches, check_versions
 from dcmdp_jax.training.step_rollout import PhaseTimer
 from dcmdp_jax.training.stopping import StopSignal, Together
 
+_FLOOR = "mismatch/noise_floor"
+
 
 class _Engine:
     """Remembers the weights that it holds."""
@@ -93,7 +95,7 @@ def test_each_version_samples_its_batches_and_each_begins_where_the_one_before_e
         batches.push(_params(step), step, timer := PhaseTimer())
         made = batches.make(SimpleNamespace(params=_params(step)), step, timer)
         scored.append(made.batch)
-        assert made.metrics["mismatch/noise_floor"] == 0.25
+        assert made.metrics.get(_FLOOR) == (None if step else 0.25)
     batches.close()
     versions = [max(0, step - lag) for step in range(5)]
     assert batches._rollouts.made == list(zip(range(5), versions, (100, 101, 103, 106, 110), strict=True))
@@ -146,19 +148,26 @@ class _SecondOfTwo(Hosts):
 
     index, names = 1, ("first", "second")
 
+    def __init__(self):
+        self.floors = []
+
     def largest(self, *values):
         assert threading.current_thread() is threading.main_thread(), "a meeting in the sampler's thread"
+        self.floors += [values] if len(values) == 1 else []
         return [0.5] if values == (0.25,) else list(values)
 
 
 @pytest.mark.parametrize(("beside", "first"), [(False, 0), (True, 16)])
 def test_hosts_take_the_largest_noise_floor_of_all_and_a_thread_counts_its_share_over_all(monkeypatch, beside, first):
     """c must be moved by the same number on all. The share of 4 prompts begins with the third: completion 2 x 8."""
-    batches = _batches(monkeypatch, lag=1, beside=beside, hosts=_SecondOfTwo())
-    batches.push(_params(0), 0, timer := PhaseTimer())
-    made = batches.make(SimpleNamespace(params=_params(0)), 0, timer)
+    batches = _batches(monkeypatch, lag=1, beside=beside, hosts=(hosts := _SecondOfTwo()))
+    floors = []
+    for step in range(3):
+        batches.push(_params(step), step, timer := PhaseTimer())
+        floors.append(batches.make(SimpleNamespace(params=_params(step)), step, timer).metrics.get(_FLOOR))
     batches.close()
-    assert made.metrics["mismatch/noise_floor"] == 0.5 and batches._noise_floor.first[0] == first
+    # They meet for it in the step that measures it alone.
+    assert floors == [0.5, None, None] and hosts.floors == [(0.25,)] and batches._noise_floor.first[0] == first
     assert batches._rollouts.meets is not beside
 
 

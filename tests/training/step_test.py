@@ -14,6 +14,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.training import rescore
 from dcmdp_jax.training import step as step_module
+from dcmdp_jax.training.state import measure_tolerance
 from tests.support import step_runs
 from tests.support.step_runs import (
     ALGORITHM,
@@ -339,6 +340,14 @@ def test_lambda_rests_in_the_steps_that_c_is_measured_on():
     assert history[3]["dual/multiplier"] == pytest.approx(max(0.4 + third - ALGORITHM.tolerance, 0), rel=1e-5)
     assert history[2]["dual/violation"] == pytest.approx(third - ALGORITHM.tolerance, abs=1e-7)
     assert state.dual.tolerance == np.float32(ALGORITHM.tolerance)
+
+
+def test_c_of_each_first_step_takes_the_latest_noise_floor():
+    """Of 1, 2, 3, 8 with a floor of 4 from step 2 to 3 and of 6 from step 4: the median of 1, 4, 4, 8, times 1.25."""
+    settings = dataclasses.replace(ALGORITHM, tolerance_steps=4, tolerance_factor=1.25)
+    means = np.arange(1, 5), np.array([1.0, 2.0, 3.0, 8.0])
+    assert measure_tolerance(settings, means, (np.array([2, 4]), np.array([4.0, 6.0]))) == 5.0
+    assert measure_tolerance(settings, means, ((), ())) == 3.125
 
 
 def test_the_step_takes_c_from_the_state():
