@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from dcmdp_jax.algorithm.dc_grpo import dc_grpo_loss
     from dcmdp_jax.algorithm.discrepancy import token_discrepancy
     from dcmdp_jax.algorithm.dual import dual_update
-    from dcmdp_jax.algorithm.losses import clipped_surrogate, importance_ratio
+    from dcmdp_jax.algorithm.losses import importance_ratio
     from dcmdp_jax.algorithm.penalties import penalized_advantages
     from dcmdp_jax.algorithm.remedies import Tokens
+    from dcmdp_jax.algorithm.trust_regions import clipped_surrogate
     from dcmdp_jax.commands.flags import load_config
     from dcmdp_jax.commands.train import train
     from dcmdp_jax.config.settings import Config
@@ -37,7 +38,7 @@ _MODULES = MappingProxyType(
         "Episode": "data.episode",
         "Tokens": "algorithm.remedies",
         "UserError": "errors",
-        "clipped_surrogate": "algorithm.losses",
+        "clipped_surrogate": "algorithm.trust_regions",
         "dc_grpo_loss": "algorithm.dc_grpo",
         "dual_update": "algorithm.dual",
         "group_advantages": "algorithm.advantages",

@@ -127,7 +127,7 @@ def with_lines(page: str) -> str:
 
     def written(match: re.Match[str]) -> str:
         indent, file, _, name = match.groups()
-        return f"{indent}{f'{file}:{line_of(file, name)}':<29}{name:<34}"
+        return f"{indent}{f'{file}:{line_of(file, name)}':<32}{name:<34}"
 
     return _PLACE.sub(written, page)
 

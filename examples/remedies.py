@@ -1,4 +1,4 @@
-"""Remedies of your own: a penalty with a parameter, and prime-rl's default loss.
+"""Remedies of your own: a penalty with a parameter, and prime-rl's loss of before September 2026.
 
     dcmdp train --config=configs/demo.py "--config.algorithm.method=examples/remedies.py:huber(knee=0.01)"
     dcmdp train --config=configs/demo.py:grpo --config.algorithm.ratio_denominator=rollout \
@@ -25,7 +25,7 @@ def huber(tokens: Tokens, *, knee: float = 0.01) -> tuple[jax.Array, Statistics]
 def prime_rl(
     tokens: Tokens, *, low: float = 0.2, high: float = 0.2, kl_tau: float = 1e-3
 ) -> tuple[jax.Array, Statistics]:
-    """prime-rl's default loss: DPPO's mask, and kl_tau (log pi - log q)^2 on all tokens, masked ones included."""
+    """prime-rl's loss until 2026-08-27: DPPO's mask, and kl_tau (log pi - log q)^2 on all tokens."""
     shift = jnp.exp(tokens.train_logprobs) - jnp.exp(tokens.rollout_logprobs)
     masked = jnp.where(tokens.advantages > 0, shift > high, shift < -low)
     log_ratio = tokens.train_logprobs - tokens.rollout_logprobs

@@ -30,7 +30,14 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.masked import completion_counts, completion_maxima, completion_sums, gather_to_tokens
-from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamp, clamped_log_ratio, exp_minus_linear, log_difference
+from dcmdp_jax.algorithm.numerics import (
+    MAX_LOG_RATIO,
+    binary_kl,
+    clamp,
+    clamped_log_ratio,
+    exp_minus_linear,
+    log_difference,
+)
 from dcmdp_jax.algorithm.remedies import Corrected, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import require_number, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
@@ -51,6 +58,20 @@ def tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
     """
     ratio = jnp.exp(_token_log_ratio(tokens))
     return _truncated(tokens, ratio, low, high)
+
+
+def cis(tokens: Tokens, *, slope: float = 2.3, floor: float = 5e-3) -> Corrected:
+    """Confidence-aware truncation (CIS, arXiv:2609.32444): w_t = min(r_t, 1 + slope max(1 - p_t, floor)).
+
+    With eps = logit p - logit q, r = p + (1 - p) e^eps: where the engine's error is a displacement in log-odds of one
+    scale, r of a sure token is near 1, and a bound for all tokens lets its outliers pass. Nothing is dropped. Ratio:
+    training over rollout. The paper's constants; kzhao5/CIS-RL on AReaL.
+    """
+    require_number("slope", slope, minimum=0)
+    require_number("floor", floor, minimum=0)
+    ratio = jnp.exp(_token_log_ratio(tokens))
+    cap = 1.0 + slope * jnp.maximum(-jnp.expm1(_inside_mask(tokens, tokens.old_logprobs)), floor)
+    return _corrected(tokens, jnp.minimum(ratio, cap), jnp.ones_like(ratio, bool), ratio > cap)
 
 
 def sequence_tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
@@ -74,6 +95,20 @@ def icepop(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Corrected:
     return _kept(tokens, ratio, _inside(ratio, low, high), weights=ratio)
 
 
+def kpop(tokens: Tokens, *, high: float = 2.0) -> Corrected:
+    """KPop (Ling team, 2026): w_t = r_t where both binary KLs of p and q are at most `high` nats, else dropped.
+
+        max(KL(p || q), KL(q || p)) with KL of (p, 1 - p) and (q, 1 - q)
+
+    Unlike a band of r it sees a sure token whose rest 1 - p differs, and lets a rare one pass. Ratio: training over
+    rollout. Denominator: kept tokens. AReaL (PR #1405, `kpop`) and verl (PR #6800, `rollout_rs=binary_kl`).
+    """
+    require_number("high", high, minimum=0, open_minimum=True)
+    old, rollout = (_inside_mask(tokens, x) for x in (tokens.old_logprobs, tokens.rollout_logprobs))
+    divergence = jnp.maximum(binary_kl(old, rollout), binary_kl(rollout, old))
+    return _kept(tokens, divergence, ~(divergence > high), weights=jnp.exp(_token_log_ratio(tokens)))
+
+
 def sequence_mis(tokens: Tokens, *, low: float = 0.0, high: float = 3.0) -> Corrected:
     """Masked importance sampling of completions: w = prod_t r_t on each token if inside [low, high], else dropped.
 
@@ -82,6 +117,44 @@ def sequence_mis(tokens: Tokens, *, low: float = 0.0, high: float = 3.0) -> Corr
     """
     ratio = jnp.exp(_sequence_log_ratio(tokens))
     return _kept(tokens, ratio, _inside(ratio, low, high), weights=ratio)
+
+
+# Weights by what came before the token: products, minima and means along a completion.
+
+
+def minpro(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
+    """Minimum prefix ratio (MinPRO, arXiv:2601.22718): w_t = clip(r_t min_{j<t} r_j, low, high); w_1 = clip(r_1).
+
+    The least ratio before the token stands for their product, which reweighs the state that it was sampled in. Nothing
+    is dropped. The paper's r is pi now over the policy that sampled, ours training over rollout; bounds are ours.
+    """
+    log_ratio = _token_log_ratio(tokens)
+    _, prefix = _scanned(tokens, log_ratio, jnp.minimum, jnp.inf)
+    return _truncated(tokens, jnp.exp(clamp(log_ratio + prefix, MAX_LOG_RATIO)), low, high)
+
+
+def ctpo(tokens: Tokens, *, low: float = 0.025, high: float = 0.05, power: float = 0.5) -> Corrected:
+    """Cumulative token ratio (CTPO, arXiv:2605.07331): w_t = clip(prod_{j<=t} r_j, e^(-low t^power), e^(high t^power)).
+
+    The exact weight of a token's term of the policy gradient, of less variance than `sequence_tis`; its logarithm
+    spreads as sqrt(t), and the bounds with it. Nothing is dropped. horizon-llm/CTPO (acc4021 of 2026-06-24,
+    `la_clip_low`, `la_clip_high`, `clip_ratio_la_power`) clips an objective with it, where r is drift.
+    """
+    require_number("low", low, minimum=0)
+    require_number("high", high, minimum=0)
+    total, count = _prefix_sums(tokens)
+    scale = count**power
+    log_ratio = jnp.clip(clamp(total, MAX_LOG_RATIO), -low * scale, high * scale)
+    return _corrected(tokens, jnp.exp(log_ratio), jnp.ones_like(total, bool), total != log_ratio)
+
+
+def pnpo(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
+    """Geometric mean of the prefix (PNPO, arXiv:2608.01418): w_t = clip((prod_{j<=t} r_j)^(1 / t), low, high).
+
+    Nothing is dropped. Ratio: training over rollout; bounds are ours. horizon-llm/CTPO has it as `ratio_mode=geomean`.
+    """
+    total, count = _prefix_sums(tokens)
+    return _truncated(tokens, jnp.exp(clamp(total / count, MAX_LOG_RATIO)), low, high)
 
 
 # Filters: tokens are kept with weight 1 or left out.
@@ -107,6 +180,58 @@ def geometric_rejection(tokens: Tokens, *, low: float = 0.999, high: float = 1.0
     mean = _gathered_mean(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
     ratio = jnp.exp(clamp(mean, MAX_LOG_RATIO))
     return _kept(tokens, ratio, _inside(ratio, low, high))
+
+
+def sequence_error(tokens: Tokens, *, high: float = 1.5) -> Corrected:
+    """Keep completions whose mean_t e^|d_t| is at most `high`: differences of either sign add, unlike in `mean_k1`.
+
+    Denominator: kept tokens. NeMo-RL (`seq_logprob_error_threshold`; off by default, 1.5 in its recipes) and Tunix
+    (PR #2270) do the same.
+    """
+    require_number("high", high, minimum=1)
+    mean = _gathered_mean(tokens, jnp.exp(jnp.abs(_token_log_ratio(tokens))))
+    return _kept(tokens, mean, ~(mean > high))
+
+
+def probability_band(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Corrected:
+    """Keep tokens with -low <= p_t - q_t <= high: the paper's delta as a filter.
+
+    Denominator: kept tokens. ROLL (`train_infer_correction`, a filter with `diff_low` and `diff_high`, level token).
+    """
+    require_number("low", low, minimum=0)
+    require_number("high", high, minimum=0)
+    old, rollout = (_inside_mask(tokens, x) for x in (tokens.old_logprobs, tokens.rollout_logprobs))
+    shift = jnp.exp(jnp.minimum(old, 0.0)) - jnp.exp(jnp.minimum(rollout, 0.0))
+    return _kept(tokens, shift, ~((shift < -low) | (shift > high)))
+
+
+def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
+    """VACO (arXiv:2603.01365): in completions with mean_t |r_t - 1| above `high`, drop tokens with A d_t > 0.
+
+    |r - 1| of sampled tokens estimates twice the total variation; what is dropped would add to it. Denominator: kept
+    tokens. open-instruct (`rho_mask_tv_divergence`, `rho_mask_upper_bound`) weighs kept tokens by r too: `tis` beside
+    this. `high` is ours.
+    """
+    require_number("high", high, minimum=0, open_minimum=True)
+    log_ratio = _token_log_ratio(tokens)
+    mean = _gathered_mean(tokens, jnp.abs(jnp.expm1(log_ratio)))
+    return _kept(tokens, mean, ~((jnp.asarray(tokens.advantages) * log_ratio > 0) & (mean > high)))
+
+
+def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
+    """M2PO (arXiv:2510.01161): drop tokens of the largest d^2 until the mean d^2 of the rest is at most `high`.
+
+    One token is kept in any case. The mean is over the tokens of one call: those of a micro-batch on one device, as in
+    AReaL (`m2_threshold`), so that what is dropped depends on how rows are split. Denominator: kept tokens.
+    """
+    require_number("high", high, minimum=0)
+    squares = _token_log_ratio(tokens) ** 2
+    mask = jnp.asarray(tokens.completion_mask, bool)
+    known = jnp.where(mask, jnp.where(jnp.isnan(squares), 0.0, squares), jnp.inf).ravel()
+    order = jnp.argsort(known)
+    means = jnp.cumsum(known[order]) / jnp.arange(1, known.size + 1)
+    rank = jnp.argsort(order).reshape(squares.shape)
+    return _kept(tokens, squares, ~mask | (rank < jnp.maximum(jnp.sum(means <= high), 1)))
 
 
 def veto(tokens: Tokens, *, floor: float = 1e-4) -> Corrected:
@@ -159,10 +284,17 @@ def _divergence(tokens: Tokens, *, high: float, estimator: str, level: str) -> C
     return _kept(tokens, values, ~(jnp.abs(values) > high))
 
 
-TRUNCATIONS: Mapping[str, Callable[..., Corrected]] = {"tis": tis, "sequence_tis": sequence_tis}
+TRUNCATIONS: Mapping[str, Callable[..., Corrected]] = {
+    "tis": tis,
+    "sequence_tis": sequence_tis,
+    "cis": cis,
+    "minpro": minpro,
+    "ctpo": ctpo,
+    "pnpo": pnpo,
+}
 """Name -> correction that weighs by p / q within bounds and keeps every token."""
 
-MASKS: Mapping[str, Callable[..., Corrected]] = {"icepop": icepop, "sequence_mis": sequence_mis}
+MASKS: Mapping[str, Callable[..., Corrected]] = {"icepop": icepop, "sequence_mis": sequence_mis, "kpop": kpop}
 """Name -> correction that weighs by p / q and drops what is out of bounds."""
 
 FILTERS: Mapping[str, Callable[..., Corrected]] = {
@@ -170,6 +302,10 @@ FILTERS: Mapping[str, Callable[..., Corrected]] = {
     "geometric_rejection": geometric_rejection,
     "veto": veto,
     "off_policy_mask": off_policy_mask,
+    "sequence_error": sequence_error,
+    "probability_band": probability_band,
+    "vaco": vaco,
+    "m2po": m2po,
     **{
         f"{level}_{estimator}": functools.partial(_divergence, estimator=estimator, level=level)
         for level in ("token", "mean", "sum", "max")
@@ -241,6 +377,39 @@ def _gathered_mean(tokens: Tokens, values: jax.Array) -> jax.Array:
     counts = completion_counts(tokens.completion_mask, tokens.completion_index, tokens.num_completions)
     lengths = gather_to_tokens(jnp.maximum(counts, 1), tokens.completion_index)
     return _inside_mask(tokens, _gathered(tokens, completion_sums, values) / lengths)
+
+
+def _prefix_sums(tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+    """sum_{j<=t} d_j, each clamped at 1e4 nats alone, and t, at least 1."""
+    difference = _inside_mask(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
+    total, _ = _scanned(tokens, difference)
+    count, _ = _scanned(tokens, jnp.ones_like(difference))
+    return total, jnp.maximum(count, 1.0)
+
+
+def _scanned(tokens: Tokens, values: jax.Array, combine: Any = jnp.add, empty: float = 0.0) -> tuple[Any, jax.Array]:
+    """Scan of each completion's sampled tokens in their order, a completion being within one row.
+
+    Args:
+        tokens: where they lie; what is not sampled between them is skipped.
+        values: [R, L].
+        combine: an associative function of two arrays, `empty` its neutral element.
+
+    Returns:
+        [R, L] values combined up to each token, itself included, and before it, which is 0 for the first.
+    """
+    require_tokens(tokens)
+    mask, last_axis = jnp.asarray(tokens.completion_mask, bool), values.ndim - 1
+    latest = jax.lax.cummax(jnp.where(mask, jnp.arange(values.shape[-1]), 0), axis=last_axis)
+    index = jnp.take_along_axis(jnp.asarray(tokens.completion_index), latest, axis=-1)
+    before = jnp.roll(jnp.cumsum(mask, axis=-1), 1, axis=-1).at[..., 0].set(0)
+    first = mask & ((before == 0) | (index != jnp.roll(index, 1, axis=-1)))
+
+    def join(left: Any, right: Any) -> Any:
+        return left[0] | right[0], jnp.where(right[0], right[1], combine(left[1], right[1]))
+
+    _, scanned = jax.lax.associative_scan(join, (first, jnp.where(mask, values, empty)), axis=last_axis)
+    return scanned, jnp.where(first, 0.0, jnp.roll(scanned, 1, axis=-1))
 
 
 def _require_band(low: float, high: float) -> None:

@@ -12,11 +12,12 @@ from jax import lax
 from dcmdp_jax.algorithm.advantages import group_advantages
 from dcmdp_jax.algorithm.discrepancy import Measure, Sided, token_discrepancy
 from dcmdp_jax.algorithm.dual import dual_update
-from dcmdp_jax.algorithm.losses import Aggregation, aggregation_weights, clipped_surrogate, importance_ratio
+from dcmdp_jax.algorithm.losses import Aggregation, aggregation_weights, importance_ratio
 from dcmdp_jax.algorithm.masked import masked_mean, weighted_sum
 from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.penalties import penalized_advantages
 from dcmdp_jax.algorithm.require import concrete, require_number, require_option, require_rank, require_same_shape
+from dcmdp_jax.algorithm.trust_regions import clipped_surrogate
 from dcmdp_jax.types import Array
 
 _MOST_REWARD = 1e18

@@ -1,4 +1,4 @@
-"""The surrogate with its trust regions, its three normalizations as weights, and the divergence from a reference.
+"""The surrogate of a trust region, its three normalizations as weights, and the divergence from a reference.
 
 Ratios here are policy drift, new weights over old, both on the training stack, unless the denominator is chosen to be
 the inference engine's. Engine mismatch is `discrepancy.py`, its corrections are `corrections.py`.
@@ -23,7 +23,7 @@ from dcmdp_jax.algorithm.numerics import (
     exp_minus_linear,
     log_difference,
 )
-from dcmdp_jax.algorithm.remedies import Function, Region, Tokens, require_tokens, split
+from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import (
     require_integer,
     require_number,
@@ -32,13 +32,11 @@ from dcmdp_jax.algorithm.require import (
     require_same_shape,
 )
 from dcmdp_jax.algorithm.stats import Max, Mean, Min, Statistic
+from dcmdp_jax.algorithm.trust_regions import clip
 from dcmdp_jax.types import Array
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "fixed_length"]
 KlEstimator = Literal["k1", "k2", "k3"]
-
-_LEAST_REST = 1e-6
-"""Probability left to all other tokens, at least, where a binary KL divides by it."""
 
 
 def importance_ratio(train_logprobs: Array, old_logprobs: Array) -> jax.Array:
@@ -62,117 +60,6 @@ def importance_ratio(train_logprobs: Array, old_logprobs: Array) -> jax.Array:
     """
     require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs)
     return jnp.exp(clamped_log_ratio(train_logprobs, lax.stop_gradient(as_float(old_logprobs))))
-
-
-def clipped_surrogate(ratio: Array, advantages: Array, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Region:
-    """The clipped objective of each token, to be maximized (Eq. 9-10; Eq. 1 and 4 with their own A).
-
-        min(gamma A, clip(gamma, 1 - clip_low, 1 + clip_high) A)
-
-    The gradient in log pi_theta is gamma A where the clip does not bite and 0 strictly beyond a bound. At gamma equal
-    to a bound it is that of the unclipped side, so that with a clip of 0 the first update on a batch, where gamma = 1,
-    is the plain policy gradient. The loss of a batch is the negated mean over completions of their means over tokens.
-
-    Args:
-        ratio: any shape, gamma (`importance_ratio`). The gradient flows here alone.
-        advantages: same shape, penalized (`penalized_advantages`) or not. A constant.
-        clip_low: eps_low in [0, 1).
-        clip_high: eps_high >= 0; the paper's runs have 0.24.
-
-    Returns:
-        `Region`: `objective`, in the dtype of the inputs, and bool `low` and `high`, the tokens where a bound bites.
-
-    Raises:
-        ValueError: if the shapes differ or a clip is outside its range.
-    """
-    require_same_shape(ratio=ratio, advantages=advantages)
-    require_number("clip_low", clip_low, minimum=0, maximum=1, open_maximum=True)
-    require_number("clip_high", clip_high, minimum=0)
-    ratio, advantages = as_float(ratio), lax.stop_gradient(as_float(advantages))
-    # The minimum of Eq. 9 as a choice: autodiff splits the gradient of min() and clip() where their arguments tie.
-    low = (advantages < 0) & (ratio < 1.0 - clip_low)
-    high = (advantages > 0) & (ratio > 1.0 + clip_high)
-    bound = jnp.where(low, 1.0 - clip_low, 1.0 + clip_high)
-    return Region(jnp.where(low | high, bound, ratio) * advantages, low, high)
-
-
-def clip(
-    tokens: Tokens, *, low: float = 0.2, high: float = 0.24, dual: float = 0.0
-) -> Region | tuple[Region, dict[str, Statistic]]:
-    """PPO's pessimistic clip: `clipped_surrogate` as a trust region.
-
-    `dual` c > 1 (Ye et al. 2020; 0 is off): where A < 0 and gamma > c the objective is c A, without gradient;
-    `policy/dual_clip_fraction` is the share of these tokens. verl (`clip_ratio_c`, 3 by default), NeMo-RL
-    (`ratio_clip_c`), slime (`eps_clip_c`), AReaL (`c_clip`), Tunix (`epsilon_c`) and TRL (`delta`) do the same; off by
-    default in all but verl.
-    """
-    require_number("low", low, minimum=0, maximum=1, open_maximum=True)
-    require_number("high", high, minimum=0)
-    require_tokens(tokens)
-    region = clipped_surrogate(tokens.ratio, tokens.advantages, clip_low=low, clip_high=high)
-    if dual == 0:
-        return region
-    require_number("dual", dual, minimum=1, open_minimum=True)
-    capped = (tokens.advantages < 0) & (tokens.ratio > dual)
-    objective = jnp.where(capped, dual * tokens.advantages, region.objective)
-    capped_share = masked_sum(capped, tokens.completion_mask)
-    return region._replace(objective=objective), {"policy/dual_clip_fraction": capped_share}
-
-
-def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
-    """DPPO's binary total variation (Qi et al. 2026, arXiv:2602.04879): gamma A while |pi - mu| is within bounds.
-
-        stopped:   A > 0 and pi - mu > high,   or   A < 0 and pi - mu < -low,      in probability, 0 to 1
-
-    A stopped token has objective 0 and counts in the denominator. mu is the policy in the ratio's denominator: the
-    paper's is the engine's (`ratio_denominator="rollout"`). prime-rl (`dppo_mask_low`, `dppo_mask_high`, 0.2) has the
-    same and adds 1e-3 log(gamma)^2 (`examples/remedies.py`). verl: `dppo_tv`.
-    """
-    require_number("low", low, minimum=0)
-    require_number("high", high, minimum=0)
-    require_tokens(tokens)
-    shift = jnp.exp(_policy(tokens)) - jnp.exp(tokens.anchor_logprobs)
-    return _masked(tokens, (tokens.advantages < 0) & (shift < -low), (tokens.advantages > 0) & (shift > high))
-
-
-def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
-    """DPPO's binary KL: gamma A while KL(Bernoulli(mu) || Bernoulli(pi)) is within bounds, in nats.
-
-        D = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
-        stopped:   A > 0, gamma > 1 and D > high,   or   A < 0, gamma < 1 and D > low
-
-    pi and mu are held below 1 - 1e-6 in D. Otherwise as `dppo_tv`. verl: `dppo_kl`.
-    """
-    require_number("low", low, minimum=0)
-    require_number("high", high, minimum=0)
-    require_tokens(tokens)
-    policy, anchor, advantages = _policy(tokens), tokens.anchor_logprobs, tokens.advantages
-    mu = jnp.exp(anchor)
-    rest_pi, rest_mu = (jnp.maximum(-jnp.expm1(x), _LEAST_REST) for x in (policy, anchor))
-    divergence = mu * clamped_log_ratio(anchor, policy) + rest_mu * (jnp.log(rest_mu) - jnp.log(rest_pi))
-    falls = (advantages < 0) & (policy < anchor) & (divergence > low)
-    return _masked(tokens, falls, (advantages > 0) & (policy > anchor) & (divergence > high))
-
-
-def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
-    """DRPO, the smooth form of `dppo_tv` (Yao et al. 2026, arXiv:2606.09821).
-
-        gamma A - |A| / (2 c) mu (gamma - 1)^2,    c = high where A > 0, low where A < 0
-
-    Its gradient is gamma A (1 - sign(A) (pi - mu) / c): at |pi - mu| = c it is 0, as where `dppo_tv` begins to stop
-    it, and beyond it leads back. Nothing is stopped. The paper has one c for both signs.
-    """
-    require_number("low", low, minimum=0, open_minimum=True)
-    require_number("high", high, minimum=0, open_minimum=True)
-    require_tokens(tokens)
-    ratio, advantages = tokens.ratio, tokens.advantages
-    bound = jnp.where(advantages > 0, high, low)
-    quadratic = jnp.exp(tokens.anchor_logprobs) * (ratio - 1.0) ** 2
-    return Region(ratio * advantages - jnp.abs(advantages) / (2.0 * bound) * quadratic)
-
-
-TRUST_REGIONS: Mapping[str, Function] = {"clip": clip, "dppo_tv": dppo_tv, "dppo_kl": dppo_kl, "drpo": drpo}
-"""Name -> trust region, a remedy (`remedies`): from the tokens to `Region`."""
 
 
 def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[jax.Array, dict[str, Statistic]]:
@@ -200,6 +87,22 @@ def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[jax.Arr
         f"policy/clip_{side}_fraction": masked_sum(jnp.broadcast_to(bites, losses.shape), tokens.completion_mask)
         for side, bites in stopped.items()
     }
+
+
+def log_ratio_squared(tokens: Tokens, *, tau: float = 1e-3, trust_region: Function = clip) -> tuple[jax.Array, dict]:
+    """The surrogate plus tau (log pi - log q)^2 of every token that takes part, stopped ones included.
+
+    The gradient in log pi is that of the surrogate plus 2 tau (log pi - log q): it pulls the policy to the engine's on
+    sampled tokens. Kimi k1.5, Kimi-K2.5 (arXiv:2602.02276) and prime-rl (`kl_tau`, 1e-3 until 2026-09-18, none since)
+    have it. The difference is clamped at 20 nats.
+    """
+    require_number("tau", tau, minimum=0)
+    losses, statistics = surrogate(tokens, trust_region=trust_region)
+    return losses + tau * clamped_log_ratio(tokens.train_logprobs, tokens.rollout_logprobs) ** 2, statistics
+
+
+LOSSES: Mapping[str, Function] = {"surrogate": surrogate, "log_ratio_squared": log_ratio_squared}
+"""Name -> loss around a trust region, a remedy (`remedies`): from the tokens to token losses [R, L]."""
 
 
 def policy_loss(
@@ -266,15 +169,6 @@ def policy_loss(
 
 _CONSTANTS = ("old_logprobs", "rollout_logprobs", "advantages", "discrepancy", "anchor_logprobs")
 """Fields of `Tokens` that no gradient reaches in a loss."""
-
-
-def _policy(tokens: Tokens) -> jax.Array:
-    """log pi now, where a bound looks at it: a constant."""
-    return lax.stop_gradient(tokens.train_logprobs)
-
-
-def _masked(tokens: Tokens, low: jax.Array, high: jax.Array) -> Region:
-    return Region(jnp.where(low | high, 0.0, tokens.ratio * tokens.advantages), low, high)
 
 
 def _sequence_log_ratio(

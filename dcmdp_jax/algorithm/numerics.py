@@ -12,6 +12,9 @@ from dcmdp_jax.types import Array
 MAX_LOG_RATIO = 20.0
 """Nats at which a log-ratio is clamped: e^20 = 4.85e8, whose square still sums in float32 (max 3.4e38)."""
 
+LEAST_REST = 1e-6
+"""Probability left to all other tokens, at least, where a binary KL divides by it."""
+
 LOGPROB_LIMIT = 1e4
 """Nats at which a log-probability is clamped, so that -inf against -inf is a difference of 0 and not NaN."""
 
@@ -92,3 +95,14 @@ def exp_minus_linear(x: Array) -> jax.Array:
     for order in range(8, 2, -1):
         series = 1.0 + series * x / order
     return jnp.where(jnp.abs(x) < 0.5, x * x / 2 * series, jnp.expm1(x) - x)
+
+
+def binary_kl(x: Array, y: Array) -> jax.Array:
+    """KL(Bernoulli(e^x) || Bernoulli(e^y)) of log-probabilities, per element, in nats.
+
+        e^x (x - y) + (1 - e^x) log((1 - e^x) / (1 - e^y))
+
+    x - y is clamped at 20 nats, and both probabilities are held below 1 - 1e-6.
+    """
+    rest_y, rest_x = (jnp.maximum(-jnp.expm1(one), LEAST_REST) for one in (y, x))
+    return jnp.exp(x) * clamped_log_ratio(x, y) + rest_x * (jnp.log(rest_x) - jnp.log(rest_y))

@@ -14,9 +14,10 @@ import jax
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, TRUNCATIONS
 from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
 from dcmdp_jax.algorithm.dual import BUDGET_ROOM
-from dcmdp_jax.algorithm.losses import TRUST_REGIONS, Aggregation, surrogate
+from dcmdp_jax.algorithm.losses import LOSSES, Aggregation
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
+from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import setting
 from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
@@ -27,7 +28,7 @@ _REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "method": ("penalty", PENALTIES),
     "corrections": ("correction", CORRECTIONS),
     "trust_region": ("trust region", TRUST_REGIONS),
-    "loss": ("loss", {"surrogate": surrogate}),
+    "loss": ("loss", LOSSES),
 }
 """Setting that names remedies -> their kind, and ours by name."""
 
@@ -65,12 +66,14 @@ class AlgorithmSettings:
             dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
         multiplier_max: Upper end of lambda; the lower one is 0. Source: ours: not stated in the paper.
-        trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, with parameters low and high, or a function
-            of yours as path.py:function(parameter=value) (docs/remedies.md). clip bounds the ratio (low=0.2, high=0.24;
-            dual: its largest value where the advantage is negative), dppo_tv the shift in probability, dppo_kl the
-            binary KL in nats, drpo smoothly the shift. Source: paper [6.1]: clip, high 0.24; low is ours.
-        loss: Loss of a token: surrogate, the negated objective of trust_region, or a function of yours as
-            path.py:function(parameter=value) (docs/remedies.md). Source: paper: surrogate.
+        trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, ipo, cispo, sapo, vespo, acr, with parameters
+            such as low and high, or a function of yours as path.py:function(parameter=value) (docs/remedies.md). clip
+            bounds the ratio (low=0.2, high=0.24; dual: its largest value where the advantage is negative), dppo_tv the
+            shift in probability, dppo_kl the binary KL in nats, drpo smoothly the shift. Source: paper [6.1]: clip,
+            high 0.24; low is ours.
+        loss: Loss of a token: surrogate, the negated objective of trust_region, log_ratio_squared(tau=0.001), which
+            adds tau (log pi - log q)^2, or a function of yours as path.py:function(parameter=value)
+            (docs/remedies.md). Source: paper: surrogate.
         ratio_level: Importance ratio of each token, or one of each completion, the geometric mean of its tokens'
             (GSPO). Source: paper: token.
         ratio_denominator: Denominator of the importance ratio. train: the training stack. rollout: the inference
@@ -171,7 +174,7 @@ class AlgorithmSettings:
         functions = {name: tuple(_bind(name, call) for call in self.calls(name)) for name in _REMEDIES}
         (penalty,), (trust_region,), (loss,) = (functions[name] for name in ("method", "trust_region", "loss"))
         if not self.calls("loss")[0].own:
-            loss = functools.partial(surrogate, trust_region=trust_region)
+            loss = functools.partial(loss, trust_region=trust_region)
         return Remedies(penalty, functions["corrections"], trust_region, loss)
 
 
@@ -200,7 +203,7 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
                 check_call(call, built_in)
             if call.own:
                 own.append(call.name)
-            elif name != "loss":
+            elif "trust_region" not in call.parameters:
                 _check_ours(name, str(call))
     if twice := [name for name in own if own.count(name) > 1]:
         yield "algorithm", "two functions have this name, as their metrics would; rename one", twice[0]
@@ -208,7 +211,7 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
     if loss.own and algorithm.trust_region != "clip":
         why = "which bounds the surrogate alone; leave one of them out"
         yield "algorithm.loss", f"with trust_region={algorithm.trust_region}, {why}"
-    if loss.parameters and not loss.own:
+    if "trust_region" in loss.parameters and not loss.own:
         yield "algorithm.loss", "its parameters are those of trust_region"
     denominator = algorithm.ratio_denominator
     for call in algorithm.calls("corrections") if denominator in ("rollout", "bypass") else []:

@@ -23,6 +23,7 @@ from dcmdp_jax.algorithm import (
     remedies,
     signals,
     stats,
+    trust_regions,
 )
 
 N, R, L = 3, 2, 4
@@ -59,6 +60,7 @@ CASES = {
     "numerics.clamped_log_ratio": (
         numerics.clamped_log_ratio, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS},
     ),
+    "numerics.binary_kl": (numerics.binary_kl, {"x": ROWS, "y": ROWS}),
     "numerics.log_difference": (numerics.log_difference, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS}),
     "discrepancy.token_discrepancy": (_part(discrepancy.token_discrepancy, **MEASURE), PAIR),
     "discrepancy.sequence_discrepancy": (
@@ -94,7 +96,7 @@ CASES = {
         {"train_logprobs": ROWS, "ref_logprobs": ROWS, "completion_mask": MASK},
     ),
     "losses.importance_ratio": (losses.importance_ratio, {"train_logprobs": ROWS, "old_logprobs": ROWS}),
-    "losses.clipped_surrogate": (losses.clipped_surrogate, {"ratio": ROWS, "advantages": ROWS}),
+    "trust_regions.clipped_surrogate": (trust_regions.clipped_surrogate, {"ratio": ROWS, "advantages": ROWS}),
     "penalties.penalized_advantages": (
         penalties.penalized_advantages, {"advantages": ROWS, "discrepancy": ROWS, "multiplier": ONE},
     ),
@@ -104,7 +106,8 @@ CASES = {
                 "multiplier": ONE, "tolerance": ONE},
     ),
     "losses.policy_loss": _of_tokens(losses.policy_loss, token_weights=ROWS),
-    **{f"losses.{name}": _of_tokens(getattr(losses, name)) for name in (*losses.TRUST_REGIONS, "surrogate")},
+    **{f"losses.{name}": _of_tokens(one) for name, one in losses.LOSSES.items()},
+    **{f"trust_regions.{name}": _of_tokens(one) for name, one in trust_regions.TRUST_REGIONS.items()},
     **{f"penalties.{name}": _of_tokens(one) for name, one in penalties.PENALTIES.items() if name != "grpo"},
     **{
         f"corrections.{name}": _of_tokens(_part(one, **({} if inspect.signature(one).parameters["high"].default

@@ -24,6 +24,15 @@ _GIVEN = {
     "geometric_rejection": {"low": 0.9, "high": 1.1},
     "veto": {"floor": 0.5},
     "off_policy_mask": {"high": 0.02},
+    "cis": {"slope": 0.5, "floor": 5e-3},
+    "minpro": {"low": 0.3, "high": 1.1},
+    "ctpo": {"low": 0.1, "high": 0.2, "power": 0.5},
+    "pnpo": {"low": 0.9, "high": 1.1},
+    "kpop": {"high": 0.02},
+    "sequence_error": {"high": 1.3},
+    "probability_band": {"low": 0.02, "high": 0.04},
+    "vaco": {"high": 0.2},
+    "m2po": {"high": 0.02},
     "token_k1": {"high": 0.3},
     "token_k2": {"high": 0.05},
     "token_k3": {"high": 0.05},
@@ -39,7 +48,14 @@ _GIVEN = {
 }
 
 
-def _completion(name, now, old, rollout, advantage, low=None, high=None, floor=None):
+def _binary_kl(a, b):
+    rest_a, rest_b = np.maximum(1 - a, 1e-6), np.maximum(1 - b, 1e-6)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        log_ratio = np.clip(np.nan_to_num(np.log(a) - np.log(b), nan=0.0), -20, 20)
+    return a * log_ratio + rest_a * (np.log(rest_a) - np.log(rest_b))
+
+
+def _completion(name, now, old, rollout, advantage, low=None, high=None, floor=None, slope=None, power=None):
     """Weights and keep of one completion's tokens, from the formulas, float64."""
     d, one = old - rollout, np.ones(len(old))
     whole = lambda kept: np.full(len(old), kept)  # noqa: E731
@@ -60,6 +76,25 @@ def _completion(name, now, old, rollout, advantage, low=None, high=None, floor=N
         return one, whole(r.min() >= floor)
     if name == "off_policy_mask":
         return one, whole(advantage >= 0 or (rollout - now).mean() <= high)
+    p, q = np.exp(np.minimum(old, 0)), np.exp(np.minimum(rollout, 0))
+    if name == "cis":
+        return np.minimum(r, 1 + slope * np.maximum(1 - np.exp(old), floor)), whole(True)
+    if name == "minpro":
+        least = np.concatenate(([1.0], np.minimum.accumulate(r)[:-1]))
+        return np.clip(np.clip(r * least, np.exp(-20), np.exp(20)), low, high), whole(True)
+    t = np.arange(1, len(d) + 1)
+    if name == "ctpo":
+        return np.exp(np.clip(d.cumsum(), -low * t**power, high * t**power)), whole(True)
+    if name == "pnpo":
+        return np.clip(np.exp(np.clip(d.cumsum() / t, -20, 20)), low, high), whole(True)
+    if name == "kpop":
+        return r, np.maximum(_binary_kl(np.exp(old), np.exp(rollout)), _binary_kl(np.exp(rollout), np.exp(old))) <= high
+    if name == "sequence_error":
+        return one, whole(np.maximum(r, 1 / r).mean() <= high)
+    if name == "probability_band":
+        return one, (-low <= p - q) & (p - q <= high)
+    if name == "vaco":
+        return one, ~((np.abs(r - 1).mean() > high) & (advantage * d > 0))
     level, estimator = name.split("_")
     c = np.clip(d, -20, 20)
     value = {"k1": -d, "k2": c * c / 2, "k3": np.exp(c) - 1 - c}[estimator]
@@ -104,6 +139,15 @@ def _rows(spread, seed=0):
 
 def _reference(name, tokens, advantages, given):
     weights, keep = np.zeros(tokens.completion_mask.shape), np.ones(tokens.completion_mask.shape, bool)
+    if name == "m2po":  # the one that looks at all tokens together
+        mask = tokens.completion_mask
+        squares = np.clip(tokens.old_logprobs.astype(float) - tokens.rollout_logprobs, -20, 20)[mask] ** 2
+        order = squares.argsort(kind="stable")
+        means = squares[order].cumsum() / np.arange(1, mask.sum() + 1)
+        kept = np.zeros(mask.sum(), bool)
+        kept[order[: max(int((means <= given["high"]).sum()), 1)]] = True
+        keep[mask] = kept
+        return np.where(mask & keep, 1.0, 0.0), keep
     for i in range(tokens.num_completions):
         where = tokens.completion_mask & (tokens.completion_index == i)
         lp = [np.asarray(x, np.float64)[where] for x in tokens[:3]]
@@ -203,6 +247,9 @@ def test_value_and_gradient_of_the_corrected_loss(name):
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-8)
 
 
+_OF_TOKENS = "tis", "icepop", "cis", "kpop", "probability_band", "m2po"
+
+
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_nan_infinity_and_empty_masks(name):
     correction = make_correction(name, _GIVEN[name])
@@ -220,7 +267,7 @@ def test_nan_infinity_and_empty_masks(name):
         broken[first] = np.nan
         found = correction(tokens)
         # Seen, not dropped: on the token, or on its whole completion; nowhere else.
-        per_token = name in ("tis", "icepop") or name.startswith("token")
+        per_token = name in _OF_TOKENS or name.startswith("token")
         hit = np.zeros(mask.shape, bool)
         hit[first] = True
         hit = hit if per_token else mask & (tokens.completion_index == 2)

@@ -11,6 +11,7 @@ from dcmdp_jax.algorithm import losses, penalties
 from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.remedies import OwnRemedy, Tokens, check_terms, check_values, uses
 from dcmdp_jax.algorithm.stats import Max, Mean
+from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.settings import from_config_dict
 
@@ -143,10 +144,10 @@ def test_ours_keep_the_convention_too(name):
     check_values("penalty", penalties.PENALTIES[name])
 
 
-@pytest.mark.parametrize("name", losses.TRUST_REGIONS)
+@pytest.mark.parametrize("name", TRUST_REGIONS)
 def test_trust_regions_of_ours_keep_it_too(name):
-    check_terms("trust region", losses.TRUST_REGIONS[name])
-    check_values("trust region", losses.TRUST_REGIONS[name])
+    check_terms("trust region", TRUST_REGIONS[name])
+    check_values("trust region", TRUST_REGIONS[name])
 
 
 def test_statistics_are_named_after_the_function_and_have_no_gradient():
@@ -197,5 +198,5 @@ def test_fields_that_a_remedy_computes_with():
     assert uses(penalties.grpo, "advantages") and not uses(penalties.grpo, "discrepancy")
     high = {"high": 0.1}
     corrections = {name: functools.partial(one, **high if "_k" in name else {}) for name, one in CORRECTIONS.items()}
-    assert [name for name, one in corrections.items() if uses(one, "advantages")] == ["off_policy_mask"]
-    assert all(uses(region, "advantages") for region in losses.TRUST_REGIONS.values())
+    assert [name for name, one in corrections.items() if uses(one, "advantages")] == ["off_policy_mask", "vaco"]
+    assert all(uses(region, "advantages") for region in TRUST_REGIONS.values())

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm.corrections import CORRECTIONS
-from dcmdp_jax.algorithm.losses import TRUST_REGIONS
+from dcmdp_jax.algorithm.losses import LOSSES
 from dcmdp_jax.algorithm.penalties import PENALTIES
+from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.commands import probe
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.data.prompts import save_tokenizer
@@ -55,7 +56,10 @@ def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
     assert pair["statistics"]["mean"] == pytest.approx(np.abs(p - q).mean(), rel=1e-9)
     assert pair["recommendation"]["tolerance"] is None  # a defect is repaired, not bounded
     page = (out / "probe.html").read_text()
-    assert "Not computed: off_policy_mask, dppo_tv, dppo_kl, which look at advantages, and none were recorded." in page
+    assert (
+        "Not computed: off_policy_mask, vaco, dppo_tv, dppo_kl, which look at advantages, and none were recorded."
+        in page
+    )
     assert "step &lt;1&gt;" in page and "<b>" not in page.replace('<b style="', "")
     # The names of SVG's namespaces are no requests.
     assert not re.search(r"<script|https?://|src=\"(?!data:)", re.sub(r'xmlns(:\w+)?="[^"]*"', "", page))
@@ -186,8 +190,8 @@ def test_remedies_are_compared_by_the_gradients_they_give(model, tmp_path, capsy
     assert code == 0, shown
     (record,) = json.loads((tmp_path / "remedies.json").read_text())
     names = [one["name"].partition("(")[0].partition(",")[0] for one in record["remedies"]]
-    assert set(names) == {"no remedy", *PENALTIES, *CORRECTIONS, *TRUST_REGIONS} - {"grpo"}
-    assert len(names) == 1 + 2 * (len(PENALTIES) - 1) + len(CORRECTIONS) + len(TRUST_REGIONS)
+    assert set(names) == {"no remedy", *PENALTIES, *CORRECTIONS, *TRUST_REGIONS, *LOSSES} - {"grpo", "surrogate"}
+    assert len(names) == 1 + 2 * (len(PENALTIES) - 1) + len(CORRECTIONS) + len(TRUST_REGIONS) + len(LOSSES)
     assert record["engine"] == "local:int4" and record["discrepancy"] > 1e-3
     for one in record["remedies"]:
         assert 0 <= one["dropped"] <= 1 and 0 <= one["effective"] <= 12, one

@@ -4,6 +4,7 @@ import functools
 
 from dcmdp_jax.algorithm import losses
 from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 
 
 def policy_surrogate(
@@ -19,7 +20,7 @@ def policy_surrogate(
         completion_index=index,
         num_completions=count,
     )
-    region = functools.partial(losses.TRUST_REGIONS[trust_region], low=clip_low, high=clip_high, **dual)
+    region = functools.partial(TRUST_REGIONS[trust_region], low=clip_low, high=clip_high, **dual)
     loss = functools.partial(losses.surrogate, trust_region=region)
     level = "sequence" if sequence else "token"
     total, statistics = losses.policy_loss(tokens, weights, loss=loss, ratio_level=level)

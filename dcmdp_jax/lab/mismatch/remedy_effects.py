@@ -58,7 +58,7 @@ def _trust_region(tokens: Tokens, *, region: Callable[..., Region]) -> Corrected
 def _remedies() -> Mapping[str, Correction]:
     """Every correction whose parameters have defaults, and the trust regions that stop tokens by probability."""
     from dcmdp_jax.algorithm.corrections import CORRECTIONS
-    from dcmdp_jax.algorithm.losses import TRUST_REGIONS
+    from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 
     found = {name: correction for name, correction in CORRECTIONS.items() if not needed_parameters(correction)}
     regions = {name: functools.partial(_trust_region, region=TRUST_REGIONS[name]) for name in ("dppo_tv", "dppo_kl")}

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from dcmdp_jax.algorithm.corrections import CORRECTIONS
-from dcmdp_jax.algorithm.losses import TRUST_REGIONS
+from dcmdp_jax.algorithm.losses import LOSSES
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical
 from dcmdp_jax.named_functions import Call, needed_parameters
 
 NOTHING, CONFIGURED = "no remedy", "as configured"
+SKYRL_BAND = Call("geometric_rejection", {"low": 0.99, "high": 1.01})
 DROPPED_SHARE = 0.05
 """Share of the tokens that a filter without a default size is set to drop."""
 
@@ -28,11 +32,11 @@ def without_remedy(base: AlgorithmSettings) -> AlgorithmSettings:
 
 
 def entries(base: AlgorithmSettings, tokens: Tokens) -> dict[str, AlgorithmSettings]:
-    """Settings of each remedy by name: none, penalties, corrections, trust regions, and `base` if it is another.
+    """Settings of each remedy by name: none, penalties, corrections, trust regions, losses, `base` if it is another.
 
     Penalties charge at lambda and c of `base`. Trust regions have the engine's probability in the ratio's denominator:
-    at the first update of a step they would all do the same with the trainer's. A filter without a default size gets
-    the one that drops 5% of the tokens.
+    at the first update of a step they would all do the same with the trainer's. `acr` is a bound beside `tis`. A filter
+    without a default size gets the one that drops 5% of the tokens; `geometric_rejection` has its own band and SkyRL's.
 
     Args:
         base: settings of the run.
@@ -45,16 +49,27 @@ def entries(base: AlgorithmSettings, tokens: Tokens) -> dict[str, AlgorithmSetti
             for level in ("token", "sequence"):
                 label = name if level == "token" else f"{name}, whole completions"
                 found[label] = dataclasses.replace(plain, method=name, level=level)
-    for name, correction in CORRECTIONS.items():
-        call = Call(name, dict.fromkeys(needed_parameters(correction), _size(name, tokens)))
-        found[str(call)] = dataclasses.replace(plain, corrections=str(call))
-    for name, region in TRUST_REGIONS.items():
-        sizes = inspect.getfullargspec(region).kwonlydefaults or {}
-        call = Call(name, {size: value for size, value in sizes.items() if value})
-        found[str(call)] = dataclasses.replace(plain, trust_region=str(call), ratio_denominator="rollout")
+    calls = [
+        Call(name, dict.fromkeys(needed_parameters(correction), _size(name, tokens)))
+        for name, correction in CORRECTIONS.items()
+    ]
+    for call in map(str, (*calls, SKYRL_BAND)):
+        found[call] = dataclasses.replace(plain, corrections=call)
+    for call in map(_with_sizes, TRUST_REGIONS.items()):
+        beside = {"corrections": "tis"} if call.startswith("acr") else {"ratio_denominator": "rollout"}
+        found[call] = dataclasses.replace(plain, trust_region=call, **beside)
+    for call in map(_with_sizes, LOSSES.items()):
+        found[call] = dataclasses.replace(plain, loss=call)
+    del found["surrogate"]  # the loss without remedy
     if base not in map(canonical, found.values()):
         found[CONFIGURED] = base
     return found
+
+
+def _with_sizes(named: tuple[str, Callable[..., Any]]) -> str:
+    name, function = named
+    sizes = inspect.getfullargspec(function).kwonlydefaults or {}
+    return str(Call(name, {size: value for size, value in sizes.items() if isinstance(value, float) and value}))
 
 
 def _size(name: str, tokens: Tokens) -> float:

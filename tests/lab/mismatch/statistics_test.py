@@ -156,7 +156,7 @@ def test_no_tolerance_is_recommended_for_a_defect_or_for_equal_engines():
 
 def test_a_correction_that_looks_at_advantages_is_left_out_and_named_without_them():
     assert "off_policy_mask" not in [effect.name for effect in effects(_FIVE)]
-    assert not_computed(_FIVE) == ["off_policy_mask", "dppo_tv", "dppo_kl"]
+    assert not_computed(_FIVE) == ["off_policy_mask", "vaco", "dppo_tv", "dppo_kl"]
     # Both completions are a nat likelier for the engine; the one with a negative advantage is dropped.
     pairs = make_pairs(
         [np.array([1, 2]), np.array([3])],
