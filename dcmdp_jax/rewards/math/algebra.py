@@ -40,6 +40,7 @@ _EXTRACTION = [math_verify.LatexExtractionConfig(normalization_config=_NORMALIZA
 _KINKS = tuple(
     getattr(sympy, name) for name in vocabulary("Abs sign floor ceiling frac Mod Max Min Heaviside re im arg conjugate")
 )
+_INFINITIES = sympy.oo, -sympy.oo, sympy.zoo
 _E_NOTATION = re.compile(r"(?<![\w.])([0-9]++(?:\.[0-9]*+)?|\.[0-9]++)[eE]([+-]?[0-9]++)(?![\w.])")
 _EULER_LOOKALIKE = re.compile(r"(?<![\\a-zA-Z])E(?![a-zA-Z])|(?<=[0-9a-zA-Z} ])(?<!\\)E(?=[_^ ]|$)")
 _NAMED_INDEX = re.compile(r"_ ?(?:\{ ?\\(odot|oplus|max|min) ?\}|\\(odot|oplus|max|min)(?![a-zA-Z]))")
@@ -228,7 +229,7 @@ def _plain_symbols(value: Any) -> Any:
 def _same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None = None) -> bool | None:
     """Whether two expressions are one function; None where values can't tell.
 
-    They can't where there are no finite values (unknown functions, infinity) and where a part that is not smooth has no
+    They can't where there are no finite values (unknown functions) and where a part that is not smooth has no
     equal on the other side. Where a root or logarithm is taken of what is not positive, roots may differ: answers of
     physics take every quantity for positive.
     """
@@ -243,7 +244,7 @@ def _same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None =
     digits = _DIGITS + 2 * decades
     agree = functools.partial(_agree_at, left, right, digits=digits, exact=exact)
     if not symbols:
-        return agree({})
+        return _same_infinity(left, right) if left.has(*_INFINITIES) or right.has(*_INFINITIES) else agree({})
     left, right = _replace_kinks(left, right, seed)
     symbols = sorted(left.free_symbols | right.free_symbols, key=lambda symbol: symbol.name)
     no = None if any(symbol.name.startswith("kink") for symbol in symbols) else False
@@ -260,6 +261,11 @@ def _same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None =
     if False in verdicts:
         return no
     return True if verdicts.count(True) >= _POINTS else None
+
+
+def _same_infinity(left: Any, right: Any) -> bool:
+    r"""Whether two constants with an infinity in them are the same one: `-2\infty` is `-\infty`, and no number."""
+    return bool(left.doit() == right.doit())
 
 
 def _same_integers(left: Any, right: Any) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dcmdp_jax.rewards.math import algebra
 from dcmdp_jax.rewards.math.answers import math_verify
 from dcmdp_jax.rewards.math.equivalence import equivalent
 from tests.rewards.math.judging import judge
@@ -103,6 +104,12 @@ def test_equivalent(prediction, gold):
 )
 def test_not_equivalent(prediction, gold):
     assert not equivalent(prediction, gold)
+
+
+def test_an_infinity_is_not_left_to_the_library(monkeypatch):
+    monkeypatch.setattr(algebra.math_verify, "verify", lambda *values, **options: True)
+    pairs = [("-3∞", "-3"), (r"-\infty", r"\infty"), (r"-2\infty", r"-\infty"), (r"\infty+1", r"\infty")]
+    assert [equivalent(*pair) for pair in pairs] == [False, False, True, True]
 
 
 def test_plain_math_verify_drops_no_factor_either():
