@@ -24,6 +24,7 @@ PACKING |= {name: f"training.{name}" for name in ("row_lengths", "segments_per_r
 PACKING |= {"completions": "training.prompts_per_mini_batch or rollout.group_size"}
 EPISODES = {"drop": "rollout.on_non_finite=drop", "routed_experts": "rollout.router_replay"}
 EVALUATION = {"task": "evaluation.task", "samples": "evaluation.samples"}
+LORA = {"lora_rank": "model.lora_rank", "lora_targets": "model.lora_targets"}
 REWARDS = {"memory_gib": "rewards.memory_limit"}
 _WORD = re.compile(r"\w*")
 _QUOTED = re.compile(r"`(\w+)`")

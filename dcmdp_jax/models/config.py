@@ -89,6 +89,30 @@ class RopeScaling:
     high_freq_factor: float = 4.0
 
 
+ALL_LINEAR = "all-linear"
+"""PEFT's name for every linear layer of the decoder layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Shape of the adapters.
+
+    Attributes:
+        rank: r, at least 1.
+        alpha: the product x A B is scaled by alpha / r.
+        targets: names of linear layers as in Hugging Face ("q_proj"), or "all-linear" alone.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+
+    @property
+    def scale(self) -> float:
+        """alpha / r."""
+        return self.alpha / self.rank
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder. Field names follow config.json where it has one.

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
-from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, rotary_tables
+from dcmdp_jax.models.layers import MLP, Linear, LoraKernel, RMSNorm, rotary_tables
 from dcmdp_jax.models.logprobs import KernelAxes
 from dcmdp_jax.models.moe import Aux, MoE, router_sums
 from dcmdp_jax.models.ops import Ops, choose_ops
@@ -258,7 +258,8 @@ def hidden_states_and_aux(
     # The barrier keeps XLA from recomputing cosines in every layer's fusion.
     rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
     # Heads that are split over devices stay in matrices of their own: a fused one would have to be dealt out again.
-    fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1)
+    # Adapters are matrices of their own.
+    fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1) and not has_adapters(params)
     axes = ("rows", "length", "hidden")
     how = {"kernel": kernel, "ops": ops, "mesh": mesh}
     how |= {"one_segment": compute.one_segment, "segments": compute.segments}
@@ -325,6 +326,12 @@ def hidden_states(*arguments: Any, **options: Any) -> jax.Array:
 def output_kernel(params: Params) -> jax.Array:
     """The output matrix [D, V]: the transposed embedding when tied."""
     return params["output"] if "output" in params else params["embedding"].T
+
+
+def has_adapters(params: Params) -> bool:
+    """Whether any matrix has an adapter, see `lora.adapted`."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, LoraKernel))
+    return any(isinstance(leaf, LoraKernel) for leaf in leaves)
 
 
 def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -190,15 +191,8 @@ def save_tensors(
     _target_dtype(dtype)
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes: got {max_shard_bytes}, must be at least 1")
-    if directory.exists() and not directory.is_dir():
-        raise FileExistsError(f"{directory}: is a file, choose another directory")
-    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
-        raise FileExistsError(f"{directory}: is not empty, choose another directory or ask to overwrite")
-    copied = [] if tokenizer_dir is None else _tokenizer_files(Path(tokenizer_dir))
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = directory.parent / f".{directory.name}.partial-{secrets.token_hex(4)}"
-    partial.mkdir()
-    try:
+    with whole_directory(directory, overwrite=overwrite) as partial:
+        copied = [] if tokenizer_dir is None else _tokenizer_files(Path(tokenizer_dir))
         # Where a config names no version, transformers takes a tokenizer of many tokens for a broken one of Mistral's.
         version = {"transformers_version": importlib.metadata.version("transformers")}
         fields = to_hf(config, dtype=dtype) | version | _token_ids(tokenizer_dir)
@@ -206,6 +200,24 @@ def save_tensors(
         for source in copied:
             shutil.copyfile(source, partial / source.name)
         _write_tensors(tensors, config, partial, dtype, max_shard_bytes)
+
+
+@contextlib.contextmanager
+def whole_directory(directory: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A hidden sibling to write into, which then becomes `directory`: it appears whole or not at all.
+
+    Raises:
+        FileExistsError: if `directory` is a file, or holds something and `overwrite` is false.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise FileExistsError(f"{directory}: is a file, choose another directory")
+    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
+        raise FileExistsError(f"{directory}: is not empty, choose another directory or ask to overwrite")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.parent / f".{directory.name}.partial-{secrets.token_hex(4)}"
+    partial.mkdir()
+    try:
+        yield partial
         for path in (*partial.iterdir(), partial):
             _sync(path)
         _replace(partial, directory)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import jax
@@ -19,8 +21,34 @@ from dcmdp_jax.models.scheme_products import SchemeKernel, scheme_matmul
 _zeros, _ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("base", "a", "b"), meta_fields=("scale",))
+@dataclasses.dataclass(frozen=True)
+class LoraKernel:
+    """A frozen matrix with its adapter.
+
+    Attributes:
+        base: W [in, out], an array or a `QuantizedKernel`; no gradient flows here.
+        a, b: [in, r] and [r, out].
+        scale: alpha / r.
+    """
+
+    base: jax.Array | QuantizedKernel
+    a: jax.Array
+    b: jax.Array
+    scale: float
+
+
+def lora_matmul(x: jax.Array, kernel: LoraKernel) -> jax.Array:
+    """x W + scale (x A) B in the dtype of `x` [T, in]."""
+    if isinstance(kernel.base, QuantizedKernel):
+        y = quantized_matmul(x, kernel.base)
+    else:
+        y = x @ kernel.base.astype(x.dtype)
+    return y + (x @ kernel.a.astype(x.dtype)) @ kernel.b.astype(x.dtype) * kernel.scale
+
+
 class Linear(nnx.Module):
-    """y = x W + b with W [in, out]; W may be a `QuantizedKernel` in an inference engine, a `SchemeKernel` in training.
+    """y = x W + b; W [in, out] may be a `QuantizedKernel` (engine), a `SchemeKernel` or a `LoraKernel` (training).
 
     Products run in the dtype of `x`, parameters are cast to it.
     """
@@ -57,7 +85,9 @@ class Linear(nnx.Module):
         kernel = self.kernel.get_value()
         # Tokens in one axis: XLA's CPU backend takes 2.5 times as long for a weight gradient that contracts two.
         tokens = x.reshape(-1, x.shape[-1])
-        if isinstance(kernel, SchemeKernel):
+        if isinstance(kernel, LoraKernel):
+            y = lora_matmul(tokens, kernel)
+        elif isinstance(kernel, SchemeKernel):
             y = scheme_matmul(tokens, kernel)
         elif isinstance(kernel, QuantizedKernel):
             y = quantized_matmul(tokens, kernel)

@@ -24,9 +24,10 @@ def model_declarations(config: ModelConfig) -> tuple[Declaration, ...]:
     return tuple(declarations(decoder.Decoder(config)))
 
 
-def _tree(config: ModelConfig, leaf: Callable[[Declaration], Any]) -> Params:
+def declared_tree(declared: Iterable[Declaration], leaf: Callable[[Declaration], Any]) -> Params:
+    """The nested dict of declared parameters, with `leaf(declaration)` at its leaves."""
     tree: Params = {}
-    for declaration in model_declarations(config):
+    for declaration in declared:
         *parents, name = declaration.path
         node = tree
         for key in parents:
@@ -37,17 +38,27 @@ def _tree(config: ModelConfig, leaf: Callable[[Declaration], Any]) -> Params:
 
 def param_shapes(config: ModelConfig, dtype: str = "float32") -> Params:
     """`jax.ShapeDtypeStruct`s of `init_params`, without making an array."""
-    return _tree(config, lambda declared: jax.ShapeDtypeStruct(declared.shape, jnp.dtype(dtype)))
+    return declared_shapes(model_declarations(config), dtype)
+
+
+def declared_shapes(declared: Iterable[Declaration], dtype: str) -> Params:
+    """`jax.ShapeDtypeStruct`s of declared parameters."""
+    return declared_tree(declared, lambda one: jax.ShapeDtypeStruct(one.shape, jnp.dtype(dtype)))
 
 
 def logical_axes(config: ModelConfig) -> Params:
     """Names of the axes of every parameter, in the tree of `init_params`, for `parallel.sharding.param_shardings`."""
-    return _tree(config, lambda declared: declared.axes)
+    return declared_axes(model_declarations(config))
+
+
+def declared_axes(declared: Iterable[Declaration]) -> Params:
+    """Names of the axes of declared parameters."""
+    return declared_tree(declared, lambda one: one.axes)
 
 
 def quantized_leaves(config: ModelConfig) -> Params:
     """True for each parameter that engines quantize, in the tree of `init_params`."""
-    return _tree(config, lambda declared: declared.quantized)
+    return declared_tree(model_declarations(config), lambda one: one.quantized)
 
 
 def num_params(config: ModelConfig) -> int:
@@ -56,13 +67,18 @@ def num_params(config: ModelConfig) -> int:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
-    """Draw fresh parameters, each with the initializer of its declaration.
+    """Draw fresh parameters of a model, see `draw_params`."""
+    return draw_params(model_declarations(config), key, dtype)
+
+
+def draw_params(declared: Iterable[Declaration], key: jax.Array, dtype: str) -> Params:
+    """Draw declared parameters, each with its initializer.
 
     The key of a parameter is `key` folded with a checksum of its path, so that a parameter that is added to a model
     changes the initial values of no other.
 
     Args:
-        config: the model.
+        declared: the parameters.
         key: a `jax.random.key`.
         dtype: "float32" or "bfloat16"; values are drawn in float32 and rounded.
 
@@ -70,11 +86,11 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> 
         Nested dict; `layers` leaves carry a leading axis of `num_layers`.
     """
 
-    def draw(declared: Declaration) -> jax.Array:
-        own_key = jax.random.fold_in(key, zlib.crc32(".".join(declared.path).encode()))
-        return declared.init(own_key, declared.shape, jnp.dtype(jnp.float32)).astype(dtype)
+    def draw(one: Declaration) -> jax.Array:
+        own_key = jax.random.fold_in(key, zlib.crc32(".".join(one.path).encode()))
+        return one.init(own_key, one.shape, jnp.dtype(jnp.float32)).astype(dtype)
 
-    return _tree(config, draw)
+    return declared_tree(declared, draw)
 
 
 def check_params(params: Params, config: ModelConfig) -> None:
@@ -107,6 +123,7 @@ _CONFIG_FIELDS = {
     "head_dim": "head_dim",
     "experts": "num_experts",
     "expert_mlp": "moe_intermediate_size",
+    "rank": "r",
 }
 
 
@@ -153,6 +170,11 @@ def hf_tensors(config: ModelConfig) -> dict[str, HFTensor]:
 
     Tied models have no `lm_head.weight`.
     """
+    return declared_tensors(model_declarations(config))
+
+
+def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]:
+    """The Hugging Face tensors of declared parameters by name."""
 
     def tensor(declared: Declaration, index: tuple[int, ...], names: dict[str, int]) -> HFTensor:
         shape, axes = declared.shape[len(index) :], declared.axes[len(index) :]
@@ -181,5 +203,5 @@ def hf_tensors(config: ModelConfig) -> dict[str, HFTensor]:
             for number in range(stack.size):
                 add(inner, (*index, number), names | {stack.axis: number})
 
-    add(model_declarations(config), (), {})
+    add(declarations, (), {})
     return tensors

@@ -40,6 +40,7 @@ PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
         "expert_mlp": "tensor",
         "norm": None,
         "head_dim": None,
+        "rank": None,
     }
 )
 """Parameters. "embed" is split over fsdp on either side of a matrix; "layers" is the axis of the scan."""

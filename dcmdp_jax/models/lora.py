@@ -1,0 +1,163 @@
+"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685).
+
+    y = x W + (alpha / r) (x A) B,      A [in, r],   B [r, out],   W frozen
+
+Adapters are declared, drawn, sharded and saved like any parameters. The base holds W, in float32, bfloat16 or int8.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dcmdp_jax.errors import ArgumentError
+from dcmdp_jax.models import hf_weights
+from dcmdp_jax.models.config import ALL_LINEAR, Lora, ModelConfig
+from dcmdp_jax.models.declare import Declaration
+from dcmdp_jax.models.layers import LoraKernel
+from dcmdp_jax.models.params import model_declarations, quantized_leaves
+from dcmdp_jax.models.products import PRECISE
+from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree
+from dcmdp_jax.types import Params
+
+
+@functools.lru_cache(maxsize=32)
+def adapted_layers(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
+    """Declarations of the matrices that get an adapter.
+
+    Raises:
+        ArgumentError: for a target that matches no linear layer, or that is of an expert, and for a rank above that of
+            a matrix.
+    """
+    linear = [one for one in model_declarations(model) if one.quantized and one.stacks]
+    dense = {_module(one): one for one in linear if len(one.stacks) == 1}
+    names = tuple(dense) if lora.targets == (ALL_LINEAR,) else lora.targets
+    for name in names:
+        if name not in dense:
+            experts = name in {_module(one) for one in linear}
+            why = "adapters of experts are not supported" if experts else "no linear layer has that name"
+            raise ArgumentError("lora_targets", f"got {name!r}, {why}; allowed are {', '.join(dense)}, or {ALL_LINEAR}")
+    chosen = tuple(one for name, one in dense.items() if name in names)
+    for one in chosen:
+        if lora.rank > (most := min(one.shape[-2:])):
+            raise ArgumentError(
+                "lora_rank", f"got {lora.rank}, {_module(one)} is {one.shape[-2]} x {one.shape[-1]}: at most {most}"
+            )
+    return chosen
+
+
+def adapter_declarations(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
+    """Declarations of A and B of every adapted matrix, named as PEFT names them.
+
+    A is drawn uniformly within +-1/sqrt(in), PEFT's default (Kaiming with a = sqrt 5); B is zero, so the policy begins
+    as the base.
+    """
+    found = []
+    for one in adapted_layers(model, lora):
+        *path, _ = one.path
+        *stacked, rows, columns = one.shape
+        *leading, inward, outward = one.axes
+        name = f"base_model.model.{one.hf_name.removesuffix('.weight')}"
+        shared: dict[str, Any] = {"transposed": True, "quantized": False, "stacks": one.stacks, "fused": None}
+        a = Declaration(
+            (*path, "a"), (*stacked, rows, lora.rank), (*leading, inward, "rank"), _uniform,
+            f"{name}.lora_A.weight", **shared,
+        )  # fmt: skip
+        b = Declaration(
+            (*path, "b"), (*stacked, lora.rank, columns), (*leading, "rank", outward), jax.nn.initializers.zeros,
+            f"{name}.lora_B.weight", **shared,
+        )  # fmt: skip
+        found += [a, b]
+    return tuple(found)
+
+
+def trained(model: ModelConfig, lora: Lora | None) -> tuple[Declaration, ...]:
+    """Declarations of what is trained: the adapters, or every parameter of the model."""
+    return model_declarations(model) if lora is None else adapter_declarations(model, lora)
+
+
+class SavedAdapters(NamedTuple):
+    """What a checkpoint says of its adapters and of their base.
+
+    Attributes:
+        rank, alpha, targets: see `Lora`.
+        base_dtype: "float32", "bfloat16" or "int8".
+        base_path: the base's Hugging Face directory.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    base_dtype: str
+    base_path: str
+
+    @property
+    def lora(self) -> Lora:
+        """Shape of the adapters."""
+        return Lora(self.rank, self.alpha, tuple(self.targets))
+
+
+def load_base(directory: Path, model: ModelConfig, dtype: str, shardings: Params | None = None) -> Params:
+    """The frozen parameters of a Hugging Face directory.
+
+    Args:
+        directory, model, shardings: see `hf_weights.load_params`.
+        dtype: "float32", "bfloat16", or "int8": the linear layers' matrices are quantized, the rest is bfloat16.
+    """
+    stored = "float32" if dtype == "float32" else "bfloat16"
+    base = hf_weights.load_params(directory, model, dtype=stored, shardings=shardings)
+    if dtype != "int8":
+        return base
+    chosen = quantized_leaves(model)
+    return jax.jit(lambda params: quantize_tree(params, chosen, dtype), donate_argnums=0)(base)
+
+
+def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
+    """The base with a `LoraKernel` for every matrix that has an adapter, for the training stack's forward pass."""
+    return _joined(base, adapters, lambda kernel, a, b: LoraKernel(kernel, a, b, lora.scale))
+
+
+def merged(base: Params, adapters: Params, lora: Lora) -> Params:
+    """W + (alpha / r) A B, computed and returned in float32, for engines and exports; the rest as in the base.
+
+    An engine then rounds the sum once, to its own precision.
+    """
+
+    def merge(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> jax.Array:
+        product = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=PRECISE)
+        return _float32(kernel) + product * lora.scale
+
+    whole = _joined(base, adapters, merge)
+    return jax.tree.map(_float32, whole, is_leaf=_is_quantized)
+
+
+def _joined(base: Params, adapters: Params, join: Any) -> Params:
+    """The base with `join(kernel, a, b)` in place of each adapted kernel."""
+    if "a" in adapters:
+        return {**base, "kernel": join(base["kernel"], adapters["a"], adapters["b"])}
+    return {**base, **{name: _joined(base[name], part, join) for name, part in adapters.items()}}
+
+
+def _float32(x: jax.Array | QuantizedKernel) -> jax.Array:
+    if _is_quantized(x):
+        return x.values.astype(jnp.float32) * x.scale[..., None, :]
+    return x.astype(jnp.float32)
+
+
+def _is_quantized(x: object) -> bool:
+    return isinstance(x, QuantizedKernel)
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    bound = 1 / math.sqrt(shape[-2])
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def _module(declared: Declaration) -> str:
+    """The last part of a linear layer's Hugging Face name, such as "q_proj"."""
+    return declared.hf_name.removesuffix(".weight").rpartition(".")[2]

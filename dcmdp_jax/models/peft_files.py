@@ -1,0 +1,137 @@
+"""Adapters as PEFT's directories: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
+
+from dcmdp_jax.array_checksum import array_checksum
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import read_json_object
+from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.hf_weights import whole_directory
+from dcmdp_jax.models.lora import adapted_layers, adapter_declarations
+from dcmdp_jax.models.params import declared_tensors, declared_tree
+from dcmdp_jax.parallel.sharding import to_host
+from dcmdp_jax.types import Params
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_BASE = "base_checksum"
+
+# Fields that a plain LoRA adapter may have with any value: they name it, or act in training alone.
+_FREE = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_alpha", "lora_dropout"),
+    *("megatron_core", "peft_version", "qalora_group_size", "r", "revision", "target_modules", "task_type"),
+}
+_PLAIN: Mapping[str, Any] = MappingProxyType({"bias": "none", "peft_type": "LORA"})
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter that was read.
+
+    Attributes:
+        lora: its shape.
+        params: float32 NumPy arrays in the tree of `lora.adapter_declarations`.
+        base_checksum: of the base it was trained on, where the file has it (see `save_adapter`); else None.
+    """
+
+    lora: Lora
+    params: Params
+    base_checksum: int | None
+
+
+def base_checksum(base: Params) -> int:
+    """One checksum of the base in bfloat16: the sum of `array_checksum` over its arrays, mod 2^32."""
+    return sum(int(array_checksum(leaf)) for leaf in jax.tree.leaves(base)) % 2**32
+
+
+def save_adapter(
+    adapters: Params, model: ModelConfig, lora: Lora, directory: Path, *, base_model: str, checksum: int,
+    overwrite: bool = False,
+) -> None:  # fmt: skip
+    """Write adapters as PEFT reads them; the directory appears whole or not at all.
+
+    Args:
+        adapters: tree of `lora.adapter_declarations`.
+        model, lora: the base's shape and the adapters'.
+        directory: created.
+        base_model: directory or Hub name of the base, for people and for PEFT's `AutoPeftModel`.
+        checksum: `base_checksum`, kept in the file's metadata.
+        overwrite: replace a directory that is not empty.
+
+    Raises:
+        FileExistsError, OSError: naming the directory, if it can't be written.
+    """
+    targets = sorted({one.hf_name.split(".")[-2] for one in adapted_layers(model, lora)})
+    fields = {
+        "base_model_name_or_path": base_model, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "peft_type": "LORA", "r": lora.rank, "target_modules": targets,
+        "task_type": "CAUSAL_LM",
+    }  # fmt: skip
+    tensors = {}
+    for name, place in declared_tensors(adapter_declarations(model, lora)).items():
+        leaf: Any = adapters
+        for key in place.path:
+            leaf = leaf[key]
+        tensors[name] = np.ascontiguousarray(to_host(leaf[place.index]).T)
+    with whole_directory(directory, overwrite=overwrite) as partial:
+        (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, partial / TENSORS, metadata={"format": "pt", _BASE: str(checksum)})
+
+
+def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
+    """Read a LoRA adapter of PEFT.
+
+    Args:
+        directory: with `adapter_config.json` and `adapter_model.safetensors`.
+        model: the base's shape.
+
+    Raises:
+        UserError: in one line, for another kind of adapter, one of another base, or a damaged file.
+        FileNotFoundError: if a file is missing.
+    """
+    fields = read_json_object(directory / CONFIG)
+    for name, value in fields.items():
+        if name in _PLAIN and value != _PLAIN[name] or name not in _FREE | _PLAIN.keys() and value:
+            raise UserError(
+                f"{directory / CONFIG}: {name} is {value!r}; plain LoRA alone is supported (no DoRA, rslora, biases, "
+                "modules_to_save or ranks by layer)"
+            )
+    for name in ("r", "lora_alpha"):
+        if not isinstance(fields.get(name), (int, float)) or fields[name] <= 0:
+            raise UserError(f"{directory / CONFIG}: {name} is {fields.get(name)!r}, must be a number above 0")
+    try:
+        with safe_open(directory / TENSORS, framework="flax") as file:
+            found = {name: np.asarray(file.get_tensor(name), np.float32) for name in file.keys()}  # noqa: SIM118
+            recorded = (file.metadata() or {}).get(_BASE)
+    except SafetensorError as error:
+        raise UserError(f"{directory / TENSORS}: can't be read ({error})") from error
+    lora = Lora(int(fields["r"]), float(fields["lora_alpha"]), tuple(_targets(found)))
+    places = declared_tensors(adapter_declarations(model, lora))
+    for name in sorted(places.keys() | found.keys()):
+        have, want = (None if name not in each else each[name].shape for each in (found, places))
+        if have != want:
+            raise UserError(
+                f"{directory / TENSORS}: {name} has shape {have or 'missing'}, this base and adapter_config.json ask "
+                f"for {want or 'no such tensor'}; is the adapter of another model?"
+            )
+    tree = declared_tree(adapter_declarations(model, lora), lambda one: np.empty(one.shape, np.float32))
+    for name, place in places.items():
+        leaf: Any = tree
+        for key in place.path:
+            leaf = leaf[key]
+        leaf[place.index] = found[name].T
+    return Adapter(lora, tree, None if recorded is None else int(recorded))
+
+
+def _targets(found: Mapping[str, Any]) -> list[str]:
+    """The adapted layers' names. The tensors have them; adapter_config.json may have a regular expression instead."""
+    return sorted({name.split(".lora_")[0].rpartition(".")[2] for name in found})

@@ -1,0 +1,217 @@
+"""Adapters against PEFT in torch: values, gradients, files both ways; and what LoRA says by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.errors import ArgumentError, UserError
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.config import Lora, ModelConfig, read_model_config
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.hf_weights import load_params
+from dcmdp_jax.models.layers import LoraKernel, lora_matmul
+from dcmdp_jax.models.lora import adapted, adapter_declarations, merged
+from dcmdp_jax.models.params import draw_params, init_params
+from dcmdp_jax.models.peft_files import CONFIG, base_checksum, read_adapter, save_adapter
+from dcmdp_jax.models.quantize import quantize_kernel
+
+MODEL = ModelConfig("llama", 64, 32, 48, 2, 4, 2, 8)
+EXPERTS = ModelConfig(
+    "qwen3_moe", 64, 32, 48, 2, 4, 2, 8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8
+)
+LORA = Lora(4, 8.0)
+IDS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 9)))
+
+
+def _logits(params: Any, model: ModelConfig, ids: jax.Array = IDS) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    hidden = decoder.hidden_states(params, model, ids, positions, jnp.ones_like(ids), Compute())
+    return hidden @ decoder.output_kernel(params)
+
+
+def _adapters(model: ModelConfig, lora: Lora, seed: int = 1) -> Any:
+    """Adapters whose B is not zero."""
+    drawn = draw_params(adapter_declarations(model, lora), jax.random.key(seed), "float32")
+    leaves, tree = jax.tree.flatten(drawn)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    moved = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, moved)
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return init_params(MODEL, jax.random.key(0))
+
+
+def test_a_fresh_adapter_leaves_the_policy_as_it_is_bit_for_bit(base: Any) -> None:
+    fresh = draw_params(adapter_declarations(MODEL, LORA), jax.random.key(3), "float32")
+    for leaf, want in zip(jax.tree.leaves(merged(base, fresh, LORA)), jax.tree.leaves(base), strict=True):
+        np.testing.assert_array_equal(leaf, want)
+    bound = 1 / np.sqrt(32)
+    a = fresh["layers"]["attention"]["q"]["a"]
+    assert a.shape == (2, 32, 4)
+    assert float(jnp.abs(a).max()) <= bound
+    assert float(jnp.abs(a).mean()) == pytest.approx(bound / 2, rel=0.2)
+
+
+def test_the_product_beside_equals_the_product_merged(base: Any) -> None:
+    adapters = _adapters(MODEL, LORA)
+    beside, inside = _logits(adapted(base, adapters, LORA), MODEL), _logits(merged(base, adapters, LORA), MODEL)
+    np.testing.assert_allclose(beside, inside, atol=2e-5)
+    assert float(jnp.abs(inside - _logits(base, MODEL)).max()) > 0.1
+
+
+def test_with_a_full_rank_and_a_the_identity_the_gradient_of_b_is_that_of_the_matrix() -> None:
+    """r = in, A = I, alpha = r: y = x (W + B), so training B is training W."""
+    x, w = jax.random.normal(jax.random.key(0), (5, 8)), jax.random.normal(jax.random.key(1), (8, 6))
+    loss = lambda y: jnp.sum(jnp.sin(y) * jnp.arange(30.0).reshape(5, 6))  # noqa: E731
+    by_b = jax.grad(lambda b: loss(lora_matmul(x, LoraKernel(w, jnp.eye(8), b, 1.0))))(jnp.zeros((8, 6)))
+    by_w = jax.grad(lambda w: loss(x @ w))(w)
+    np.testing.assert_allclose(by_b, by_w, rtol=1e-6, atol=1e-6)
+
+
+def test_an_int8_base_is_merged_from_what_it_stands_for() -> None:
+    w = jax.random.normal(jax.random.key(1), (8, 6))
+    kernel, a, b = quantize_kernel(w, "int8"), jnp.ones((8, 2)), jnp.full((2, 6), 0.25)
+    want = np.asarray(kernel.values, np.float32) * np.asarray(kernel.scale) + 2 * 0.25 * 3.0
+    got = merged({"kernel": kernel}, {"a": a, "b": b}, Lora(2, 6.0))["kernel"]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    x = jax.random.normal(jax.random.key(2), (3, 8))
+    np.testing.assert_allclose(lora_matmul(x, LoraKernel(kernel, a, b, 3.0)), x @ want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "said"),
+    [
+        (MODEL, Lora(4, 8.0, ("q_proj", "c_attn")), "lora_targets: got 'c_attn', no linear layer has that name"),
+        (MODEL, Lora(33, 8.0), "lora_rank: got 33, q_proj is 32 x 32: at most 32"),
+        (MODEL, Lora(17, 8.0, ("v_proj",)), "lora_rank: got 17, v_proj is 32 x 16: at most 16"),
+        (
+            EXPERTS,
+            Lora(2, 8.0, ("up_proj",)),
+            "lora_targets: got 'up_proj', adapters of experts are not supported",
+        ),
+    ],
+    ids=["name", "rank", "narrow", "experts"],
+)  # fmt: skip
+def test_bad_shapes_are_refused_in_one_line(model: ModelConfig, lora: Lora, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        adapter_declarations(model, lora)
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A Qwen2 of transformers with a LoRA of PEFT whose B is not zero, and the base's directory."""
+    torch = pytest.importorskip("torch", reason="torch is in the development extra")
+    peft = pytest.importorskip("peft", reason="peft is in the development extra")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    hf = transformers.Qwen2ForCausalLM(config)
+    directory = tmp_path_factory.mktemp("base")
+    hf.save_pretrained(directory)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    model = peft.get_peft_model(hf, peft.LoraConfig(r=3, lora_alpha=12, target_modules=targets, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.copy_(torch.randn_like(value) * 0.1)
+    return model, directory
+
+
+def test_values_and_gradients_are_pefts(theirs: tuple[Any, Path], tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    peft_model, directory = theirs
+    peft_model.save_pretrained(tmp_path / "adapter")
+    model = read_model_config(directory)
+    base = load_params(directory, model, dtype="float32")
+    lora, adapters, checksum = read_adapter(tmp_path / "adapter", model)
+    assert checksum is None
+    assert lora == Lora(3, 12.0, ("down_proj", "q_proj", "v_proj"))
+    ids = np.asarray(IDS)
+    peft_model.eval()
+    want = peft_model(input_ids=torch.tensor(ids)).logits
+    np.testing.assert_allclose(_logits(adapted(base, adapters, lora), model), want.detach(), atol=2e-5)
+
+    def loss(adapters: Any) -> jax.Array:
+        return jnp.sum(jax.nn.log_softmax(_logits(adapted(base, adapters, lora), model))[:, :-1, 7])
+
+    peft_model.zero_grad()
+    torch.log_softmax(want, -1)[:, :-1, 7].sum().backward()
+    grads = jax.grad(loss)(jax.tree.map(jnp.asarray, adapters))
+    gradients = {name: value.grad for name, value in peft_model.named_parameters() if value.grad is not None}
+    assert len(gradients) == 2 * 3 * 2  # A and B of three matrices in two layers; the base has none
+    for layer in range(2):
+        for path, name in ((("attention", "q"), "self_attn.q_proj"), (("mlp", "down"), "mlp.down_proj")):
+            for part, letter in (("a", "A"), ("b", "B")):
+                key = f"base_model.model.model.layers.{layer}.{name}.lora_{letter}.default.weight"
+                mine = grads["layers"][path[0]][path[1]][part][layer].T
+                np.testing.assert_allclose(mine, gradients[key], rtol=2e-4, atol=2e-5)
+
+
+def test_what_is_saved_peft_reads(theirs: tuple[Any, Path], tmp_path: Path) -> None:
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    _, directory = theirs
+    model = read_model_config(directory)
+    base = load_params(directory, model, dtype="float32")
+    lora = Lora(2, 5.0)
+    adapters = _adapters(model, lora)
+    target = {"base_model": str(directory), "checksum": base_checksum(base)}
+    save_adapter(adapters, model, lora, tmp_path / "mine", **target)
+    with pytest.raises(FileExistsError, match="is not empty"):
+        save_adapter(adapters, model, lora, tmp_path / "mine", **target)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    loaded = peft.PeftModel.from_pretrained(hf, tmp_path / "mine")
+    with torch.no_grad():
+        want = loaded(input_ids=torch.tensor(np.asarray(IDS))).logits
+        whole = loaded.merge_and_unload()(input_ids=torch.tensor(np.asarray(IDS))).logits
+    np.testing.assert_allclose(_logits(adapted(base, adapters, lora), model), want, atol=2e-5)
+    np.testing.assert_allclose(_logits(merged(base, adapters, lora), model), whole, atol=2e-5)
+    again_lora, again, checksum = read_adapter(tmp_path / "mine", model)
+    assert checksum == base_checksum(base)
+    assert (again_lora.rank, again_lora.alpha) == (2, 5.0)
+    for have, want in zip(jax.tree.leaves(again), jax.tree.leaves(adapters), strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"use_dora": True}, "use_dora is True; plain LoRA alone"),
+        ({"use_rslora": True}, "use_rslora is True"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"r": "8"}, "r is '8', must be a number above 0"),
+        ({"r": 2}, r"lora_A.weight has shape \(4, 48\), this base and adapter_config.json ask for \(2, 48\)"),
+    ],
+    ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
+)
+def test_other_kinds_of_adapters_are_refused(base: Any, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    save_adapter(_adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7)
+    fields = json.loads((tmp_path / "a" / CONFIG).read_text())
+    (tmp_path / "a" / CONFIG).write_text(json.dumps(fields | change))
+    with pytest.raises(UserError, match=said):
+        read_adapter(tmp_path / "a", MODEL)
+
+
+def test_an_adapter_of_another_base_is_refused(base: Any, tmp_path: Path) -> None:
+    save_adapter(_adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7)
+    deeper = ModelConfig("llama", 64, 32, 48, 3, 4, 2, 8)
+    with pytest.raises(UserError, match="layers.2.mlp.down_proj.lora_A.weight has shape missing"):
+        read_adapter(tmp_path / "a", deeper)
+    (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"cut")
+    with pytest.raises(UserError, match="can't be read"):
+        read_adapter(tmp_path / "a", MODEL)
