@@ -18,8 +18,9 @@ from jax.sharding import Mesh
 from dcmdp_jax.algorithm.dual import dual_init, dual_update, measured_tolerance
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.config.settings import OptimizerSettings
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.params import logical_axes, param_shapes
+from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.lora import trained
+from dcmdp_jax.models.params import declared_axes, declared_shapes
 from dcmdp_jax.models.products import PRECISE
 from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings, to_global
 from dcmdp_jax.run.checkpoint import WindowedDual
@@ -88,11 +89,13 @@ def train_state_shardings(
     param_dtype: str,
     mesh: Mesh,
     loss_scale: LossScale | None = None,
+    lora: Lora | None = None,
 ) -> TrainState:
     """A `TrainState` of shardings: parameters and moments by the table, scalars replicated."""
-    shapes = param_shapes(model, param_dtype)
+    declared = trained(model, lora)
+    shapes = declared_shapes(declared, param_dtype)
     abstract = jax.eval_shape(lambda params: new_state(params, optimizer, dual, loss_scale), shapes)
-    return state_shardings(abstract, shapes, logical_axes(model), mesh)
+    return state_shardings(abstract, shapes, declared_axes(declared), mesh)
 
 
 def new_state(

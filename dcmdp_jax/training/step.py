@@ -19,6 +19,8 @@ from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.signals import Signals, charge_share
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
+from dcmdp_jax.models.config import Lora
+from dcmdp_jax.models.lora import adapted
 from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.parallel.backend import compiler_options
@@ -50,6 +52,7 @@ class StepParts:
             differentiated forward pass is fused differently and differs in the last bits; `make_rescore` needs none.
         record_tokens: also return `tokens/train_logprobs`, [M, A, R, L] float32 for each bucket, of batches that lag
             `tokens/start_logprobs`, and `completions/advantages` [M * N].
+        lora: shape of the adapters, which then are what is trained; None trains all parameters.
     """
 
     row_logprobs: RowLogprobs
@@ -61,6 +64,11 @@ class StepParts:
     mesh: Mesh | None
     always_recompute: bool = False
     record_tokens: bool = False
+    lora: Lora | None = None
+
+    def policy(self, params: Params, frozen: Params | None) -> Params:
+        """The parameters of a forward pass: the trained ones, or the frozen ones with the trained adapters."""
+        return params if self.lora is None else adapted(frozen, params, self.lora)
 
     @functools.cached_property
     def remedies(self) -> Remedies:
@@ -93,7 +101,7 @@ class _Constants(NamedTuple):
         dual: lambda_k and c.
         first: see `_MiniBatch`.
         loss_scale: [] float32 or None, factor of the loss and of its gradient.
-        ref_params: the frozen reference policy, or None.
+        frozen: the reference policy of the KL term, the base of the adapters; None without both.
         terms: constants of the terms beside the surrogate; None for a loss that is the surrogate alone.
     """
 
@@ -103,7 +111,7 @@ class _Constants(NamedTuple):
     dual: DualState
     first: Array
     loss_scale: Array | None
-    ref_params: Params | None
+    frozen: Params | None
     terms: loss_terms.Terms | None = None
 
 
@@ -155,17 +163,18 @@ def make_train_step(
         shardings: the state's, input and output alike, so that the step has one cache entry; None on one device.
 
     Returns:
-        step(state, batch, ref_params) with `ref_params` None unless `kl_coefficient` is above 0. The metrics are []
-        float32, named as in observe/metric_names.py, and `completions/discrepancy` [M * N], each completion's own mean.
+        step(state, batch, frozen) with `frozen` None unless `kl_coefficient` is above 0 or there are adapters. The
+        metrics are [] float32, named as in observe/metric_names.py, and `completions/discrepancy` [M * N], each
+        completion's own mean.
 
     Raises:
         UserError: in one line, for a function of a user that can't be loaded.
     """
     _ = parts.remedies
 
-    def step(state: TrainState, batch: Batch, ref_params: Params | None) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Batch, frozen: Params | None) -> tuple[TrainState, Metrics]:
         with products_in(parts.compute_dtype):
-            return _train_step(parts, state, batch, ref_params)
+            return _train_step(parts, state, batch, frozen)
 
     # Metrics are replicated, so that each process of several can read them.
     out = {} if shardings is None else {"out_shardings": (shardings, replicated(shardings.step.mesh))}
@@ -173,18 +182,16 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(platform), **out)
 
 
-def _train_step(
-    parts: StepParts, state: TrainState, batch: Batch, ref_params: Params | None
-) -> tuple[TrainState, Metrics]:
+def _train_step(parts: StepParts, state: TrainState, batch: Batch, frozen: Params | None) -> tuple[TrainState, Metrics]:
     """Algorithm 1, after sampling and rewards."""
     settings, dual = parts.settings, state.dual
     with jax.named_scope(RECOMPUTE):
-        batch = _recompute(parts, state.params, batch)
+        batch = _recompute(parts, parts.policy(state.params, frozen), batch)
     rewards = loss_terms.punished_rewards(settings, batch, parts.max_completion_tokens)
     charged = loss_terms.charged_rewards(settings, parts.remedies, dual, rewards, batch.rows)
     mini_batches = _MiniBatch(batch, rewards, charged, jnp.arange(len(rewards)) == 0)
     learner = Learner(state.params, state.opt_state, state.skipped_in_row, state.loss_scale)
-    learner, updates = lax.scan(functools.partial(_update, parts, dual, ref_params), learner, mini_batches)
+    learner, updates = lax.scan(functools.partial(_update, parts, dual, frozen), learner, mini_batches)
     totals = stats.merge_stacked(updates.statistics)
     mean_discrepancy = totals["discrepancy/mean"].value()
     next_dual = update_dual(settings, dual, state.step, mean_discrepancy)
@@ -216,7 +223,7 @@ def _recompute(parts: StepParts, params: Params, batch: Batch) -> Batch:
 
 
 def _update(
-    parts: StepParts, dual: DualState, ref_params: Params | None, learner: Learner, mini: _MiniBatch
+    parts: StepParts, dual: DualState, frozen: Params | None, learner: Learner, mini: _MiniBatch
 ) -> tuple[Learner, Updates]:
     """One optimizer update, by the gradient of a mini-batch (Eq. 9, 10)."""
     settings, batch = parts.settings, mini.batch
@@ -228,7 +235,7 @@ def _update(
     uncharged, (weights, _) = relative(mini.rewards), normalize()
     advantages = uncharged if mini.charged is None else relative(mini.charged)
     scale = None if learner.loss_scale is None else learner.loss_scale.scale
-    constants = _Constants(advantages, weights, uncharged, dual, mini.first, scale, ref_params)
+    constants = _Constants(advantages, weights, uncharged, dual, mini.first, scale, frozen)
     terms = _terms(parts, (learner.params, constants), batch, normalize)
     inputs = learner.params, constants._replace(terms=terms)
     gradient_of = functools.partial(_gradient, parts)
@@ -289,7 +296,7 @@ def _objective(
     loss, of_loss = loss_terms.loss_of(settings, parts.remedies, signals, train_logprobs)
     total, kl = loss.total, jnp.zeros(())
     if settings.kl_coefficient:
-        reference = lax.stop_gradient(parts.row_logprobs(constants.ref_params, without_replay(rows)).logprobs)
+        reference = lax.stop_gradient(parts.row_logprobs(constants.frozen, without_replay(rows)).logprobs)
         estimate = functools.partial(losses.reference_kl, estimator=settings.kl_estimator)
         tokens = estimate(train_logprobs, reference, completion_mask=rows.completion_mask)
         kl = masked.weighted_sum(tokens, signals.planned_weights).total
@@ -312,7 +319,7 @@ def _objective(
 
 def _forward(parts: StepParts, params: Params, constants: _Constants, rows: Rows) -> tuple[RowOutputs, Signals]:
     """The forward pass of a micro-batch, and what is constant to its gradient."""
-    outputs = parts.row_logprobs(params, rows)
+    outputs = parts.row_logprobs(parts.policy(params, constants.frozen), rows)
     start_logprobs = rows.columns.get(START_LOGPROBS, outputs.logprobs)
     if START_LOGPROBS in rows.columns and not parts.always_recompute:
         start_logprobs = jnp.where(constants.first, outputs.logprobs, start_logprobs)
