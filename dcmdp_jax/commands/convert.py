@@ -4,6 +4,7 @@ dcmdp convert hf-check HF_DIR
 dcmdp convert from-gguf FILE OUT_DIR [--dtype float32|bfloat16] [--overwrite]
 dcmdp convert copy HF_DIR OUT_DIR [--dtype bfloat16|float32] [--overwrite]
 dcmdp convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite] [--push USER/NAME]
+                      [--adapter]
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from dcmdp_jax.models.gguf_convert import convert_gguf
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, push
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import load_params, save_params
+from dcmdp_jax.models.lora import load_base
 from dcmdp_jax.models.params import num_params
+from dcmdp_jax.models.peft_files import base_checksum, save_adapter
 from dcmdp_jax.observe.model_card import model_card
 
 _DTYPES = ("bfloat16", "float32")
@@ -60,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--step", type=int, metavar="N", help="which checkpoint (default: the newest)")
     export.add_argument("--push", default="", metavar="USER/NAME", help="then upload OUT_DIR to the Hugging Face Hub")
+    export.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT reads them")
     for command in (gguf, copy, export):
         command.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="created; refused when not empty")
         command.add_argument(
@@ -102,12 +106,21 @@ def _copy(source: Path, out_dir: Path, dtype: str, overwrite: bool) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     # Orbax takes seconds to import; only this needs it.
-    from dcmdp_jax.run.checkpoint import latest_checkpoint, load_params_only
+    from dcmdp_jax.run.checkpoint import latest_checkpoint, load_adapters, load_params_only
 
     run_dir, out_dir, dtype = arguments.run_dir, arguments.out_dir, arguments.dtype
     if arguments.push:
         check_push(arguments.push)
     _check_apart(latest_checkpoint(run_dir)[0], out_dir)
+    if arguments.adapter:
+        adapters, saved, config = load_adapters(run_dir, arguments.step)
+        checksum = base_checksum(load_base(Path(saved.base_path), config, "bfloat16"))
+        save_adapter(
+            adapters, config, saved.lora, out_dir, base_model=saved.base_path, checksum=checksum,
+            overwrite=arguments.overwrite,
+        )  # fmt: skip
+        print(f"wrote {out_dir}: adapters of rank {saved.rank} for {saved.base_path}, as PEFT reads them")
+        return
     params, config, step, tokenizer_dir = load_params_only(run_dir, arguments.step)
     print(f"checkpoint of step {step}")
     _write(params, config, out_dir, dtype, tokenizer_dir, arguments.overwrite)

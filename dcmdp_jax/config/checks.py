@@ -104,6 +104,9 @@ def _task_rules(config: Any) -> Broken:
 
 def _step_rules(config: Any) -> Broken:
     training, algorithm = config.training, config.algorithm
+    if (config.model.lora_rank or config.model.adapter) and config.model.forward_precision != "full":
+        why = "the engine alone rounds the sum of base and adapters"
+        yield "model.forward_precision", f"must be full with adapters ({why})"
     if training.prompts_per_step % training.prompts_per_mini_batch:
         yield "training.prompts_per_mini_batch", f"must divide training.prompts_per_step={training.prompts_per_step}"
     if not 0 <= algorithm.multiplier <= algorithm.multiplier_max:

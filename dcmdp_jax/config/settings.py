@@ -20,6 +20,7 @@ from dcmdp_jax.config.saved import REMOVED, VERSION, without_removed
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import build, declared, nearest_name, parse_text, replace_value, setting
 from dcmdp_jax.inputs import shorten
+from dcmdp_jax.models.config import ALL_LINEAR, Lora
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -83,6 +84,14 @@ class ModelSettings:
         attention: Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16 or float16, blockwise on a
             CPU, else xla.
         logprob_chunk: Tokens whose logits exist at one time.
+        lora_rank: Rank of the adapters that are trained in place of the parameters (LoRA, docs/lora.md). 0: none, all
+            parameters are trained. Source: paper: none; arXiv:2106.09685.
+        lora_alpha: The adapters' product is scaled by lora_alpha / lora_rank. Source: ours: twice a rank of 16.
+        lora_targets: Linear layers that get an adapter, by their names in Hugging Face joined by commas, such as
+            q_proj,v_proj; all-linear: every one of the decoder layers. Source: ours.
+        lora_base: The frozen parameters that adapters are added to. Source: ours: as engines hold them.
+        adapter: PEFT directory of the adapters to begin with, which has their rank, alpha and targets; lora_rank is
+            then 0 or the same. Empty: fresh adapters, with which the policy begins as the base.
     """
 
     path: str = setting("")
@@ -101,6 +110,18 @@ class ModelSettings:
     scan_unroll: int = setting(0, unit="layers", minimum=0, free=True)
     attention: str = setting("auto", choices=("auto", "xla", "blockwise", "cudnn", "splash"))
     logprob_chunk: int = setting(1024, unit="tokens", minimum=1, free=True)
+    lora_rank: int = setting(0, minimum=0)
+    lora_alpha: float = setting(32.0, minimum=1e-6)
+    lora_targets: str = setting(ALL_LINEAR)
+    lora_base: str = setting("bfloat16", choices=("float32", "bfloat16", "int8"))
+    adapter: str = setting("")
+
+    @property
+    def lora(self) -> Lora | None:
+        """Shape of fresh adapters; None without."""
+        if not self.lora_rank:
+            return None
+        return Lora(self.lora_rank, self.lora_alpha, tuple(name.strip() for name in self.lora_targets.split(",")))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,8 @@ from dcmdp_jax.engines.kind import DeviceShare, EnginePlan
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import PREEMPTED, Machine
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.params import param_shapes
+from dcmdp_jax.models.lora import trained
+from dcmdp_jax.models.params import declared_shapes, param_shapes
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, row_shards
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
 from dcmdp_jax.plan.published import model_of
@@ -207,19 +208,20 @@ def planned_run(config: Config, mesh: Mesh, **parts: Any) -> Run:
 def plan_step(run: Run) -> StepPlan:
     """The step that `dcmdp train` would run. Nothing is allocated."""
     config, model, mesh, packing = run.asked, run.model, run.mesh, run.packing
-    programs = make_step_programs(config, model, run.compute, mesh)
-    shapes = param_shapes(model, config.model.param_dtype)
+    programs = make_step_programs(config, model, run.compute, mesh, run.lora)
+    shapes = declared_shapes(trained(model, run.lora), config.model.param_dtype)
     dual = initial_dual(config.algorithm)
     state = jax.eval_shape(lambda params: new_state(params, programs.optimizer, dual, programs.loss_scale), shapes)
     state: TrainState = sharded(state, programs.shardings)
     batch = abstract_batch(packing, columns_of_run(config, model))
     batch = sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))
-    reference = state.params if config.algorithm.kl_coefficient else None
     params, optimizer = bytes_per_device(state.params), bytes_per_device(state.opt_state)
-    held = {"parameters": params, "optimizer": optimizer}
-    if reference is not None:
-        held["reference policy"] = params
-    trace = functools.partial(programs.train_step.trace, state, batch, reference)
+    held, frozen = {"parameters": params, "optimizer": optimizer}, None
+    if run.lora or config.algorithm.kl_coefficient:
+        dtype = config.model.lora_base if run.lora else config.model.param_dtype
+        frozen = sharded(param_shapes(model, "bfloat16" if dtype == "int8" else dtype), run.shardings)
+        held["frozen base" if run.lora else "reference policy"] = bytes_per_device(frozen)
+    trace = functools.partial(programs.train_step.trace, state, batch, frozen)
     program = Lowerable("step", trace, held, packing.row_lengths, min(predicted_tokens(packing, mesh)))
     return StepPlan(program, run, params, optimizer, packing.micro_batches[-1])
 

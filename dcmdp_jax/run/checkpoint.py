@@ -27,7 +27,8 @@ from dcmdp_jax.array_checksum import array_checksum
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
-from dcmdp_jax.models.params import param_shapes
+from dcmdp_jax.models.lora import SavedAdapters, load_base, merged, trained
+from dcmdp_jax.models.params import declared_shapes
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.run.directory import RUN_ID_FILE, run_id
 from dcmdp_jax.types import DualState, Params, TrainState
@@ -117,7 +118,15 @@ class _BestScores(preservation_policy.PreservationPolicy):
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(self, run_dir: str | Path, *, keep_last: int, keep_best: int, hosts: Hosts = ONE_PROCESS) -> None:
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        keep_last: int,
+        keep_best: int,
+        hosts: Hosts = ONE_PROCESS,
+        adapters: SavedAdapters | None = None,
+    ) -> None:
         """Open `run_dir`/checkpoints, making it if needed and removing a save that a kill left unfinished.
 
         Args:
@@ -125,8 +134,9 @@ class Checkpoints:
             keep_last: number of the newest to keep.
             keep_best: number of those with the highest score to keep besides.
             hosts: the processes of the run. Each calls every method; each array is written by those that hold it.
+            adapters: what the states' parameters are, if they are adapters.
         """
-        self._hosts = hosts
+        self._hosts, self._adapters = hosts, adapters
         self._directory = Path(run_dir).resolve() / "checkpoints"
         self._reference: dict[str, int] | None = None
         self.behind: dict[int, Params] = {}
@@ -184,6 +194,7 @@ class Checkpoints:
             "digests": {"params": digests(state.params), "learner": digests(learner)},
             "prompts_taken": prompts_taken,
             "run": self._run,
+            **({} if self._adapters is None else {"adapters": self._adapters._asdict()}),
         }
         if self._reference is not None:
             meta["digests"]["reference"] = self._reference
@@ -212,8 +223,8 @@ class Checkpoints:
         self._hosts.wait_for_all()
         self._manager.reload()
 
-    def check_reference(self, reference: Params, step: int) -> None:
-        """Record the digests of the KL term's frozen policy; compare them with those of a saved step.
+    def check_reference(self, reference: Params, step: int, source: Path) -> None:
+        """Record the digests of the frozen parameters; compare them with those of a saved step.
 
         Args:
             reference: its parameters, as they were loaded.
@@ -227,7 +238,7 @@ class Checkpoints:
         if recorded is not None and recorded != self._reference:
             changed = next(path for path, value in self._reference.items() if recorded.get(path) != value)
             raise CheckpointError(
-                f"{self._directory.parent / 'reference'}: {changed} is not what the run began with (its digest is in "
+                f"{source}: {changed} is not what the run began with (its digest is in "
                 f"checkpoint {step}); put the initial policy back, or choose another run_dir"
             )
 
@@ -431,14 +442,47 @@ def load_params_only(run_dir: str | Path, step: int | None = None) -> tuple[Para
         CheckpointError: if it is missing or damaged.
     """
     path, step = _find(run_dir, step)
+    params, adapters, model, meta = _trained(path)
+    if adapters is not None:
+        params = jax.jit(merged, static_argnums=2)(_base_of(path, adapters, model, meta), params, adapters.lora)
+    return params, model, step, path.parent.parent / "tokenizer"
+
+
+def load_adapters(run_dir: str | Path, step: int | None = None) -> tuple[Params, SavedAdapters, ModelConfig]:
+    """The adapters of a checkpoint, their shape and base, and the base's model. Arguments as of `load_params_only`.
+
+    Raises:
+        CheckpointError: if it is missing or damaged, or all parameters were trained.
+    """
+    path, _ = _find(run_dir, step)
+    params, adapters, model, _ = _trained(path)
+    if adapters is None:
+        raise CheckpointError(f"{path}: has no adapters, all parameters were trained (model.lora_rank=0)")
+    return params, adapters, model
+
+
+def _trained(path: Path) -> tuple[Params, SavedAdapters | None, ModelConfig, dict[str, Any]]:
+    """What a checkpoint trained, on the default device, with its record."""
     with _naming_damage(path):
         model, meta = _read_meta(path)
+        adapters = SavedAdapters(**meta["adapters"]) if "adapters" in meta else None
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = param_shapes(model, meta["param_dtype"])
+        shapes = declared_shapes(trained(model, adapters and adapters.lora), meta["param_dtype"])
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
         params = ocp.StandardCheckpointer().restore(path / "params", abstract)
         _check_digests(params, meta["digests"]["params"])
-    return params, model, step, path.parent.parent / "tokenizer"
+    return params, adapters, model, meta
+
+
+def _base_of(path: Path, adapters: SavedAdapters, model: ModelConfig, meta: Mapping[str, Any]) -> Params:
+    """The base of a checkpoint's adapters, which must be the one that they were trained on."""
+    base = load_base(Path(adapters.base_path), model, adapters.base_dtype)
+    changed = [name for name, value in digests(base).items() if meta["digests"]["reference"].get(name) != value]
+    if changed:
+        raise CheckpointError(
+            f"{adapters.base_path}: {changed[0]} is not what the adapters of {path} were trained on; put the base back"
+        )
+    return base
 
 
 def _find(run_dir: str | Path, step: int | None) -> tuple[Path, int]:

@@ -32,6 +32,7 @@ from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_tasks
 from dcmdp_jax.models.config import ModelConfig, read_model_config
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
+from dcmdp_jax.models.peft_files import Adapter, read_adapter
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
 
@@ -58,6 +59,20 @@ def saved_model(config: Config) -> ModelConfig | None:
     model = read_model_config(directory)
     check_manifest(directory, model)
     return model
+
+
+def adapter(config: Config, model: ModelConfig) -> Adapter:
+    """The adapters of `model.adapter`."""
+    try:
+        found = read_adapter(Path(config.model.adapter), model)
+    except UserError as error:
+        raise UserError(f"config.model.adapter: {error}") from error
+    if config.model.lora_rank not in (0, found.lora.rank):
+        raise UserError(
+            f"config.model.lora_rank: got {config.model.lora_rank}, the adapters of model.adapter have rank "
+            f"{found.lora.rank}; set 0"
+        )
+    return found
 
 
 def path_of_model(config: Config) -> Path:

@@ -27,9 +27,11 @@ from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import LOGITS_HELD, MEMORY_PHASES, MORE_DEVICES, Machine, MemoryPart, certain, exact
 from dcmdp_jax.models.attention import has_scores
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.declare import Declaration
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
+from dcmdp_jax.models.lora import trained
+from dcmdp_jax.models.params import declared_axes, declared_shapes, model_declarations, num_params
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import DATA, data_parallel_only, param_shardings
@@ -202,6 +204,7 @@ def memory_of_run(
     prompt_lengths: Sequence[int],
     completions: int,
     fitted_rows: int = 0,
+    lora: Lora | None = None,
 ) -> MemoryUse:
     """The parts of a run.
 
@@ -216,9 +219,12 @@ def memory_of_run(
         prompt_lengths: tokens of each prompt.
         completions: maximum number sampled in one call of the engine.
         fitted_rows: rows that an earlier start fitted; 0 finds them.
+        lora: shape of the adapters; None trains all parameters.
     """
     scheme = forward_scheme(config, machine.platform, model=model)
-    parts = _training_parts(config, model, mesh, machine) + _step_parts(model, compute, scheme, mesh, packing, machine)
+    parts = _training_parts(config, model, mesh, machine, lora) + _step_parts(
+        model, compute, scheme, mesh, packing, machine
+    )
     parts += _batch_parts(config, model, mesh, packing, machine, completions)
     return with_engine(
         find_trainable(config.rollout.engine), engine, workload(config, prompt_lengths, completions), machine, parts,
@@ -246,20 +252,24 @@ def workload(config: Config, prompt_lengths: Sequence[int], completions: int) ->
     """What a run asks its engine. Arguments as of `memory_of_run`."""
     return Workload(
         completions, config.rollout.group_size, prompt_lengths, config.rollout.max_completion_tokens,
-        config.model.param_dtype,
+        "float32" if config.model.lora_rank or config.model.adapter else config.model.param_dtype,
     )  # fmt: skip
 
 
-def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Machine) -> list[MemoryPart]:
-    """State that is kept between steps, and the gradients."""
-    shapes = param_shapes(model, config.model.param_dtype)
-    shardings = param_shardings(logical_axes(model), shapes, mesh)
-    sizes = [
-        math.prod(sharding.shard_shape(leaf.shape))
-        for leaf, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    ]
+def _values(declared: Sequence[Declaration], mesh: Mesh) -> int:
+    """Values of declared parameters on one device."""
+    shapes = declared_shapes(declared, "float32")
+    shardings = param_shardings(declared_axes(declared), shapes, mesh)
+    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return sum(math.prod(sharding.shard_shape(leaf.shape)) for leaf, sharding in leaves)
+
+
+def _training_parts(
+    config: Config, model: ModelConfig, mesh: Mesh, machine: Machine, lora: Lora | None
+) -> list[MemoryPart]:
+    """State that is kept between steps, the gradients, and what is frozen."""
     item = jnp.dtype(config.model.param_dtype).itemsize
-    values = sum(sizes)
+    values = _values(trained(model, lora), mesh)
     step = frozenset({"step"})
     fewer = "a smaller model" if machine.platform == "cpu" else MORE_DEVICES
     state_lower = f"{fewer}, or model.param_dtype=bfloat16" if item == 4 else fewer
@@ -294,7 +304,17 @@ def _training_parts(config: Config, model: ModelConfig, mesh: Mesh, machine: Mac
     if lag := config.rollout.lag:
         kept = on_mesh(lag * values * item)
         parts.append(exact(f"parameters of {lag} older version(s)", **kept, lower="rollout.lag"))
-    if config.algorithm.kl_coefficient:
+    if lora is not None:
+        # A quantized matrix has a byte for each value, and a scale for each column beside.
+        whole = model_declarations(model)
+        matrices = _values([one for one in whole if one.quantized], mesh) if config.model.lora_base == "int8" else 0
+        width = 4 if config.model.lora_base == "float32" else 2
+        every = _values(whole, mesh)
+        size = on_mesh(width * every - (width - 1) * matrices)
+        parts.append(exact("frozen base", **size, lower=f"{fewer}, or model.lora_base=int8"))
+        push = frozenset({"push"})
+        parts.append(MemoryPart("merged weights", **on_mesh(4 * every), phases=push, lower=fewer))
+    elif config.algorithm.kl_coefficient:
         parts.append(exact("reference policy", **on_mesh(values * item), lower="algorithm.kl_coefficient=0"))
     return parts
 

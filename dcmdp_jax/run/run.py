@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.algorithm import check_own_remedies
-from dcmdp_jax.config.arguments import HOSTS, MESH, as_settings, of_engine
+from dcmdp_jax.config.arguments import HOSTS, LORA, MESH, as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments, find_trainable
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.mixtures import PromptStream
@@ -35,16 +35,18 @@ from dcmdp_jax.evaluation.held_out import HeldOutTask
 from dcmdp_jax.machine import Machine
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_hub import model_directory
-from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
+from dcmdp_jax.models.lora import SavedAdapters, adapter_declarations, load_base, trained
+from dcmdp_jax.models.params import draw_params, init_params, logical_axes, num_params, param_shapes
+from dcmdp_jax.models.peft_files import Adapter, base_checksum
 from dcmdp_jax.observe.jsonl import rewards_log
 from dcmdp_jax.observe.metrics_io import require_tracker
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts, join_hosts
 from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, sampling_mesh, training_mesh
-from dcmdp_jax.parallel.sharding import param_shardings
+from dcmdp_jax.parallel.sharding import param_shardings, to_global
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Reward
 from dcmdp_jax.rewards.scoring import RewardScorer
@@ -102,7 +104,7 @@ class Run:
         """Check all that can be checked without touching weights or compiling, the cheapest first."""
         self.fitted_rows, self.engine_platform  # noqa: B018 - a part is made when it is asked for
         with activity("reading model files, tokenizer and data"):
-            self.model, self.stop_token_ids, self.columns, self.worked_solutions  # noqa: B018
+            self.model, self.lora, self.stop_token_ids, self.columns, self.worked_solutions  # noqa: B018
         self.config  # noqa: B018
         return self
 
@@ -178,6 +180,19 @@ class Run:
         check_lengths(self.asked, model)
         check_experts(self.asked, model)
         return model
+
+    @cached_property
+    def _adapter(self) -> Adapter | None:
+        """The adapters of `model.adapter`; None without."""
+        return files.adapter(self.asked, self.model) if self.asked.model.adapter else None
+
+    @cached_property
+    def lora(self) -> Lora | None:
+        """Shape of the adapters that are trained; None where all parameters are."""
+        lora = self._adapter.lora if self._adapter else self.asked.model.lora
+        with as_settings(LORA):
+            trained(self.model, lora)
+        return lora
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -301,6 +316,7 @@ class Run:
         return memory_of_run(
             self.asked, self.model, self.compute, self.mesh, self.packing, self.machine, engine=self.engine_asked,
             prompt_lengths=self.prompt_lengths, completions=self.completions, fitted_rows=self.fitted_rows,
+            lora=self.lora,
         )  # fmt: skip
 
     @cached_property
@@ -383,16 +399,63 @@ class Run:
             stop_on_error=rewards.on_error == "error",
         )
 
+    @cached_property
+    def shardings(self) -> Params:
+        """The sharding of every parameter of the model."""
+        shapes = param_shapes(self.model, self.asked.model.param_dtype)
+        return param_shardings(logical_axes(self.model), shapes, self.mesh)
+
     def initial_params(self) -> Params:
         """The starting parameters on the mesh: from `model.path`, or fresh from the seed."""
-        settings = self.asked.model
-        shapes = param_shapes(self.model, settings.param_dtype)
-        shardings = param_shardings(logical_axes(self.model), shapes, self.mesh)
-        if settings.path:
-            path = model_directory(settings.path)
-            return hf_weights.load_params(path, self.model, dtype=settings.param_dtype, shardings=shardings)
+        if self.asked.model.path:
+            return self.load_params(model_directory(self.asked.model.path))
         key = jax.random.key(self.asked.training.seed)
-        return jax.jit(lambda: init_params(self.model, key, settings.param_dtype), out_shardings=shardings)()
+        draw = jax.jit(lambda: init_params(self.model, key, self.asked.model.param_dtype), out_shardings=self.shardings)
+        return draw()
+
+    def load_params(self, directory: Path) -> Params:
+        """Parameters of the run's model from a Hugging Face directory, on the mesh."""
+        dtype = self.asked.model.param_dtype
+        return hf_weights.load_params(directory, self.model, dtype=dtype, shardings=self.shardings)
+
+    @property
+    def reference(self) -> Path:
+        """The directory of the run's initial policy, where it is not that of `model.path`."""
+        return Path(self.asked.run_dir) / "reference"
+
+    @property
+    def base_path(self) -> Path | None:
+        """The directory of `model.path` where the adapters' base is that; None where the run made its base."""
+        path = self.asked.model.path
+        return model_directory(path) if path and not self.asked.warmup.steps else None
+
+    @property
+    def saved_adapters(self) -> SavedAdapters | None:
+        """What a checkpoint says of its adapters; None without."""
+        if self.lora is None:
+            return None
+        path = self.base_path or self.reference
+        return SavedAdapters(*dataclasses.astuple(self.lora), self.asked.model.lora_base, str(path.resolve()))
+
+    def load_base(self, directory: Path) -> Params:
+        """The frozen parameters that adapters are added to, on the mesh."""
+        return load_base(directory, self.model, self.asked.model.lora_base, self.shardings)
+
+    def initial_adapters(self, shardings: Params) -> Params:
+        """The starting adapters: those of `model.adapter`, or fresh ones from the seed."""
+        if self._adapter:
+            base, recorded = self.base_path or self.reference, self._adapter.base_checksum
+            if recorded is not None and recorded != base_checksum(
+                load_base(base, self.model, "bfloat16", self.shardings)
+            ):
+                raise UserError(
+                    f"config.model.adapter: {self.asked.model.adapter} was trained on another base than {base}; give "
+                    "model.path that base"
+                )
+            return to_global(self._adapter.params, shardings)
+        declared, key = adapter_declarations(self.model, self.lora), jax.random.key(self.asked.training.seed)
+        draw = jax.jit(lambda: draw_params(declared, key, self.asked.model.param_dtype), out_shardings=shardings)
+        return draw()
 
 
 def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> Compute:

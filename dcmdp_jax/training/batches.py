@@ -77,12 +77,20 @@ class Batches:
         behind: older versions of the parameters by their steps, as restored.
         together: ends the work of this process with that of the others.
         taken: positions of the stream of prompts that the finished steps have taken.
+        frozen: the base of the adapters, if what is trained are adapters.
     """
 
     def __init__(
-        self, run: Run, programs: StepPrograms, behind: Mapping[int, Params], together: Together, *, taken: int
+        self,
+        run: Run,
+        programs: StepPrograms,
+        behind: Mapping[int, Params],
+        together: Together,
+        *,
+        taken: int,
+        frozen: Params | None = None,
     ) -> None:
-        self._run, self._programs, self._together = run, programs, together
+        self._run, self._programs, self._together, self._frozen = run, programs, together, frozen
         self._lag, self._next, self._position = run.config.rollout.lag, 0, taken
         self._thread = InThread(together) if self._lag and run.samples_beside else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling") if self._thread else None
@@ -126,7 +134,7 @@ class Batches:
                 future.result()
         with timer.phase("push"):
             if self._pushed is None or self._pushed[0] != step:
-                measured = self._run.engine.push_weights(params, step)
+                measured = self._run.engine.push_weights(self._programs.merged(params, self._frozen), step)
                 largest = self._run.hosts.largest(*measured.values())
                 self._pushed = step, dict(zip(measured, largest, strict=True))
         return self._pushed[1]
@@ -229,6 +237,7 @@ class Batches:
 
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
         """Add what the training stack gives the batch under the weights that sampled it, where that is needed."""
+        params = self._programs.policy(params, self._frozen)
         if self._programs.rescore is not None:
             batch, metrics["mismatch/sampler"] = self._programs.rescore(params, batch)
         return self._programs.old_logprobs(params, batch) if self._lag else batch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,9 +15,10 @@ from dcmdp_jax.activity import activity
 from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.models import hf_weights
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.params import param_shapes
+from dcmdp_jax.models.lora import merged, trained
+from dcmdp_jax.models.params import declared_shapes
 from dcmdp_jax.run.checkpoint import Checkpoints, WindowedDual
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.run import Run
@@ -45,9 +45,12 @@ class StepPrograms(NamedTuple):
     Attributes:
         optimizer, loss_scale: parts of a fresh state.
         shardings: shardings of the state.
-        train_step: (state, batch, reference parameters) -> (state, metrics), compiled at its first call.
+        train_step: (state, batch, frozen parameters) -> (state, metrics), compiled at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the sampler's; else None.
         old_logprobs: with rollout.lag, adds those of the weights that sampled; else None.
+        policy: (trained, frozen parameters) -> those of the training stack's forward pass; the trained ones without
+            adapters.
+        merged: (trained, frozen parameters) -> those for an engine, see `lora.merged`; likewise.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
@@ -56,9 +59,13 @@ class StepPrograms(NamedTuple):
     train_step: Callable
     rescore: Callable | None
     old_logprobs: Callable | None
+    policy: Callable[[Params, Params | None], Params]
+    merged: Callable[[Params, Params | None], Params]
 
 
-def make_step_programs(config: Config, model: ModelConfig, compute: Compute, mesh: Mesh) -> StepPrograms:
+def make_step_programs(
+    config: Config, model: ModelConfig, compute: Compute, mesh: Mesh, lora: Lora | None = None
+) -> StepPrograms:
     """Make the programs of a step. Nothing is compiled or allocated but scalars.
 
     Args:
@@ -66,12 +73,13 @@ def make_step_programs(config: Config, model: ModelConfig, compute: Compute, mes
         model: the model.
         compute: how the training stack computes.
         mesh: the training devices.
+        lora: shape of the adapters; None trains all parameters.
     """
     schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
     optimizer = make_optimizer(config.optimizer, schedule)
     dual = initial_dual(config.algorithm)
     loss_scale = initial_loss_scale(config.model.compute_dtype)
-    shardings = train_state_shardings(model, optimizer, dual, config.model.param_dtype, mesh, loss_scale)
+    shardings = train_state_shardings(model, optimizer, dual, config.model.param_dtype, mesh, loss_scale, lora)
     exact = config.rollout.precision == "exact"
     row_logprobs = make_row_logprobs(
         model, compute, temperature=config.rollout.temperature, mesh=mesh,
@@ -87,14 +95,15 @@ def make_step_programs(config: Config, model: ModelConfig, compute: Compute, mes
         mesh=mesh,
         always_recompute=exact,
         record_tokens=config.observe.rollouts_every_steps > 0,
+        lora=lora,
     )
     train_step = make_train_step(parts, shardings)
     rescore = make_rescore(row_logprobs, mesh=mesh) if exact else None
     old_logprobs = make_old_logprobs(row_logprobs, mesh=mesh) if config.rollout.lag else None
-    return StepPrograms(optimizer, loss_scale, shardings, train_step, rescore, old_logprobs)
-
-
-_REFERENCE_DIRECTORY = "reference"
+    merge = (lambda params, _: params) if lora is None else jax.jit(lambda params, base: merged(base, params, lora))
+    return StepPrograms(
+        optimizer, loss_scale, shardings, train_step, rescore, old_logprobs, policy=parts.policy, merged=merge
+    )
 
 
 def start(
@@ -121,7 +130,7 @@ def start(
         lambda params: new_state(params, programs.optimizer, initial_dual(config.algorithm), programs.loss_scale),
         out_shardings=shardings,
     )
-    shapes = jax.eval_shape(create, param_shapes(run.model, config.model.param_dtype))
+    shapes = jax.eval_shape(create, declared_shapes(trained(run.model, run.lora), config.model.param_dtype))
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -141,9 +150,9 @@ def start(
     if config.warmup.steps:
         scale = WARMUP_SCALE if programs.loss_scale is not None else 1.0
         params = _warm_up(run, params, stop, show, loss_scale=scale)
-    if config.algorithm.kl_coefficient:
+    if config.algorithm.kl_coefficient or run.lora and run.base_path is None:
         _save_reference(run, params)
-    return create(params), False, 0
+    return create(run.initial_adapters(shardings.params) if run.lora else params), False, 0
 
 
 def _warm_up(run: Run, params: Params, stop: StopSignal, show: Callable[[str], None], *, loss_scale: float) -> Params:
@@ -168,36 +177,32 @@ def _warm_up(run: Run, params: Params, stop: StopSignal, show: Callable[[str], N
     )  # fmt: skip
 
 
-def _reference(run: Run) -> Path:
-    return Path(run.config.run_dir) / _REFERENCE_DIRECTORY
-
-
 def _save_reference(run: Run, params: Params) -> None:
     dtype = run.config.model.param_dtype
     if run.hosts.is_writer:
-        hf_weights.save_params(params, run.model, _reference(run), dtype=dtype, overwrite=True)
+        hf_weights.save_params(params, run.model, run.reference, dtype=dtype, overwrite=True)
     else:
         # Process 0 writes the tensors; the others have parts of them.
         collections.deque(hf_weights.iterate_hf_tensors(params, run.model, dtype), maxlen=0)
     run.hosts.wait_for_all()
 
 
-def reference_params(run: Run, programs: StepPrograms, checkpoints: Checkpoints, step: int) -> Params | None:
-    """The frozen policy of the KL term, as it was before the first step; None when the term is off.
+def frozen_params(run: Run, checkpoints: Checkpoints, step: int) -> Params | None:
+    """The reference policy of the KL term and the base of the adapters: the policy before the first step.
+
+    None when there is neither.
 
     Args:
         run: checked.
-        programs: the step's programs.
         checkpoints: the run's checkpoints.
         step: finished steps, whose checkpoint knows the policy's digests.
 
     Raises:
         CheckpointError: if it is another policy than the one that the run began with.
     """
-    if not run.config.algorithm.kl_coefficient:
+    if run.lora is None and not run.config.algorithm.kl_coefficient:
         return None
-    reference = hf_weights.load_params(
-        _reference(run), run.model, dtype=run.config.model.param_dtype, shardings=programs.shardings.params
-    )
-    checkpoints.check_reference(reference, step)
-    return reference
+    path = run.base_path if run.lora and run.base_path else run.reference
+    frozen = run.load_base(path) if run.lora else run.load_params(path)
+    checkpoints.check_reference(frozen, step, path)
+    return frozen

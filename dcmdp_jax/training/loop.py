@@ -26,13 +26,13 @@ from dcmdp_jax.run.directory import claimed, record_config
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.across_hosts import data_facts
 from dcmdp_jax.training.batches import Batches
-from dcmdp_jax.training.build import StepPrograms, make_step_programs, reference_params, start
+from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, start
 from dcmdp_jax.training.rollout_sampler import trainer_state
 from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.step_metrics import RECORDED
 from dcmdp_jax.training.step_rollout import PhaseTimer, recorded_completions, rollout_metrics, shown_samples
 from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, SkippedUpdates, StopSignal, Together
-from dcmdp_jax.types import TrainState
+from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,14 @@ class Trainer:
     """A run with its parts and its record. `train` is the loop."""
 
     def __init__(
-        self, run: Run, programs: StepPrograms, checkpoints: Checkpoints, stop: StopSignal, *, prompts_taken: int
+        self,
+        run: Run,
+        programs: StepPrograms,
+        checkpoints: Checkpoints,
+        stop: StopSignal,
+        *,
+        prompts_taken: int,
+        frozen: Params | None,
     ) -> None:
         """Store the parts; nothing is compiled or loaded yet.
 
@@ -54,13 +61,15 @@ class Trainer:
             checkpoints: the run's checkpoints.
             stop: says when to leave.
             prompts_taken: positions of the stream of prompts that the finished steps have taken.
+            frozen: see `build.frozen_params`.
         """
         self.run, self.programs, self.config = run, programs, run.config
-        self.hosts, self.checkpoints = run.hosts, checkpoints
+        self.hosts, self.checkpoints, self.frozen = run.hosts, checkpoints, frozen
         self._finished: tuple[TrainState, int] | None = None
         self._prompts_taken = prompts_taken
         self._together = Together(run.hosts, stop, self._save_and_wait)
-        self.batches = Batches(run, programs, checkpoints.behind, self._together, taken=prompts_taken)
+        base = frozen if run.lora else None
+        self.batches = Batches(run, programs, checkpoints.behind, self._together, taken=prompts_taken, frozen=base)
 
     def train(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Train from `state` to the last step, or until a signal comes or the engine gives up; save in any case.
@@ -103,7 +112,6 @@ class Trainer:
         """
         config, step = self.config, int(state.step)
         skipped, alarms = SkippedUpdates(config, step), AlarmWatch(config, step)
-        reference = reference_params(self.run, self.programs, self.checkpoints, step)
         self._finished, began = (state, step), step
         if not resumed:
             self._save()
@@ -119,7 +127,7 @@ class Trainer:
             made = self.batches.make(state, step, timer)
             rollout = made.rollout
             with timer.phase("step"), jax.transfer_guard("disallow"):
-                state, metrics = self.programs.train_step(state, made.batch, reference)
+                state, metrics = self.programs.train_step(state, made.batch, self.frozen)
                 recorded = [metrics.pop(name, None) for name in RECORDED]
                 metrics = jax.device_get(metrics)
             step += 1
@@ -250,9 +258,15 @@ def train(
         stack.callback(run.close)
         run.start()
         kept = config.checkpoint
-        checkpoints = Checkpoints(config.run_dir, keep_last=kept.keep_last, keep_best=kept.keep_best, hosts=run.hosts)
+        checkpoints = Checkpoints(
+            config.run_dir,
+            keep_last=kept.keep_last,
+            keep_best=kept.keep_best,
+            hosts=run.hosts,
+            adapters=run.saved_adapters,
+        )
         stack.callback(checkpoints.close)
-        programs = programs or make_step_programs(config, run.model, run.compute, run.mesh)
+        programs = programs or make_step_programs(config, run.model, run.compute, run.mesh, run.lora)
         state, resumed, prompts_taken = start(run, programs, checkpoints, stop, show)
         release_freed_memory()
         step = int(state.step)
@@ -262,7 +276,8 @@ def train(
                 f"{step}; raise it or choose another run_dir"
             )
         writer = _open_records(run, stack, step, resumed) if run.hosts.is_writer else NoWriter()
-        trainer = Trainer(run, programs, checkpoints, stop, prompts_taken=prompts_taken)
+        frozen = frozen_params(run, checkpoints, step)
+        trainer = Trainer(run, programs, checkpoints, stop, prompts_taken=prompts_taken, frozen=frozen)
         trainer.train(state, writer, resumed=resumed)
         with activity("writing the last checkpoint"):
             checkpoints.wait()

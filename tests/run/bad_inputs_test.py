@@ -13,10 +13,12 @@ from configs import demo
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import end_token_ids
-from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.config import Lora, ModelConfig, read_model_config
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import load_params, save_params
-from dcmdp_jax.models.params import init_params
+from dcmdp_jax.models.lora import adapter_declarations
+from dcmdp_jax.models.params import draw_params, init_params
+from dcmdp_jax.models.peft_files import save_adapter
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import files as run_files
 from dcmdp_jax.run import model_checks, run
@@ -317,6 +319,31 @@ def test_an_attention_kernel_that_is_not_here_is_named_before_anything_is_loaded
     config.run_dir, config.model.attention = str(tmp_path / "run"), kernel
     with pytest.raises(ValueError, match=f"^config.model.attention: got '{kernel}', which {words}"):
         Run(from_config_dict(config)).check()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_targets": "q_proj,c_attn"}, "config.model.lora_targets: got 'c_attn', no linear layer has that name"),
+        ({"lora_rank": 33}, "config.model.lora_rank: got 33, k_proj is 96 x 32: at most 32"),
+        ({"forward_precision": "fp8"}, "config.model.forward_precision: must be full with adapters"),
+        ({"adapter": "nowhere"}, "nowhere/adapter_config.json"),
+        ({"adapter": "of rank 4", "lora_rank": 8}, "config.model.lora_rank: got 8, the adapters of model.adapter have"),
+    ],
+)
+def test_adapters_that_do_not_fit_are_named_before_anything_is_loaded(tmp_path, monkeypatch, changes, said):
+    monkeypatch.setattr(Run, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    config = demo.get_config("debug")
+    config.run_dir = str(tmp_path / "run")
+    if changes.get("adapter") == "of rank 4":
+        model, lora = Run(from_config_dict(config)).model, Lora(4, 8.0)
+        adapters = draw_params(adapter_declarations(model, lora), jax.random.key(0), "float32")
+        save_adapter(adapters, model, lora, tmp_path / "adapter", base_model="", checksum=0)
+        changes = changes | {"adapter": str(tmp_path / "adapter")}
+    config.model.update({"lora_rank": 4} | changes)
+    with pytest.raises((ValueError, OSError)) as caught:
+        Run(from_config_dict(config)).check()
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_sizes_of_a_fresh_model_are_multiplied_before_anything_is_allocated(tmp_path, monkeypatch):
