@@ -1,20 +1,25 @@
-"""The step that trains adapters: with A the identity it is the step that trains the matrices."""
+"""The step that trains adapters: at full rank it is the step that trains the matrices; on every mesh it is one step."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import adapter_declarations, merged
-from dcmdp_jax.models.params import declared_tree
+from dcmdp_jax.models.params import declared_tree, logical_axes, quantized_leaves
+from dcmdp_jax.models.quantize import quantize_tree
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
-from dcmdp_jax.training.state import initial_dual, make_optimizer, make_schedule, new_state
+from dcmdp_jax.training.state import initial_dual, make_optimizer, make_schedule, new_state, train_state_shardings
 from dcmdp_jax.training.step import StepParts, make_train_step
 from tests.support.step_runs import (
     ALGORITHM,
@@ -26,65 +31,103 @@ from tests.support.step_runs import (
     make_params,
     make_rollout,
     packed_batch,
+    same_metrics,
 )
 
-# Every query, key and value matrix of MODEL has 16 rows: at rank 16 and A = I, y = x (W + B).
-LORA = Lora(8, 8.0, ("k_proj", "v_proj"))
+# The key and value matrices of MODEL are 16 x 8: rank 8 is their own.
+C = 1024.0
+FULL_RANK = Lora(8, 8 / C, ("k_proj", "v_proj"))
+ALL = Lora(4, 8.0)
 
 
-def _run(lora: Lora | None, params: Any, frozen: Any, *, mini_batches: int, settings: Any = ALGORITHM) -> Any:
+def _run(lora: Lora | None, params: Any, frozen: Any, *, mini_batches=2, steps=1, mesh=None, only=()) -> Any:
+    """The state after `steps` on one batch, and each step's metrics; `only` trains the attention matrices named."""
     compute = Compute(one_segment=True, logprob_chunk=16)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
     optimizer = make_optimizer(OPTIMIZER, schedule)
+    if only:
+        other = jax.tree_util.tree_map_with_path(lambda path, _: path[2:3] not in [(key,) for key in only], params)
+        optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), other))
+    dual = initial_dual(ALGORITHM)
+    shardings = train_state_shardings(MODEL, optimizer, dual, "float32", mesh, lora=lora) if mesh else None
     parts = StepParts(
-        row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=None),
+        row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh),
         compute_dtype="float32",
-        settings=settings,
+        settings=ALGORITHM,
         max_completion_tokens=LIMIT,
         optimizer=optimizer,
         schedule=schedule,
-        mesh=None,
+        mesh=mesh,
         lora=lora,
     )
-    state = new_state(jax.tree.map(jnp.copy, params), optimizer, initial_dual(settings))
-    batch = packed_batch(make_rollout(), mini_batches, None, tokens=64)
-    return make_train_step(parts)(state, batch, frozen)
+    state = jax.jit(lambda p: new_state(p, optimizer, dual), out_shardings=shardings)(jax.tree.map(jnp.copy, params))
+    batch, step, history = (
+        packed_batch(make_rollout(), mini_batches, mesh, tokens=64),
+        make_train_step(parts, shardings),
+        [],
+    )
+    for _ in range(steps):
+        state, metrics = step(state, batch, frozen)
+        history.append({name: np.asarray(value) for name, value in metrics.items()})
+    assert step._cache_size() == 1
+    return state, history
 
 
-def _adapters(b: float) -> Any:
-    """A that passes the first 8 inputs on, B constant."""
+def _adapters(lora: Lora, a: float, b: Any) -> Any:
+    """A drawn within +-a; B too, or a multiple of the identity."""
 
     def leaf(one: Any) -> jax.Array:
-        if one.path[-1] == "b":
-            return jnp.full(one.shape, b)
-        return jnp.broadcast_to(jnp.eye(*one.shape[-2:]), one.shape)
+        if one.path[-1] == "b" and b is not None:
+            return jnp.broadcast_to(b * jnp.eye(*one.shape[-2:]), one.shape)
+        return a * jax.random.uniform(jax.random.key(len(str(one.path))), one.shape, minval=-1)
 
-    return declared_tree(adapter_declarations(MODEL, LORA), leaf)
+    return declared_tree(adapter_declarations(MODEL, lora), leaf)
 
 
-@pytest.mark.parametrize("b", [0.0, 0.05])
-def test_metrics_are_those_of_the_merged_model_and_the_gradient_of_b_that_of_the_matrix(b: float) -> None:
-    base, adapters = make_params(), _adapters(b)
-    state, metrics = _run(LORA, adapters, base, mini_batches=1)
-    full, want = _run(None, merged(base, adapters, LORA), None, mini_batches=1)
-    # The norm of the gradient, and nothing else, is over other parameters.
-    differing = {"optimizer/grad_norm"}
-    for name in want.keys() - differing:
-        np.testing.assert_allclose(metrics[name], want[name], rtol=2e-5, atol=2e-6, err_msg=name)
-    first = {True: state.opt_state[0].mu, False: full.opt_state[0].mu}
+def test_at_full_rank_training_adapters_is_training_the_matrices() -> None:
+    """y = x W + (1/c) (x A) (c I): the gradient of A is that of W; that of B is smaller by c, its weight by c again."""
+    base, adapters = make_params(), _adapters(FULL_RANK, 0.0, C)
+    state, metrics = _run(FULL_RANK, adapters, base, steps=3)
+    full, want = _run(None, base, None, steps=3, only=[jax.tree_util.DictKey("k"), jax.tree_util.DictKey("v")])
+    mine = merged(base, state.params, FULL_RANK)["layers"]["attention"]
     for name in ("k", "v"):
-        mine = first[True]["layers"]["attention"][name]["b"]
-        theirs = first[False]["layers"]["attention"][name]["kernel"][:, :8]  # the rows that A passes on
-        assert float(jnp.abs(theirs).max()) > 1e-3
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
-    assert len(jax.tree.leaves(state.params)) == 4
+        theirs, before = (tree["layers"]["attention"][name]["kernel"] for tree in (full.params, base))
+        assert float(jnp.abs(theirs - before).max()) > 1e-2
+        np.testing.assert_allclose(mine[name]["kernel"], theirs, atol=2e-6)
+    for got, wanted in zip(metrics, want, strict=True):
+        # The norm of the gradient, and nothing else, is over other parameters.
+        for name in wanted.keys() - {"optimizer/grad_norm"}:
+            np.testing.assert_allclose(got[name], wanted[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_several_updates_move_the_adapters_and_not_the_base() -> None:
-    base = make_params()
+@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
+def test_metrics_are_those_of_the_merged_model_and_the_base_stays(quantized: bool) -> None:
+    base, adapters = make_params(), _adapters(ALL, 0.3, None)
+    if quantized:
+        base = quantize_tree(base, quantized_leaves(MODEL), "int8")
     before = jax.tree.map(np.asarray, base)
-    state, metrics = _run(LORA, _adapters(0.0), base, mini_batches=2)
+    state, [metrics] = _run(ALL, adapters, base, mini_batches=1)
+    _, [want] = _run(None, merged(base, adapters, ALL), None, mini_batches=1)
+    for name in want.keys() - {"optimizer/grad_norm"}:
+        np.testing.assert_allclose(metrics[name], want[name], rtol=5e-5, atol=5e-6, err_msg=name)
     for leaf, was in zip(jax.tree.leaves(base), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(leaf, was)
-    assert float(jnp.abs(state.params["layers"]["attention"]["v"]["b"]).max()) > 1e-3
-    assert float(metrics["optimizer/skipped_updates"]) == 0
+    assert len(jax.tree.leaves(state.opt_state[0].mu)) == len(jax.tree.leaves(adapters)) == 2 * 7
+
+
+@pytest.mark.parametrize(("shape", "quantized"), [((2, 2, 2), False), ((1, 4, 2), True), ((8, 1, 1), False)])
+def test_several_devices_equal_one(shape: tuple[int, ...], quantized: bool) -> None:
+    mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)])
+    base, adapters = make_params(), _adapters(ALL, 0.3, None)
+    there = jax.device_put(base, param_shardings(logical_axes(MODEL), base, mesh))
+    if quantized:
+        base, there = (quantize_tree(tree, quantized_leaves(MODEL), "int8") for tree in (base, there))
+    expected, one = _run(ALL, adapters, base, mini_batches=1, steps=2)
+    state, many = _run(ALL, adapters, there, mini_batches=1, steps=2, mesh=mesh)
+    for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    for metrics, wanted in zip(many, one, strict=True):
+        same_metrics(metrics, wanted)
+    whole, wanted = jax.jit(merged, static_argnums=2)(there, state.params, ALL), merged(base, expected.params, ALL)
+    for got, want in zip(jax.tree.leaves(whole), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
