@@ -326,7 +326,7 @@ def test_an_attention_kernel_that_is_not_here_is_named_before_anything_is_loaded
     [
         ({"lora_targets": "q_proj,c_attn"}, "config.model.lora_targets: got 'c_attn', no linear layer has that name"),
         ({"lora_rank": 33}, "config.model.lora_rank: got 33, k_proj is 96 x 32: at most 32"),
-        ({"forward_precision": "fp8"}, "config.model.forward_precision: must be full with adapters"),
+        ({"forward_precision": "fp8"}, "config.model.forward_precision: got 'fp8', must be full with adapters"),
         ({"adapter": "nowhere"}, "nowhere/adapter_config.json"),
         ({"adapter": "of rank 4", "lora_rank": 8}, "config.model.lora_rank: got 8, the adapters of model.adapter have"),
     ],

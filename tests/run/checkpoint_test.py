@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -485,13 +486,13 @@ def test_a_changed_reference_policy_is_refused(opened):
     """One value of 16 x 24 differs by its last bit."""
     reference = _state(7).params
     checkpoints = opened()
-    checkpoints.check_reference(reference, 0)
+    checkpoints.check_reference(reference, 0, Path("reference"))
     checkpoints.save(3, _state(3), model=_MODEL)
     checkpoints.wait()
-    opened().check_reference(reference, 3)
+    opened().check_reference(reference, 3, Path("reference"))
     embedding = np.array(reference["embedding"])
     embedding[1, 2] = np.nextafter(embedding[1, 2], np.float32(9))
     with pytest.raises(CheckpointError, match=r"reference: \['embedding'\] is not what the run began with"):
-        opened().check_reference(reference | {"embedding": jnp.asarray(embedding)}, 3)
+        opened().check_reference(reference | {"embedding": jnp.asarray(embedding)}, 3, Path("reference"))
     # A checkpoint of an earlier version, or a run that begins, knows none.
-    opened().check_reference(reference | {"embedding": jnp.asarray(embedding)}, 0)
+    opened().check_reference(reference | {"embedding": jnp.asarray(embedding)}, 0, Path("reference"))
