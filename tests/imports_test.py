@@ -51,7 +51,7 @@ _LIBRARIES = {
     "optax": ("dcmdp_jax.training",),
     "orbax": ("dcmdp_jax.run.checkpoint",),
     "flax": ("dcmdp_jax.models",),
-    "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights"),
+    "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights", "dcmdp_jax.models.peft_files"),
     "gguf": ("dcmdp_jax.models.gguf_weights",),
     "math_verify": ("dcmdp_jax.rewards.math",),
     "jinja2": ("dcmdp_jax.observe.page_kit",),
