@@ -6,7 +6,7 @@ import tokenize
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-_CEILING = 28_528
+_CEILING = 28_566
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,

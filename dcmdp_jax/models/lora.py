@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from dcmdp_jax.models.declare import Declaration
 from dcmdp_jax.models.layers import LoraKernel
 from dcmdp_jax.models.params import model_declarations, quantized_leaves
 from dcmdp_jax.models.products import PRECISE
-from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree
+from dcmdp_jax.models.quantize import PRECISIONS, QuantizedKernel, quantize_kernel, quantize_tree
 from dcmdp_jax.types import Params
 
 
@@ -129,11 +130,53 @@ def merged(base: Params, adapters: Params, lora: Lora) -> Params:
     """
 
     def merge(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> jax.Array:
-        product = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=PRECISE)
-        return _float32(kernel) + product * lora.scale
+        return _float32(kernel) + _product(a, b) * lora.scale
 
     whole = _joined(base, adapters, merge)
     return jax.tree.map(_float32, whole, is_leaf=_is_quantized)
+
+
+def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -> jax.Array:
+    """How far an engine's rounding Q of the merged matrices bends what the adapters change, [] float32.
+
+        ||Q(W + D) - Q(W) - D|| / ||D||,     D = (alpha / r) A B,
+
+    over all adapted matrices: 0 if the engine gets D as it is, about 1 if the change is lost between two numbers that
+    the engine can hold; 0 where D is 0.
+
+    Args:
+        base, adapters, lora: see `merged`.
+        precision: the engine's: a dtype, "exact", or one of `quantize.PRECISIONS`, for each column; of another name
+            (blocks of fp8, a server's own) the first of these that it begins with, else bfloat16.
+    """
+    known = (*PRECISIONS, "float16", "float32")
+    name = next((each for each in known if precision.startswith(each)), "bfloat16")
+    name = "float32" if precision == "exact" else name
+
+    def rounded(w: jax.Array) -> jax.Array:
+        return _float32(quantize_kernel(w, name) if name in PRECISIONS else w.astype(name))
+
+    def squares(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        w = _float32(kernel)
+        change = _product(a, b) * lora.scale
+        return jnp.sum((rounded(w + change) - rounded(w) - change) ** 2), jnp.sum(change**2)
+
+    pairs = [squares(*three) for three in _adapted_kernels(base, adapters)]
+    bent, whole = (sum(each) for each in zip(*pairs, strict=True))
+    return jnp.where(whole > 0, jnp.sqrt(bent / jnp.where(whole > 0, whole, 1.0)), 0.0)
+
+
+def _adapted_kernels(base: Params, adapters: Params) -> Iterator[tuple[Any, jax.Array, jax.Array]]:
+    """W, A, B of each adapted matrix."""
+    if "a" in adapters:
+        yield base["kernel"], adapters["a"], adapters["b"]
+        return
+    for name, part in adapters.items():
+        yield from _adapted_kernels(base[name], part)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=PRECISE)
 
 
 def _joined(base: Params, adapters: Params, join: Any) -> Params:

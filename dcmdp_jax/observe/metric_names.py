@@ -62,6 +62,8 @@ mismatch/effective_sample_size | fraction | effective share of tokens under trai
 mismatch/noise_floor | discrepancy | mean discrepancy of the engine against itself in another batch shape, at steps 1,
     17, 65, 257, ...
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
+mismatch/merge_rounding | fraction | with adapters: what the engine's rounding of the merged matrices adds to or takes
+    from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base
 mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were replaced
 staleness/log_ratio_mean | nats | log p_train now - log p_train under the weights that sampled, mean over sampled
     tokens; recorded with rollout.lag

@@ -134,7 +134,8 @@ class Batches:
                 future.result()
         with timer.phase("push"):
             if self._pushed is None or self._pushed[0] != step:
-                measured = self._run.engine.push_weights(self._programs.merged(params, self._frozen), step)
+                whole, merge = self._programs.merged(params, self._frozen)
+                measured = self._run.engine.push_weights(whole, step) | jax.device_get(merge)
                 largest = self._run.hosts.largest(*measured.values())
                 self._pushed = step, dict(zip(measured, largest, strict=True))
         return self._pushed[1]

@@ -17,7 +17,7 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.lora import merged, trained
+from dcmdp_jax.models.lora import merge_rounding, merged, trained
 from dcmdp_jax.models.params import declared_shapes
 from dcmdp_jax.run.checkpoint import Checkpoints, WindowedDual
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
@@ -34,6 +34,7 @@ from dcmdp_jax.training.state import (
     train_state_shardings,
 )
 from dcmdp_jax.training.step import StepParts, make_train_step
+from dcmdp_jax.training.step_metrics import Metrics
 from dcmdp_jax.training.stopping import Interrupted, StopSignal
 from dcmdp_jax.training.warmup import warm_up
 from dcmdp_jax.types import LossScale, Params, TrainState
@@ -50,7 +51,7 @@ class StepPrograms(NamedTuple):
         old_logprobs: with rollout.lag, adds those of the weights that sampled; else None.
         policy: (trained, frozen parameters) -> those of the training stack's forward pass; the trained ones without
             adapters.
-        merged: (trained, frozen parameters) -> those for an engine, see `lora.merged`; likewise.
+        merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see `lora`.
     """
 
     optimizer: optax.GradientTransformationExtraArgs
@@ -60,7 +61,7 @@ class StepPrograms(NamedTuple):
     rescore: Callable | None
     old_logprobs: Callable | None
     policy: Callable[[Params, Params | None], Params]
-    merged: Callable[[Params, Params | None], Params]
+    merged: Callable[[Params, Params | None], tuple[Params, Metrics]]
 
 
 def make_step_programs(
@@ -100,10 +101,27 @@ def make_step_programs(
     train_step = make_train_step(parts, shardings)
     rescore = make_rescore(row_logprobs, mesh=mesh) if exact else None
     old_logprobs = make_old_logprobs(row_logprobs, mesh=mesh) if config.rollout.lag else None
-    merge = (lambda params, _: params) if lora is None else jax.jit(lambda params, base: merged(base, params, lora))
     return StepPrograms(
-        optimizer, loss_scale, shardings, train_step, rescore, old_logprobs, policy=parts.policy, merged=merge
+        optimizer,
+        loss_scale,
+        shardings,
+        train_step,
+        rescore,
+        old_logprobs,
+        policy=parts.policy,
+        merged=_merge(config, lora),
     )
+
+
+def _merge(config: Config, lora: Lora | None) -> Callable[[Params, Params | None], tuple[Params, Metrics]]:
+    if lora is None:
+        return lambda params, _: (params, {})
+
+    def merge(params: Params, base: Params) -> tuple[Params, Metrics]:
+        rounding = merge_rounding(base, params, lora, config.rollout.precision)
+        return merged(base, params, lora), {"mismatch/merge_rounding": rounding}
+
+    return jax.jit(merge)
 
 
 def start(

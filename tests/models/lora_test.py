@@ -17,7 +17,7 @@ from dcmdp_jax.models.config import Lora, ModelConfig, read_model_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.layers import LoraKernel, lora_matmul
-from dcmdp_jax.models.lora import adapted, adapter_declarations, merged
+from dcmdp_jax.models.lora import adapted, adapter_declarations, merge_rounding, merged
 from dcmdp_jax.models.params import draw_params, init_params
 from dcmdp_jax.models.peft_files import CONFIG, base_checksum, read_adapter, save_adapter
 from dcmdp_jax.models.quantize import quantize_kernel
@@ -85,6 +85,30 @@ def test_an_int8_base_is_merged_from_what_it_stands_for() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6)
     x = jax.random.normal(jax.random.key(2), (3, 8))
     np.testing.assert_allclose(lora_matmul(x, LoraKernel(kernel, a, b, 3.0)), x @ want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "column", "change", "want"),
+    [
+        # bfloat16 holds 1 and 1 + 2^-7, nothing between: a third of the way is lost, two thirds become the whole.
+        ("bfloat16", [1.0, 1.0], 2**-7 / 3, 1.0),
+        ("bfloat16", [1.0, 1.0], 2**-7 * 2 / 3, 0.5),
+        ("bfloat16", [1.0, 1.0], 2**-7, 0.0),
+        ("exact", [1.0, 1.0], 2**-7 / 3, 0.0),
+        # The largest of the column makes the scale 1: 10.3 is 10 and 10.75 is 11.
+        ("int8", [127.0, 10.0], 0.3, 1.0),
+        ("int8", [127.0, 10.0], 0.75, 1 / 3),
+        # What rounding W alone does is not the merge's: 9.6 + 0.25 and 9.6 are both 10.
+        ("int8", [127.0, 9.6], 0.25, 1.0),
+        ("fp8_per_block", [448.0, 64.0], 2.0, 1.0),
+        ("exact", [1.0, 1.0], 0.0, 0.0),
+    ],
+)
+def test_the_merges_rounding_is_what_the_engine_misses_of_the_change(precision, column, change, want) -> None:
+    """D changes the second row alone: A = [0, 1], B = change / 2, alpha / r = 2."""
+    base = {"x": {"kernel": jnp.array(column)[:, None]}, "other": jnp.ones(3)}
+    adapters = {"x": {"a": jnp.array([[0.0], [1.0]]), "b": jnp.array([[change / 2]])}}
+    assert float(merge_rounding(base, adapters, Lora(1, 2.0), precision)) == pytest.approx(want, abs=1e-4)
 
 
 @pytest.mark.parametrize(
