@@ -74,6 +74,8 @@ def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=O
         sampling=SimpleNamespace(group_size=8),
     )
     programs = SimpleNamespace(
+        policy=lambda params, _: params,
+        merged=lambda params, _: (params, {}),
         shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
         rescore=None,
         old_logprobs=lambda params, batch: float(params["a"][0]),
