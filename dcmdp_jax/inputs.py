@@ -10,10 +10,10 @@ from typing import Any
 
 from dcmdp_jax.errors import UserError
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+TOKENIZER_FILES = """
+    tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json
+    merges.txt chat_template.jinja chat_template.json
+""".split()
 """Files of a tokenizer in a Hugging Face directory."""
 _QUOTED_CHARACTERS = 80
 

@@ -37,10 +37,7 @@ _MAY_IMPORT = {
         "algorithm", "config", "data", "engines", "evaluation", "models", "observe", "parallel", "rewards", "run",
         "training",
     },
-    "commands": {
-        "config", "data", "engines", "evaluation", "lab", "models", "observe", "plan", "rewards",
-        "run", "training",
-    },
+    "commands": set("config data engines evaluation lab models observe plan rewards run training".split()),
 }  # fmt: skip
 _BESIDE = "modules beside the rooms"
 

@@ -25,8 +25,10 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # Applied to scalars, element by element: nothing in them is a product or a collective.
 _ELEMENTWISE = frozenset(
-    ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "reduce-window", "scatter", "sort", "map",
-     "select-and-scatter", "reduce-scatter-start")
+    """
+        reduce all-reduce all-reduce-start reduce-scatter reduce-window scatter sort map select-and-scatter
+        reduce-scatter-start
+    """.split()
 )  # fmt: skip
 
 

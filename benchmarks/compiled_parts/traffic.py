@@ -8,8 +8,10 @@ from benchmarks.compiled_parts.hlo import Computation, Instruction, Module, Trip
 
 # Instructions that move nothing, or whose work is that of the computations they call.
 _FREE = frozenset(
-    ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
-     "partition-id", "replica-id", "iota", "opt-barrier", "async-start", "async-update", "async-done", "domain")
+    """
+        parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id
+        replica-id iota opt-barrier async-start async-update async-done domain
+    """.split()
 )  # fmt: skip
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")

@@ -78,10 +78,10 @@ class DcGrpoTrainer(GRPOTrainer):
         self.dc_grpo.load(Path(resume_from_checkpoint))
 
 
-_MODEL_INPUTS = (
-    "pixel_values", "image_grid_thw", "num_images", "num_tiles", "pixel_attention_mask", "spatial_shapes",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
+_MODEL_INPUTS = """
+    pixel_values image_grid_thw num_images num_tiles pixel_attention_mask spatial_shapes image_sizes
+    token_type_ids mm_token_type_ids image_position_ids
+""".split()
 
 
 class _SavesState(TrainerCallback):

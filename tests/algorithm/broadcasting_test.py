@@ -32,8 +32,10 @@ MASK, INDEX = np.ones((R, L), bool), np.zeros((R, L), np.int32)
 REWARDS, GROUPS, VALID = np.arange(N, dtype=np.float32), np.zeros(N, np.int32), np.ones(N, bool)
 TOKENS = {
     name: ROWS
-    for name in ("train_logprobs", "old_logprobs", "rollout_logprobs", "start_logprobs", "anchor_logprobs", "ratio",
-                 "advantages", "discrepancy")
+    for name in """
+        train_logprobs old_logprobs rollout_logprobs start_logprobs anchor_logprobs ratio advantages
+        discrepancy
+    """.split()
 } | {"completion_mask": MASK, "completion_index": INDEX, "multiplier": ONE, "tolerance": ONE}  # fmt: skip
 PAIR = {"train_logprobs": ROWS, "rollout_logprobs": ROWS}
 WHERE = {"completion_mask": MASK, "completion_index": INDEX}
@@ -136,11 +138,12 @@ CASES = {
 }  # fmt: skip
 
 # One array, numbers of Python alone, or by design another shape than the index (its own checks are in masked_test).
-OTHERS = {
-    "numerics.as_float", "numerics.clamp", "numerics.exp_minus_linear", "discrepancy.log_odds",
-    "advantages.overlong_penalty", "masked.gather_to_tokens", "masked.all_equal_groups", "dual.dual_init",
-    "penalties.grpo",
-}  # fmt: skip
+OTHERS = set(
+    """
+    numerics.as_float numerics.clamp numerics.exp_minus_linear discrepancy.log_odds
+    advantages.overlong_penalty masked.gather_to_tokens masked.all_equal_groups dual.dual_init penalties.grpo
+""".split()
+)
 
 
 def _broadcastable(array):

@@ -182,9 +182,7 @@ def test_the_six_benchmarks_with_the_papers_k(tmp_path, capsys, monkeypatch):
         "aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4,
     }  # fmt: skip
     heading = capsys.readouterr().out.splitlines()[0]
-    assert [cell.strip() for cell in heading.split("|")] == [
-        "Method", "AIME24", "AIME25", "AMC23", "MATH-500", "Minerva", "Olympiad", "Avg",
-    ]  # fmt: skip
+    assert [cell.strip() for cell in heading.split("|")] == "Method AIME24 AIME25 AMC23 MATH-500 Minerva Olympiad Avg".split()  # fmt: skip
 
 
 @pytest.mark.long

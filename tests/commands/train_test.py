@@ -187,13 +187,12 @@ def _commands(base):
     }
 
 
-_NAMES = (
-    "misspelled_flag", "misspelled_own_flag", "ill_typed_flag", "misspelled_file", "misspelled_choice", "group_of_one",
-    "nucleus", "mini_batch", "unwritable", "fifo", "long_run_dir", "mesh", "missing_tensor", "no_model", "no_tokenizer",
-    "no_tokenizer_directory", "deaf_chat_template", "end_token_beyond", "no_chat_template", "no_end_token",
-    "too_long_for_the_model", "malformed_row", "empty_data", "warm_up_data",
-    "not_installed", "no_data",
-)  # fmt: skip
+_NAMES = """
+    misspelled_flag misspelled_own_flag ill_typed_flag misspelled_file misspelled_choice group_of_one nucleus
+    mini_batch unwritable fifo long_run_dir mesh missing_tensor no_model no_tokenizer no_tokenizer_directory
+    deaf_chat_template end_token_beyond no_chat_template no_end_token too_long_for_the_model malformed_row
+    empty_data warm_up_data not_installed no_data
+""".split()
 
 
 @pytest.fixture(scope="module")

@@ -93,10 +93,10 @@ def test_what_a_setting_says_engine_args_must_not(name, place):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "model", "skip_tokenizer_init", "load_format", "logprobs_mode", "generation_config",
-        "override_generation_config", "worker_extension_cls", "trust_remote_code",
-    ],
+    """
+        model skip_tokenizer_init load_format logprobs_mode generation_config override_generation_config
+        worker_extension_cls trust_remote_code
+    """.split(),
 )  # fmt: skip
 def test_what_would_break_training_is_set_nowhere(name):
     with pytest.raises(ValueError, match=f"^engine_args: {name} is set by nowhere: "):

@@ -8,11 +8,11 @@ import subprocess
 from tests.support.waiting import HANGS_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-_FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update",
-    "--disable-background-networking", "--disable-sync", "--allow-file-access-from-files", "--enable-logging=stderr",
-    "--virtual-time-budget=4000", "--dump-dom",
-)  # fmt: skip
+_FLAGS = """
+    --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-component-update
+    --disable-background-networking --disable-sync --allow-file-access-from-files --enable-logging=stderr
+    --virtual-time-budget=4000 --dump-dom
+""".split()
 
 
 def look_at(page, tmp_path, width):

@@ -63,8 +63,10 @@ def test_documented_examples_of_trl_train_on_chats_and_are_the_held_out_score(ru
 
     chats = _write(tmp_path / "chats.jsonl", map(row, range(6)))
     other = _write(tmp_path / "other.jsonl", map(row, (7, 8)))
-    names = ("format_reward_func", "think_format_reward", "accuracy_reward", "math_reward_func", "coding_reward_func",
-             "async_reward_func", "scheduled_reward")  # fmt: skip
+    names = """
+        format_reward_func think_format_reward accuracy_reward math_reward_func coding_reward_func
+        async_reward_func scheduled_reward
+    """.split()
     weights = (1, 1, 2, 1, 1, 0.01, 1)
     records = _run(
         run_environment,
@@ -87,8 +89,12 @@ def test_documented_examples_of_trl_train_on_chats_and_are_the_held_out_score(ru
     # The held-out score is the weighted sum: with this untrained model, the length and the schedule.
     for record, share in ((first, 0.0), (last, 1.0)):
         assert record["eval_reward/chats/scheduled_reward"] == share
-        means = [record[f"eval_reward/chats/{name}"] for name in ("format_reward_func", "think_format_reward",
-                 "accuracy_reward", "async_reward_func", "scheduled_reward")]  # fmt: skip
+        means = [
+            record[f"eval_reward/chats/{name}"]
+            for name in """
+            format_reward_func think_format_reward accuracy_reward async_reward_func scheduled_reward
+        """.split()
+        ]
         some = [record[f"eval_reward/chats/{name}"] for name in ("math_reward_func", "coding_reward_func")]
         total = np.dot(means, [1, 1, 2, 0.01, 1]) + sum(some) / 2  # each has a value on half of the rows
         assert record["eval/chats/avg@2"] == pytest.approx(total, abs=1e-5)

@@ -123,14 +123,14 @@ def test_a_signal_while_sampling_saves_and_leaves_at_once(run_environment, tmp_p
 
 
 # Two problems learned by heart before training; a step so large that the policy knows nothing afterwards.
-_SPOILT = (
-    "--config.warmup.task=arithmetic:difficulty=1,count=2", "--config.warmup.steps=300",
-    "--config.evaluation.task=arithmetic:difficulty=1,count=2", "--config.evaluation.every_steps=1",
-    "--config.training.prompts_per_mini_batch=4", "--config.optimizer.learning_rate=1",
-    "--config.optimizer.weight_decay=1", "--config.rollout.precision=float32", "--config.training.steps=3",
-    "--config.checkpoint.keep_last=1", "--config.checkpoint.keep_best=1",
-    "--config.rollout.max_completion_tokens=32", "--config.training.row_lengths=(96,)",
-)  # fmt: skip
+_SPOILT = """
+    --config.warmup.task=arithmetic:difficulty=1,count=2 --config.warmup.steps=300
+    --config.evaluation.task=arithmetic:difficulty=1,count=2 --config.evaluation.every_steps=1
+    --config.training.prompts_per_mini_batch=4 --config.optimizer.learning_rate=1
+    --config.optimizer.weight_decay=1 --config.rollout.precision=float32 --config.training.steps=3
+    --config.checkpoint.keep_last=1 --config.checkpoint.keep_best=1 --config.rollout.max_completion_tokens=32
+    --config.training.row_lengths=(96,)
+""".split()
 
 
 @pytest.mark.long

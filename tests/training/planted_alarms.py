@@ -22,13 +22,14 @@ from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.stopping import TrainingStopped
 
 STEPS, STUCK_AFTER = 50, 20
-_SETTINGS = (
-    "--config.training.steps=50", "--config.training.prompts_per_step=8", "--config.training.prompts_per_mini_batch=8",
-    "--config.evaluation.every_steps=0", "--config.checkpoint.every_steps=1000", "--config.mesh.cpu_devices=1",
-    "--config.rollout.precision=fp8", "--config.algorithm.tolerance=0.02", "--config.algorithm.tolerance_steps=0",
-    "--config.algorithm.dual_learning_rate=0", "--config.algorithm.multiplier_max=1000000",
-    "--config.observe.samples=0", "--config.algorithm.method=dc_grpo",
-)  # fmt: skip
+_SETTINGS = """
+    --config.training.steps=50 --config.training.prompts_per_step=8
+    --config.training.prompts_per_mini_batch=8 --config.evaluation.every_steps=0
+    --config.checkpoint.every_steps=1000 --config.mesh.cpu_devices=1 --config.rollout.precision=fp8
+    --config.algorithm.tolerance=0.02 --config.algorithm.tolerance_steps=0
+    --config.algorithm.dual_learning_rate=0 --config.algorithm.multiplier_max=1000000
+    --config.observe.samples=0 --config.algorithm.method=dc_grpo
+""".split()
 
 
 def _off(logprobs, completion, spread):

@@ -54,10 +54,10 @@ def test_the_recorded_config_is_read_with_every_setting(run_dir):
 
 def test_a_recorded_run_resumes(run_environment, run_dir):
     config = flatten(json.loads((run_dir / "config.json").read_text()))
-    changed = (
-        "model.architecture.hidden_size", "model.architecture.intermediate_size", "model.architecture.num_layers",
-        "model.architecture.num_heads", "model.architecture.head_dim", "algorithm.tolerance", "warmup.task",
-    )  # fmt: skip
+    changed = """
+        model.architecture.hidden_size model.architecture.intermediate_size model.architecture.num_layers
+        model.architecture.num_heads model.architecture.head_dim algorithm.tolerance warmup.task
+    """.split()
     out = _run(
         run_environment, "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}",
         "--config.training.steps=4",

@@ -18,11 +18,11 @@ from tests.support.waiting import HANGS_S
 ROOT = Path(__file__).resolve().parents[2]
 
 # Two devices, in one process or one in each of two; two evaluations, three steps.
-_RUN = (
-    "--config.algorithm.tolerance_steps=2", "--config.mesh.data=2", "--config.mesh.fsdp=1", "--config.warmup.steps=0",
-    "--config.training.steps=3",
-    "--config.checkpoint.every_steps=1", "--config.checkpoint.keep_last=9", "--config.evaluation.every_steps=3",
-)  # fmt: skip
+_RUN = """
+    --config.algorithm.tolerance_steps=2 --config.mesh.data=2 --config.mesh.fsdp=1 --config.warmup.steps=0
+    --config.training.steps=3 --config.checkpoint.every_steps=1 --config.checkpoint.keep_last=9
+    --config.evaluation.every_steps=3
+""".split()
 
 # bin.train; gets a signal in the middle of sampling a step.
 _SIGNALLED = """

@@ -65,11 +65,11 @@ def _module(**members):
 
 def nemo_rl(sources, out):
     """Sampled at top_p=0.9, which the trainer does not know."""
-    names = (
-        "mlflow", "ray", "swanlab", "wandb", "prometheus_client", "prometheus_client.parser",
-        "prometheus_client.samples", "torch.utils.tensorboard", "nemo_rl.data.interfaces",
-        "nemo_rl.data.multimodal_utils", "nemo_rl.data.packing", "nemo_rl.distributed.collectives",
-    )  # fmt: skip
+    names = """
+        mlflow ray swanlab wandb prometheus_client prometheus_client.parser prometheus_client.samples
+        torch.utils.tensorboard nemo_rl.data.interfaces nemo_rl.data.multimodal_utils nemo_rl.data.packing
+        nemo_rl.distributed.collectives
+    """.split()
     stand_ins = dict.fromkeys(names) | {
         "nemo_rl.data.multimodal_utils": _module(
             MULTIMODAL_CONTENT_TYPES=(), NATIVE_MULTIMODAL_KEYS=(), PackedTensor=type("PackedTensor", (), {})
