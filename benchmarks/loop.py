@@ -40,10 +40,8 @@ def main() -> None:
     stamps: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint, problems = make_inputs(model(arguments.size), Path(scratch), WORKLOADS["uniform"])
-        config = run_config(
-            str(checkpoint), str(problems), scratch,
-            prompts=PROMPTS, group=GROUP, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS, mini_batches=1,
-        )  # fmt: skip
+        batch = {"prompts": PROMPTS, "group": GROUP, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
+        config = run_config(str(checkpoint), str(problems), scratch, mini_batches=1, **batch)
         config.training.steps = arguments.steps + _WARM + 1
         config.checkpoint.every_steps = _EVERY
         run = stepped(Run(from_config_dict(config)), lambda _: stamps.append(time.monotonic()))

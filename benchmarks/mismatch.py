@@ -86,10 +86,8 @@ REGIMES = tuple(
 
 def model(family: str) -> ModelConfig:
     """Sharp, and untied: a tied one repeats its input."""
-    return ModelConfig(
-        family, 512, 256, 512, 4, 4, 2, 64, tie_word_embeddings=False, attention_bias=family == "qwen2",
-        max_position_embeddings=TOTAL, initializer_range=INITIALIZER,
-    )  # fmt: skip
+    others = {"max_position_embeddings": TOTAL, "initializer_range": INITIALIZER, "attention_bias": family == "qwen2"}
+    return ModelConfig(family, 512, 256, 512, 4, 4, 2, 64, tie_word_embeddings=False, **others)
 
 
 def mean_difference(first: list[np.ndarray], second: list[np.ndarray]) -> float:
@@ -115,9 +113,14 @@ def measure(family: str, regime: Regime) -> Mismatch:
     settings = VllmSettings(**get_config().rollout.vllm.to_dict())
     with tempfile.TemporaryDirectory() as directory:
         arguments = EngineArguments(
-            **regime._asdict(), max_total_tokens=TOTAL, max_rows=PROMPTS, settings=settings, directory=Path(directory),
-            model=config, probe=lambda: make_probe(config, Compute(), one_device_mesh()),
-        )  # fmt: skip
+            **regime._asdict(),
+            max_total_tokens=TOTAL,
+            max_rows=PROMPTS,
+            settings=settings,
+            directory=Path(directory),
+            model=config,
+            probe=lambda: make_probe(config, Compute(), one_device_mesh()),
+        )
         engine = VllmEngine(arguments)
         try:
             pushed = engine.push_weights(params, 0)

@@ -39,10 +39,9 @@ def main() -> None:
     devices = training_mesh(num_params=num_params(config)).size
     calls, padding = {}, {}
     for name, (row_lengths, segments) in _LAYOUTS.items():
-        plan = make_row_shapes(
-            row_lengths=row_lengths, longest=256, length_multiple=8, micro_batch_tokens=16384, mini_batches=1,
-            completions=128, segments_per_row=segments, row_shards=devices,
-        )  # fmt: skip
+        batch = {"longest": 256, "length_multiple": 8, "micro_batch_tokens": 16384, "completions": 128}
+        rows = {"row_lengths": row_lengths, "segments_per_row": segments, "row_shards": devices}
+        plan = make_row_shapes(mini_batches=1, **batch, **rows)
         batch, padding[name] = batch_of(sampled, plan, config)
         compute = Compute(one_segment=segments == 1, scan_unroll=config.num_layers, logprob_chunk=2048)
         calls[name] = stepper(config, "dc_grpo", compute, batch)

@@ -53,10 +53,9 @@ REGIMES = {
     ),
     "vllm": (Regime("float32", "float32", "auto"), Regime("bfloat16", "bfloat16", "auto")),
 }
-MODEL = ModelConfig(
-    "qwen3_moe", 512, 128, 256, 4, 4, 2, 32, max_position_embeddings=TOTAL, initializer_range=0.2,
-    num_experts=16, num_experts_per_tok=4, moe_intermediate_size=64,
-)  # fmt: skip
+_MOE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+_SIZES = ("qwen3_moe", 512, 128, 256, 4, 4, 2, 32)
+MODEL = ModelConfig(*_SIZES, max_position_embeddings=TOTAL, initializer_range=0.2, **_MOE)
 
 
 class Effect(NamedTuple):

@@ -56,10 +56,9 @@ def model(name: str) -> ModelConfig:
 
 def sidecar(config: ModelConfig, directory: str, *, precision: str, probe: bool) -> VllmEngine:
     """A running one."""
-    arguments = EngineArguments(
-        precision, precision, max_total_tokens=TOTAL, max_rows=ROWS, settings=SETTINGS, directory=Path(directory),
-        model=config, probe=(lambda: make_probe(config, Compute(), one_device_mesh())) if probe else None,
-    )  # fmt: skip
+    made = (lambda: make_probe(config, Compute(), one_device_mesh())) if probe else None
+    sizes = {"max_total_tokens": TOTAL, "max_rows": ROWS, "settings": SETTINGS, "directory": Path(directory)}
+    arguments = EngineArguments(precision, precision, model=config, probe=made, **sizes)
     return VllmEngine(arguments)
 
 
@@ -117,10 +116,9 @@ def client(repeats: int) -> None:
         with tempfile.TemporaryDirectory() as directory:
             engine = sidecar(config, directory, precision="bfloat16", probe=False)
             engine.push_weights(init_params(config, jax.random.key(0)), 0)
-            arguments = launch.engine_arguments(
-                config, SETTINGS, Path(directory), precision="bfloat16", compute_dtype="bfloat16",
-                kv_cache_dtype="auto", max_total_tokens=TOTAL, max_rows=ROWS, cpu=True, available=available_bytes(),
-            )  # fmt: skip
+            dtypes = {"precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "auto"}
+            sizes = {"max_total_tokens": TOTAL, "max_rows": ROWS, "cpu": True, "available": available_bytes()}
+            arguments = launch.engine_arguments(config, SETTINGS, Path(directory), **dtypes, **sizes)
             request = {
                 "environment": launch.environment(SETTINGS, "cpu"),
                 "llm": arguments,

@@ -56,13 +56,11 @@ def rollout(
     prompts = [rng.integers(0, config.vocab_size, size).astype(np.int32) for size in sizes]
     completions = [rng.integers(0, config.vocab_size, n).astype(np.int32) for n in lengths]
     logprobs = [rng.normal(-3.0, 0.5, n).clip(-9, -0.01).astype(np.float32) for n in lengths]
+    places = [{"group": i // group_size, "member": i % group_size} for i in range(count)]
     return [
-        single_turn(
-            prompts[i // group_size], completions[i], logprobs[i],
-            policy_version=0, group=i // group_size, member=i % group_size, finish_reason="stop",
-        )
-        for i in range(count)
-    ]  # fmt: skip
+        single_turn(prompts[place["group"]], *sampled, policy_version=0, finish_reason="stop", **place)
+        for *sampled, place in zip(completions, logprobs, places, strict=True)
+    ]
 
 
 def batch_of(sampled: list[Episode], plan: RowShapes, config: ModelConfig) -> tuple[Batch, float]:

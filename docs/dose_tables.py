@@ -225,10 +225,8 @@ def ascent_table(runs: Table, baseline: str) -> str:
         )
         cells = [*(_number(each, "") for each in columns), _difference(changed)]
         rows.append([arm, str(len(multipliers)), f"{1e3 * c:.3g}", *cells])
-    heading = [
-        "arm", "runs", "c, 1e-3", "lambda, last", "lambda, peak", "steps above c, %", f"the same, {baseline}, %",
-        f"delta less {baseline}'s, 1e-3",
-    ]  # fmt: skip
+    heading = ["arm", "runs", "c, 1e-3", "lambda, last", "lambda, peak", "steps above c, %"]
+    heading += [f"the same, {baseline}, %", f"delta less {baseline}'s, 1e-3"]
     return "\n".join(markdown_table(heading, rows)) + "\n"
 
 
@@ -385,10 +383,8 @@ def _doses(axes: Axes, heading: str, baseline: str, panel: tuple[float, float, M
     for charge, points in charges.items():
         strength, values, widths = points.T
         widths = np.where(np.isfinite(widths), widths, 0)
-        axes.errorbar(
-            strength, values, yerr=widths, color=color_of(charge), marker="o", markersize=4, capsize=3, linewidth=1.5,
-            label=charge, linestyle="--" if charge.endswith("_one") else "-",
-        )  # fmt: skip
+        line = {"color": color_of(charge), "linestyle": "--" if charge.endswith("_one") else "-", "linewidth": 1.5}
+        axes.errorbar(strength, values, yerr=widths, marker="o", markersize=4, capsize=3, label=charge, **line)
     axes.set_xscale("log")
     style_axes(axes, heading, x="lambda, fixed")
 

@@ -190,9 +190,14 @@ def _normalized(start: TwoSteps, half: float) -> tuple[float, float]:
 
 
 def _sampled(
-    start: TwoSteps, theta: np.ndarray, phi: np.ndarray, charge: str, multiplier: float, prompts: int,
+    start: TwoSteps,
+    theta: np.ndarray,
+    phi: np.ndarray,
+    charge: str,
+    multiplier: float,
+    prompts: int,
     rng: np.random.Generator,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     """Updates of many runs at once, [runs]; each samples `prompts` groups."""
     shape = (len(theta), prompts, start.group_size)
     x, y, z = (expit(v)[:, None, None] for v in (theta, phi, phi + start.shift))
@@ -266,12 +271,18 @@ def way_out_table(
         ends = simulated_paths(start, charge, multiplier, steps=steps, size=size, runs=runs, prompts=prompts, rng=rng)
         half = ndtri(0.975) * ends.std(axis=0, ddof=1) / math.sqrt(runs)
         here = dataclasses.replace(start, theta=theta, phi=phi)
-        rows.append([
-            charge, "yes" if multiplier > least else "no", "none" if math.isinf(least) else f"{least:.2f}",
-            f"{theta:+.3f}", f"{ends[:, 0].mean():+.3f} ± {half[0]:.3f}",
-            f"{phi:+.3f}", f"{ends[:, 1].mean():+.3f} ± {half[1]:.3f}",
-            f"{float(1 - expit(theta)) * here.discrepancy / 2:.4f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                charge,
+                "yes" if multiplier > least else "no",
+                "none" if math.isinf(least) else f"{least:.2f}",
+                f"{theta:+.3f}",
+                f"{ends[:, 0].mean():+.3f} ± {half[0]:.3f}",
+                f"{phi:+.3f}",
+                f"{ends[:, 1].mean():+.3f} ± {half[1]:.3f}",
+                f"{float(1 - expit(theta)) * here.discrepancy / 2:.4f}",
+            ]
+        )
     return rows
 
 
@@ -284,10 +295,8 @@ PAGE_OPTIONS: Mapping[str, Any] = MappingProxyType(
 
 def way_out_page() -> list[str]:
     """The documentation's table, lines of Markdown."""
-    heading = [
-        "charge", "takes the way out", "least lambda", "theta, theory", "theta, simulated", "phi, theory",
-        "phi, simulated", "delta at the end",
-    ]  # fmt: skip
+    heading = ["charge", "takes the way out", "least lambda", "theta, theory", "theta, simulated"]
+    heading += ["phi, theory", "phi, simulated", "delta at the end"]
     rows = [heading, ["---"] * len(heading), *way_out_table(PAGE_START, **PAGE_OPTIONS)]
     return [f"| {' | '.join(row)} |" for row in rows]
 

@@ -7,10 +7,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CEILING = 28_566
-_NO_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}  # fmt: skip
+_NO_CODE = {getattr(tokenize, n) for n in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()}
 
 
 def code_lines(text):

@@ -210,9 +210,14 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
     )
     transform = optax.with_extra_args_support(transform)
     parts = StepParts(
-        row_logprobs=row_logprobs, compute_dtype="float32", settings=settings, max_completion_tokens=limit,
-        optimizer=transform, schedule=schedule, mesh=None,
-    )  # fmt: skip
+        row_logprobs=row_logprobs,
+        compute_dtype="float32",
+        settings=settings,
+        max_completion_tokens=limit,
+        optimizer=transform,
+        schedule=schedule,
+        mesh=None,
+    )
     step = make_train_step(parts)
     dual = dual_init(0.3, minimum=0.0, maximum=1.0, tolerance=minimal.TOLERANCE)
     state, metrics = step(new_state(jax.tree.map(jnp.copy, params), transform, dual), batch, None)
@@ -229,9 +234,7 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
 
 def test_one_sentence_is_one_short_sentence_that_ends():
     score = load_function("examples/one_sentence.py:one_sentence")
-    cases = {
-        "A volcano is a mountain that erupts.": 1.0, "A volcano is a mountain. It erupts.": 0.0,
-        "A volcano is a mountain that": 0.0, "Yes.": 0.0, " ".join(["word"] * 20) + ".": 1.0,
-        " ".join(["word"] * 21) + ".": 0.0, "A volcano\nis a mountain.": 0.0, "Is it a mountain? It is.": 0.0, "": 0.0,
-    }  # fmt: skip
+    cases = dict.fromkeys(("A volcano is a mountain that erupts.", " ".join(["word"] * 20) + "."), 1.0)
+    wrong = ("A volcano is a mountain. It erupts.", "A volcano is a mountain that", "Yes.", "A volcano\nis a mountain.")
+    cases |= dict.fromkeys((*wrong, " ".join(["word"] * 21) + ".", "Is it a mountain? It is.", ""), 0.0)
     assert dict(zip(cases, score(completions=list(cases)), strict=True)) == cases

@@ -10,10 +10,16 @@ from dcmdp_jax.number_format import duration, number, percent
 @pytest.mark.parametrize(
     ("value", "form", "text"),
     [
-        (3.0, "", "3"), (-0.00037, "", "-0.00037"), (12345.678, "", "1.235e+04"), (1e9, "", "1e+09"),
-        (math.nan, "", "-"), (-math.inf, "", "-inf"), (math.nan, ".3f", "-"), (1234.5, ",.0f", "1,234"),
+        (3.0, "", "3"),
+        (-0.00037, "", "-0.00037"),
+        (12345.678, "", "1.235e+04"),
+        (1e9, "", "1e+09"),
+        (math.nan, "", "-"),
+        (-math.inf, "", "-inf"),
+        (math.nan, ".3f", "-"),
+        (1234.5, ",.0f", "1,234"),
     ],
-)  # fmt: skip
+)
 def test_number(value, form, text):
     assert number(value, form) == text
 

@@ -13,7 +13,7 @@ import pytest
 
 from dcmdp_jax import process_memory
 from dcmdp_jax.data.arithmetic import build_tokenizer
-from tests.support.waiting import HANGS_S
+from tests.support.processes import CAPTURED
 
 _ROOT = Path(__file__).parents[1]
 _PREPARE = "from dcmdp_jax.process_memory import keep_freed_memory\nkeep_freed_memory({!r})\n"
@@ -74,10 +74,7 @@ print(json.dumps({"ids": ids, "torch": any(name.startswith("torch.") for name in
 """
 
 
-def _report(
-    directory, first_lines, *, run = _ADD, argument = "an argument", command = True,
-    **environment,
-):  # fmt: skip
+def _report(directory, first_lines, *, run=_ADD, argument="an argument", command=True, **environment):
     """Run a command and return its output: by default the page faults of one of its additions to 80 MiB."""
     package = directory / "probe"
     package.mkdir(parents=True)
@@ -87,10 +84,8 @@ def _report(
     done = subprocess.run(
         [sys.executable, *(["-m", "probe.run"] if command else ["-c", "import probe.run"]), argument],
         env={**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{directory}:{_ROOT}", **environment},
-        capture_output=True,
-        text=True,
         check=True,
-        timeout=HANGS_S,
+        **CAPTURED,
     )
     return json.loads(done.stdout)
 
@@ -121,9 +116,7 @@ def test_a_process_that_imports_the_commands_is_unchanged(tmp_path):
         [sys.executable, "-c", "import bin.train, os; print(os.environ.get('GLIBC_TUNABLES'), end='')"],
         cwd=_ROOT,
         env={**os.environ, "GLIBC_TUNABLES": process_memory.LARGE_PAGES},
-        capture_output=True,
-        text=True,
-        timeout=HANGS_S,
+        **CAPTURED,
     )
     assert (done.stdout, done.stderr) == (process_memory.LARGE_PAGES, "")
 

@@ -151,8 +151,8 @@ def _experts(found: Found) -> str:
         for name, contenders in found["passes"].items()
         for key, one in contenders.items()
     ]  # fmt: skip
-    heading = ("pass", f"{found['experts']} experts", "ms", "over dense", "of peak", "compiled over needed",
-               "nearer bound, its share", "temporary")  # fmt: skip
+    heading = ("pass", f"{found['experts']} experts", "ms", "over dense", "of peak", "compiled over needed")
+    heading += ("nearer bound, its share", "temporary")
     return _rows(heading, rows)
 
 

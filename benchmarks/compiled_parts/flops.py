@@ -15,10 +15,9 @@ from dcmdp_jax.plan.plan_text import forward_flops
 
 # Products of an attention kernel by a part of its name: q k and p v forward; the backward kernels compute q k again.
 # Splash has one kernel for the gradients of keys and values and one for those of queries, cuDNN one for all.
-_KERNELS = {
-    "dkv": 4, "dq": 3, "splash": 2, "fmhaSoftmaxBackward": 5, "fmhaScaleBiasSoftmaxBackward": 5, "fmhaSoftmax": 2,
-    "fmhaScaleBiasSoftmax": 2,
-}  # fmt: skip
+_KERNELS = {"dkv": 4, "dq": 3, "splash": 2}
+_KERNELS |= {f"fmha{kind}SoftmaxBackward": 5 for kind in ("", "ScaleBias")}
+_KERNELS |= {f"fmha{kind}Softmax": 2 for kind in ("", "ScaleBias")}
 
 
 class CompiledFlops(NamedTuple):
@@ -143,8 +142,8 @@ def _taps(left: int, right: int, out: int, window: dict[str, tuple[int, ...]]) -
 
 def _attention_kernel(target: str, instruction: Instruction) -> int | None:
     """Products that an attention kernel computes; None if it is none."""
-    name = target if "fmha" in target else f"{instruction.name} {instruction.op_name}" if target == "tpu_custom_call" \
-        else ""  # fmt: skip
+    tpu = f"{instruction.name} {instruction.op_name}" if target == "tpu_custom_call" else ""
+    name = target if "fmha" in target else tpu
     if not any(part in name for part in ("fmha", "splash")):
         return None
     return next(count for part, count in _KERNELS.items() if part in name)

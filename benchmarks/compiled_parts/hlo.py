@@ -14,10 +14,8 @@ from typing import NamedTuple
 TripCounts = Callable[[str], float | None]
 """Iterations of a loop by its op_name; None for a loop that the caller does not know."""
 
-_BYTES = {
-    "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
-    "f16": 2, "bf16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16,
-}  # fmt: skip
+_TYPES = {0.5: "s4 u4", 1: "pred s8 u8", 2: "s16 u16 f16 bf16", 4: "s32 u32 f32", 8: "s64 u64 f64 c64", 16: "c128"}
+_BYTES = {name: size for size, names in _TYPES.items() for name in names.split()}
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<= ]*)\]")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
@@ -29,7 +27,7 @@ _ELEMENTWISE = frozenset(
         reduce all-reduce all-reduce-start reduce-scatter reduce-window scatter sort map select-and-scatter
         reduce-scatter-start
     """.split()
-)  # fmt: skip
+)
 
 
 class Array(NamedTuple):

@@ -12,7 +12,7 @@ _FREE = frozenset(
         parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id
         replica-id iota opt-barrier async-start async-update async-done domain
     """.split()
-)  # fmt: skip
+)
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 

@@ -160,10 +160,8 @@ def run_config(
 
 
 def _run_config(job: Job, mini_batches: int) -> ConfigDict:
-    return run_config(
-        job.checkpoint, job.problems, job.scratch, prompts=job.prompts, group=job.group,
-        prompt_tokens=job.prompt_tokens, new_tokens=job.new_tokens, mini_batches=mini_batches,
-    )  # fmt: skip
+    batch = {name: getattr(job, name) for name in ("prompts", "group", "prompt_tokens", "new_tokens")}
+    return run_config(job.checkpoint, job.problems, job.scratch, mini_batches=mini_batches, **batch)
 
 
 def _model(job: Job) -> ModelConfig:

@@ -50,9 +50,14 @@ class Worker:
             with open(log, "wb") as output:
                 self._process = subprocess.Popen(
                     [str(python), "-m", module, json.dumps(dataclasses.asdict(job)), str(theirs)],
-                    stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=(theirs,), cwd=_ROOT, env=environment,
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(theirs,),
+                    cwd=_ROOT,
+                    env=environment,
                     start_new_session=True,
-                )  # fmt: skip
+                )
         except BaseException:
             os.close(self._answers)
             raise

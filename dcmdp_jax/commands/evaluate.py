@@ -51,21 +51,23 @@ from dcmdp_jax.run.model_run import PAPERS_EVALUATION, ModelRun, SavedModel, fin
 
 _SETTINGS = {
     "evaluation": ("samples", "temperature", "max_problems"),
-    "rollout": ("engine", "engine_args", "precision", "compute_dtype", "kv_cache_dtype", "max_completion_tokens",
-                "max_rows"),
-    "task": ("max_prompt_tokens", "prompt_suffix", "chat_template_kwargs", "on_bad_row", "environment", "max_turns",
-             "max_turn_tokens"),
+    "rollout": "engine engine_args precision compute_dtype kv_cache_dtype max_completion_tokens max_rows".split(),
+    "task": "max_prompt_tokens prompt_suffix chat_template_kwargs on_bad_row environment".split(),
     "rewards": ("answer_extraction",),
     "training": ("seed",),
-}  # fmt: skip
+}
+_SETTINGS["task"] += ["max_turns", "max_turn_tokens"]
 _ARGUMENTS_BEFORE = {
     f"--{name}": f"--config.{section}.{name}" for section, names in _SETTINGS.items() for name in names
 } | {
-    "--tasks": "--config.evaluation.task", "--rewards": "--config.rewards.functions",
-    "--reward_weights": "--config.rewards.weights", "--server": "--config.rollout.engine_args",
-    "--train_data": "--config.task.train", "--problems_per_part": "--config.rollout.max_rows",
+    "--tasks": "--config.evaluation.task",
+    "--rewards": "--config.rewards.functions",
+    "--reward_weights": "--config.rewards.weights",
+    "--server": "--config.rollout.engine_args",
+    "--train_data": "--config.task.train",
+    "--problems_per_part": "--config.rollout.max_rows",
     "--drop_overlap": "--overlap",
-}  # fmt: skip
+}
 """Argument of earlier versions -> the one that took its place."""
 
 _ROUNDS = 4

@@ -38,9 +38,11 @@ def main(argv: list[str]) -> int:
         "--search", action="store_true", help="compile the step for other meshes and micro-batches; list those that fit"
     )
     parser.add_argument(
-        "--lengths", metavar="LENGTHS", default="",
+        "--lengths",
+        metavar="LENGTHS",
+        default="",
         help="padding and operations at these lengths of completions too: lognormal(MEDIAN,CAP), or a run's directory",
-    )  # fmt: skip
+    )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     config, arguments = parse_with(parser, argv)
     if arguments.topology is None:

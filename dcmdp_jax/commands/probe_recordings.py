@@ -79,10 +79,8 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
         )
     run = _own_run(files)
     metrics = read_metrics(run) if run else None
-    found = read_run(
-        files, left_out, max_tokens=arguments.max_tokens, allow_gaps=arguments.allow_gaps,
-        tolerance=arguments.tolerance, metrics=metrics,
-    )  # fmt: skip
+    asked = {name: getattr(arguments, name) for name in ("max_tokens", "allow_gaps", "tolerance")}
+    found = read_run(files, left_out, metrics=metrics, **asked)
     names = format_of(framework).columns
     source = {
         "recording": paths[0] if len(paths) == 1 else f"{len(paths)} paths",

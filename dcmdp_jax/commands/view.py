@@ -62,8 +62,8 @@ def main(argv: list[str]) -> None:
         read = [read_run(path, label) for path, label in zip(runs, labels, strict=True)]
         content |= {name: value for name, value in report_content(read).items() if name in content}
         content["figures"] = run_figures(read)
-        found = [each for path, label in zip(runs, labels, strict=True)
-                 for each in _of_run(path, label if len(runs) > 1 else None, arguments)]  # fmt: skip
+        several = [(path, label if len(runs) > 1 else None) for path, label in zip(runs, labels, strict=True)]
+        found = [each for path, label in several for each in _of_run(path, label, arguments)]
     elif all(path.name.endswith(_EVALUATION) for path in paths):
         found = list(_kept(_evaluated(paths), arguments.completions))
         if not found:
@@ -99,11 +99,10 @@ def _of_run(path: Path, label: str | None, arguments: Any) -> list[Completion]:
 
 def _samples(path: Path, label: str | None) -> Iterator[Completion]:
     for record in jsonl.read(path / SAMPLES_FILE):
-        yield Completion(
-            run=label, step=record.get("step"), prompt=_text(record.get("prompt")), answer=_text(record.get("answer")),
-            text=_text(record.get("completion")), reward=_number(record.get("reward")),
-            discrepancy=_number(record.get("discrepancy_mean")),
-        )  # fmt: skip
+        texts = {"prompt": "prompt", "answer": "answer", "text": "completion"}
+        fields = {name: _text(record.get(key)) for name, key in texts.items()}
+        numbers = {"reward": _number(record.get("reward")), "discrepancy": _number(record.get("discrepancy_mean"))}
+        yield Completion(run=label, step=record.get("step"), **fields, **numbers)
 
 
 def _of_probe(path: Path) -> dict[str, Any]:
@@ -126,10 +125,9 @@ def _evaluated(paths: list[Path]) -> Iterator[Completion]:
             if not all(isinstance(each, list) and len(each) == len(columns[0]) for each in columns):
                 raise UserError(f"{path}: a problem's completions, scores and found are not lists of one length")
             for text, score, found in zip(*columns, strict=True):
-                yield Completion(
-                    source=_text(record.get("task")), prompt=_text(record.get("prompt")), text=_text(text),
-                    answer=_text(record.get("answer")), found=_text(found), reward=_number(score),
-                )  # fmt: skip
+                names = {"source": "task", "prompt": "prompt", "answer": "answer"}
+                fields = {name: _text(record.get(key)) for name, key in names.items()}
+                yield Completion(text=_text(text), found=_text(found), reward=_number(score), **fields)
 
 
 def _recorded(paths: list[str], label: str | None, words: _Words) -> Iterator[Completion]:

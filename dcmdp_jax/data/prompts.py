@@ -328,10 +328,9 @@ def render_chat(
         Exception: any exception of the template.
     """
     continued = messages[-1]["role"] == "assistant"
-    return tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tools=[dict(tool) for tool in tools] or None, tokenize=False,
-        add_generation_prompt=generation and not continued, continue_final_message=continued, **variables,
-    )  # fmt: skip
+    given, tools = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
+    end = {"add_generation_prompt": generation and not continued, "continue_final_message": continued}
+    return tokenizer.apply_chat_template(given, tools=tools, tokenize=False, **end, **variables)
 
 
 def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:

@@ -229,9 +229,8 @@ class EngineKind:
     @property
     def choices(self) -> dict[str, tuple[str, ...]]:
         """Allowed values of the arguments that depend on the engine, by name."""
-        found = {
-            "precision": self.precisions, "compute_dtype": self.compute_dtypes, "kv_cache_dtype": self.cache_dtypes,
-        }  # fmt: skip
+        names = ("precision", "compute_dtype", "kv_cache_dtype")
+        found = dict(zip(names, (self.precisions, self.compute_dtypes, self.cache_dtypes), strict=True))
         return {name: allowed for name, allowed in found.items() if allowed}
 
     def check_temperature(self, temperature: float) -> None:

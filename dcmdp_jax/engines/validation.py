@@ -121,10 +121,8 @@ class _Reader(Protocol):
 
 def checked_prompts(engine: _Reader, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> list[np.ndarray]:
     """Inputs of `Engine.generate` as int32 vectors; refused as `checked_sequences` says."""
-    return checked_sequences(
-        prompts, "prompt", vocab_size=engine.config.vocab_size, limit=engine.max_total_tokens,
-        reserve=sampling.max_completion_tokens,
-    )  # fmt: skip
+    sizes = {"vocab_size": engine.config.vocab_size, "limit": engine.max_total_tokens}
+    return checked_sequences(prompts, "prompt", **sizes, reserve=sampling.max_completion_tokens)
 
 
 def scored_rows(

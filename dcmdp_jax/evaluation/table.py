@@ -186,8 +186,8 @@ def format_comparison(runs: Sequence[Scores]) -> str:
     for run in runs:
         columns = [run.averages[task] for task in tasks]
         values.setdefault(run.method, []).append([*columns, math.fsum(columns) / len(columns)])
-    means = {method: [math.fsum(column) / len(column) for column in zip(*rows, strict=True)]
-             for method, rows in values.items()}  # fmt: skip
+    columns = {method: list(zip(*rows, strict=True)) for method, rows in values.items()}
+    means = {method: [math.fsum(one) / len(one) for one in each] for method, each in columns.items()}
     best = [max(column) for column in zip(*means.values(), strict=True)]
 
     def cell(method: str, place: int) -> str:

@@ -68,10 +68,9 @@ class DcGrpoTrainer(GRPOTrainer):
         attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         extra = {name: output[name] for name in _MODEL_INPUTS if name in output}
         with torch.no_grad():
-            return self._get_per_token_logps_and_entropies(
-                self.model, ids, attention, output["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size, **extra,
-            )[0]  # fmt: skip
+            size, length = self.args.per_device_train_batch_size, output["completion_ids"].size(1)
+            given = (self.model, ids, attention, length)
+            return self._get_per_token_logps_and_entropies(*given, batch_size=size, **extra)[0]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

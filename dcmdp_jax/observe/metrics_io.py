@@ -324,8 +324,10 @@ def _warn_of_gaps(path: Path, finished: int) -> None:
     if len(recorded) < finished:
         _LOG.warning(
             "%s has records of %d of the %d finished steps: the others are lost to figures and report",
-            path, len(recorded), finished,
-        )  # fmt: skip
+            path,
+            len(recorded),
+            finished,
+        )
 
 
 def _record_start(run_dir: Path, step: int, devices: int) -> None:

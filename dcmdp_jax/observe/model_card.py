@@ -19,9 +19,8 @@ from dcmdp_jax.observe.metrics_io import Series, read_metrics
 
 _POINTS = 12
 """Rows of the curve's table."""
-_COLUMNS = {
-    "dual/multiplier": "lambda", "discrepancy/mean": "mean discrepancy", "dual/tolerance": "c", "reward/mean": "reward",
-}  # fmt: skip
+_COLUMNS = {"dual/multiplier": "lambda", "discrepancy/mean": "mean discrepancy", "dual/tolerance": "c"}
+_COLUMNS["reward/mean"] = "reward"
 _PROJECT = f"[dcmdp_jax]({REPOSITORY})" if REPOSITORY else "dcmdp_jax"
 CITATION = """@article{liu2026dcmdp,
   title = {Reformulate LLM Reinforcement Learning for Efficient Training under Black-box Discrepancy},

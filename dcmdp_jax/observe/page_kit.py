@@ -206,8 +206,8 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
     """
     sizes = np.array([len(each.tokens or ()) or len(each.text) // _BYTES for each in completions], np.int64)
     overhead = 20  # of a completion, in tokens
-    fitting = [n for n in range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50)
-               if (np.minimum(sizes, n) + overhead).sum() <= most_tokens]  # fmt: skip
+    counts = range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50)
+    fitting = [n for n in counts if (np.minimum(sizes, n) + overhead).sum() <= most_tokens]
     longest = max(fitting, default=_LEAST_SHOWN)
     every = max(1, math.ceil((np.minimum(sizes, longest) + overhead).sum() / most_tokens))
     kept = completions[::every]

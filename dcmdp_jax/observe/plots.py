@@ -265,8 +265,10 @@ def _draw_timeline(runs: Runs) -> Figure | None:
         series, drawn = runs[label], set()
         at = {name: _at(series[f"time/{name}"], steps) for name in _OF_TIMELINE}
         # At most a step before the trainer: what samples them may have begun before a program was compiled.
-        begun = {process: np.concatenate([at[f"start_{phase}"] for phase in _TIMELINE if _TIMELINE[phase] == process])
-                 for process in (0, 1)}  # fmt: skip
+        begun = {
+            process: np.concatenate([at[f"start_{phase}"] for phase in _TIMELINE if _TIMELINE[phase] == process])
+            for process in (0, 1)
+        }
         trainer, sampler = (np.min(each[np.isfinite(each)], initial=np.inf) for each in begun.values())
         total = at["total"][np.isfinite(at["total"])]
         begin = max(min(trainer, sampler), trainer - np.min(total, initial=total.max(initial=0.0)))
@@ -329,8 +331,8 @@ def _source_panels(runs: Runs) -> Iterable[Panel]:
         ("discrepancy", "discrepancy/source/", "/mean", "mean discrepancy"),
         ("length", "completion/source/", "/length_mean", "tokens"),
     ):
-        own = {name: name[len(prefix) : -len(suffix)] for name in names if name.startswith(prefix)
-               and name.endswith(suffix)}  # fmt: skip
+        ends = (name for name in names if name.startswith(prefix) and name.endswith(suffix))
+        own = {name: name[len(prefix) : -len(suffix)] for name in ends}
         yield Panel(heading, unit, tuple(own), short=own.get, from_zero=True)
 
 

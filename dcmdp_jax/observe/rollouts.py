@@ -38,15 +38,10 @@ from dcmdp_jax.observe.jsonl import ROLLOUTS_DIRECTORY
 
 _LOG = logging.getLogger(__name__)
 
-_LISTS = {
-    "prompt_token_ids": "int32", "token_ids": "int32", "mask": "bool_", "train_logprobs": "float32",
-    "rollout_logprobs": "float32",
-    "start_logprobs": "float32", "policy_versions": "int32",
-}  # fmt: skip
-_SCALARS = {
-    "step": "int32", "completion": "int32", "prompt_id": "int32", "source": "string", "reward": "float32",
-    "advantage": "float32",
-}  # fmt: skip
+_LISTS = dict.fromkeys(("prompt_token_ids", "token_ids", "policy_versions"), "int32") | {"mask": "bool_"}
+_LISTS |= dict.fromkeys(("train_logprobs", "rollout_logprobs", "start_logprobs"), "float32")
+_SCALARS = dict.fromkeys(("step", "completion", "prompt_id"), "int32") | {"source": "string"}
+_SCALARS |= dict.fromkeys(("reward", "advantage"), "float32")
 
 
 class RolloutWriter:

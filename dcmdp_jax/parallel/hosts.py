@@ -278,18 +278,14 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
     local_devices = None
     if coordinator == AUTO:
         coordinator, processes, process, local_devices = _find_out(int(timeout_s))
-    listen_at = meet(
-        coordinator, processes, process, timeout_s,
-        listen_at=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", ""), say=functools.partial(print, flush=True),
-    )  # fmt: skip
+    bound, say = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", ""), functools.partial(print, flush=True)
+    listen_at = meet(coordinator, processes, process, timeout_s, listen_at=bound, say=say)
     # JAX would catch SIGTERM itself, and only tell who asks it at every step.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(
-            coordinator, processes, process, local_devices, "deactivate",
-            initialization_timeout=max(60, int(timeout_s)), coordinator_bind_address=listen_at,
-            heartbeat_timeout_seconds=max(100, int(2 * timeout_s)),
-        )  # fmt: skip
+        limits = {"initialization_timeout": max(60, int(timeout_s)), "coordinator_bind_address": listen_at}
+        limits["heartbeat_timeout_seconds"] = max(100, int(2 * timeout_s))
+        jax.distributed.initialize(coordinator, processes, process, local_devices, "deactivate", **limits)
     except (RuntimeError, ValueError) as error:
         raise ArgumentError("coordinator", f"got {coordinator!r}: {one_line(error)}") from error
     hosts = SeveralHosts(timeout_s)

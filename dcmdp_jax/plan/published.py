@@ -6,6 +6,7 @@ A plan needs no weights: where `model.path` is no directory, its last part names
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
@@ -13,35 +14,25 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config
 from dcmdp_jax.run.files import fresh_model
 
-_QWEN3 = {
-    "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "rope_theta": 1000000, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960, "tie_word_embeddings": False, "attention_bias": False,
-}  # fmt: skip
+_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+_OTHERS = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_QWEN3 = _OTHERS | {"model_type": "qwen3", "head_dim": 128, "rope_theta": 1000000, "attention_bias": False}
+_QWEN3["max_position_embeddings"] = 40960
+_MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+_QWEN2 = _OTHERS | {"model_type": "qwen2", "rope_theta": 10000, "max_position_embeddings": 131072}
+
+
+def _config(base: dict[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
+    return base | dict(zip(_SIZES, sizes, strict=True)) | others
+
 
 PUBLISHED = {
-    "Qwen3-0.6B": _QWEN3 | {
-        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "tie_word_embeddings": True,
-    },
-    "Qwen3-1.7B": _QWEN3 | {
-        "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "tie_word_embeddings": True,
-    },
-    "Qwen3-8B": _QWEN3 | {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "Qwen3-30B-A3B": _QWEN3 | {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768, "norm_topk_prob": True,
-    },
-    "DeepSeek-R1-Distill-Qwen-1.5B": {
-        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
-        "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "rope_theta": 10000,
-        "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
+    "Qwen3-0.6B": _config(_QWEN3, 1024, 3072, 28, 16, 8, tie_word_embeddings=True),
+    "Qwen3-1.7B": _config(_QWEN3, 2048, 6144, 28, 16, 8, tie_word_embeddings=True),
+    "Qwen3-8B": _config(_QWEN3, 4096, 12288, 36, 32, 8),
+    "Qwen3-30B-A3B": _config(_QWEN3 | _MOE, 2048, 6144, 48, 32, 4, model_type="qwen3_moe"),
+    "DeepSeek-R1-Distill-Qwen-1.5B": _config(_QWEN2, 1536, 8960, 28, 12, 2),
+}
 """Name of the model's directory -> fields of its config.json."""
 
 

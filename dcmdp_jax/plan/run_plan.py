@@ -185,10 +185,8 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
     with as_settings(MESH):
         sizes = axis_sizes(devices, config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        check_training_mesh(
-            mesh, num_heads=model.num_heads, num_experts=model.num_experts,
-            completions=config.completions_per_mini_batch,
-        )  # fmt: skip
+        sizes = {"num_heads": model.num_heads, "num_experts": model.num_experts}
+        check_training_mesh(mesh, **sizes, completions=config.completions_per_mini_batch)
     return model
 
 

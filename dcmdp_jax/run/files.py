@@ -201,10 +201,12 @@ def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[
 
 def worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution."""
-    encoded = join_prompts([
-        _load_prompts(config, tokenizer, "warmup.task", split="train", location=location)
-        for location in split_locations(config.warmup.task)
-    ])  # fmt: skip
+    encoded = join_prompts(
+        [
+            _load_prompts(config, tokenizer, "warmup.task", split="train", location=location)
+            for location in split_locations(config.warmup.task)
+        ]
+    )
     if bare := [problem.index for problem in encoded.problems if not problem.solution]:
         raise UserError(f"config.warmup.task: row {bare[0]} of {config.warmup.task} has no worked solution")
     solutions = tokenizer([problem.solution for problem in encoded.problems], add_special_tokens=False)["input_ids"]

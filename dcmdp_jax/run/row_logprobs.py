@@ -137,10 +137,9 @@ def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mes
     """
     axes = kernel_axes(model, mesh)
     rows = P(("fsdp", "expert"))
-    return shard_map_over_model_axes(
-        functools.partial(token_logprobs, kernel_axes=axes), mesh,
-        in_specs=(rows, P(*axes), rows, rows), out_specs=(rows, rows),
-    )  # fmt: skip
+    sharded = functools.partial(token_logprobs, kernel_axes=axes)
+    specs = (rows, P(*axes), rows, rows)
+    return shard_map_over_model_axes(sharded, mesh, in_specs=specs, out_specs=(rows, rows))
 
 
 def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:

@@ -259,9 +259,14 @@ def test_micro_batches_of_a_split_completion_set_share_the_total():
     def one(row):
         token_weights = masked.gather_to_tokens(weights, row["index"])
         return policy_surrogate(
-            row["now"], row["old"], row["advantages"], row["mask"], token_weights,
-            clip_low=CLIP_LOW, clip_high=CLIP_HIGH,
-        )  # fmt: skip
+            row["now"],
+            row["old"],
+            row["advantages"],
+            row["mask"],
+            token_weights,
+            clip_low=CLIP_LOW,
+            clip_high=CLIP_HIGH,
+        )
 
     rows = jax.tree.map(lambda x: jnp.asarray(x)[:, None], laid | {"advantages": shaped})
     start = stats.empty(jax.eval_shape(one, jax.tree.map(lambda x: x[0], rows)))

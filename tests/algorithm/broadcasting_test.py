@@ -36,7 +36,7 @@ TOKENS = {
         train_logprobs old_logprobs rollout_logprobs start_logprobs anchor_logprobs ratio advantages
         discrepancy
     """.split()
-} | {"completion_mask": MASK, "completion_index": INDEX, "multiplier": ONE, "tolerance": ONE}  # fmt: skip
+} | {"completion_mask": MASK, "completion_index": INDEX, "multiplier": ONE, "tolerance": ONE}
 PAIR = {"train_logprobs": ROWS, "rollout_logprobs": ROWS}
 WHERE = {"completion_mask": MASK, "completion_index": INDEX}
 GROUP = {"rewards": REWARDS, "group_ids": GROUPS, "valid": VALID}

@@ -112,10 +112,9 @@ def make_correction(name, given):
 
 
 def _tokens(now, old, rollout, advantages, mask, index, completions):
-    return Tokens(
-        train_logprobs=now, old_logprobs=old, rollout_logprobs=rollout, advantages=advantages, completion_mask=mask,
-        completion_index=index, num_completions=completions, multiplier=0.0, tolerance=0.0,
-    )  # fmt: skip
+    completion = dict(completion_mask=mask, completion_index=index, num_completions=completions)
+    logprobs = dict(train_logprobs=now, old_logprobs=old, rollout_logprobs=rollout)
+    return Tokens(advantages=advantages, **logprobs, **completion, multiplier=0.0, tolerance=0.0)
 
 
 def _rows(spread, seed=0):

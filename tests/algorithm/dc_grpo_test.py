@@ -191,9 +191,14 @@ def _packed_step(data, clip_high):
     schedule = optax.constant_schedule(1.0)
     optimizer = optax.with_extra_args_support(optax.sgd(schedule))
     parts = StepParts(
-        row_logprobs=row_logprobs, compute_dtype="float32", settings=settings, max_completion_tokens=7,
-        optimizer=optimizer, schedule=schedule, mesh=None,
-    )  # fmt: skip
+        row_logprobs=row_logprobs,
+        compute_dtype="float32",
+        settings=settings,
+        max_completion_tokens=7,
+        optimizer=optimizer,
+        schedule=schedule,
+        mesh=None,
+    )
     step = make_train_step(parts)
     params = {"table": jnp.asarray(tables["train_logprobs"])}
     state = new_state(params, optimizer, dual_init(0.4, minimum=0.0, maximum=1.0, tolerance=0.05))

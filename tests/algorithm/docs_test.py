@@ -36,10 +36,9 @@ def test_every_number_of_the_losses_page_is_computed(capsys):
         lines += len(numbers)
     assert len(blocks) == 7 and lines > 30
     mask, objective = names["mask"], np.asarray(names["objective"]) * names["mask"]
-    values = [
-        names["advantages"], names["penalized"], objective, objective.sum(1) / mask.sum(1), names["gradient"],
-        names["mean_delta"], names["multiplier"], names["loss"], np.sqrt(0.5), np.sqrt(2.0), 1e-6,
-    ]  # fmt: skip
+    values = [names["advantages"], names["penalized"], objective, objective.sum(1) / mask.sum(1)]
+    values += [names[name] for name in ("gradient", "mean_delta", "multiplier", "loss")]
+    values += [np.sqrt(0.5), np.sqrt(2.0), 1e-6]
     values = np.concatenate([np.ravel(x) for x in values])
     prose = re.sub(r"```python\n.*?```", "", page, flags=re.DOTALL)
     found = [float(x) for x in re.findall(r"-?\d+\.\d{6,}", prose)]

@@ -21,11 +21,10 @@ OPTIONS = {"measure": {"measure": "diff", "sided": "two"}, "level": "token", "pe
 
 
 def _signals(old=OLD, rows=slice(0, 2), tolerance=0.3, **changes):
-    tokens = Tokens(
-        train_logprobs=old[rows], old_logprobs=old[rows], rollout_logprobs=ROLLOUT[rows],
-        advantages=ADVANTAGES[INDEX[rows]], completion_mask=MASK[rows], completion_index=INDEX[rows],
-        num_completions=2, multiplier=0.5, tolerance=tolerance,
-    )  # fmt: skip
+    logprobs = dict(train_logprobs=old[rows], old_logprobs=old[rows], rollout_logprobs=ROLLOUT[rows])
+    completion = dict(completion_mask=MASK[rows], completion_index=INDEX[rows], num_completions=2)
+    advantages = ADVANTAGES[INDEX[rows]]
+    tokens = Tokens(**logprobs, **completion, advantages=advantages, multiplier=0.5, tolerance=tolerance)
     return signals.row_signals(tokens, WEIGHTS, **(OPTIONS | changes))
 
 

@@ -15,10 +15,9 @@ from dcmdp_jax.models.params import num_params
 
 
 def _job(*, ends: bool) -> Job:
-    return Job(
-        part="sampler", checkpoint="", problems="", scratch="", parameters=1, prompts=1, group=2, prompt_tokens=3,
-        new_tokens=4, prompt_lengths=[3], lengths=[4, 4], ends=ends, cores=1,
-    )  # fmt: skip
+    none = dict.fromkeys(("checkpoint", "problems", "scratch"), "")
+    work = dict(prompts=1, group=2, prompt_tokens=3, new_tokens=4, prompt_lengths=[3], lengths=[4, 4], ends=ends)
+    return Job(part="sampler", parameters=1, cores=1, **none, **work)
 
 
 def test_needed_operations_by_hand() -> None:

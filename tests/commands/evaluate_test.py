@@ -134,10 +134,9 @@ def test_problems_can_be_limited_and_long_prompts_left_out(hf_dir, tmp_path, cap
     rows = [{"problem": text, "answer": "4"} for text in ("p1", "p2 and longer", "p3", "p4")]
     path = tmp_path / "mixed.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    record = _evaluate(
-        tmp_path / "out.json", hf_dir, TASK, path, "--config.evaluation.max_problems", 3,
-        "--config.task.max_prompt_tokens", 10, "--config.task.prompt_suffix", "", TOKENS, 4, SAMPLES, 1,
-    )  # fmt: skip
+    prompts = ("--config.task.max_prompt_tokens", 10, "--config.task.prompt_suffix", "")
+    limits = ("--config.evaluation.max_problems", 3, TOKENS, 4, SAMPLES, 1)
+    record = _evaluate(tmp_path / "out.json", hf_dir, TASK, path, *limits, *prompts)
     assert record["tasks"]["mixed"]["problem_rows"] == [0, 2] and record["tasks"]["mixed"]["dropped_prompts"] == 1
     assert "left out, prompt over task.max_prompt_tokens: 1 of mixed" in capsys.readouterr().out
 
@@ -178,11 +177,13 @@ def test_the_six_benchmarks_with_the_papers_k(tmp_path, capsys, monkeypatch):
     record = _evaluate(
         tmp_path / "out.json", tmp_path / "m", TASK, files, "--config.evaluation.max_problems", 1, TOKENS, 4, ROWS, 4
     )
-    assert {name: record["tasks"][name]["samples"] for name in names} == {
-        "aime24": 32, "aime25": 32, "amc23": 32, "math500": 4, "minerva": 4, "olympiadbench": 4,
-    }  # fmt: skip
+    samples = {name: record["tasks"][name]["samples"] for name in names}
+    assert samples == dict.fromkeys(("aime24", "aime25", "amc23"), 32) | dict.fromkeys(
+        ("math500", "minerva", "olympiadbench"), 4
+    )
     heading = capsys.readouterr().out.splitlines()[0]
-    assert [cell.strip() for cell in heading.split("|")] == "Method AIME24 AIME25 AMC23 MATH-500 Minerva Olympiad Avg".split()  # fmt: skip
+    heads = [cell.strip() for cell in heading.split("|")]
+    assert heads == "Method AIME24 AIME25 AMC23 MATH-500 Minerva Olympiad Avg".split()
 
 
 @pytest.mark.long

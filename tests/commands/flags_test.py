@@ -33,11 +33,12 @@ def error(*arguments):
 
 
 def test_a_file_its_argument_and_overrides():
-    config = run(
-        "--config=configs/demo.py:grpo,debug", "--config.rollout.precision=int8", "--config.algorithm.multiplier=0",
-        "--config.training.row_lengths=(96,128)", "--config.algorithm.normalize_std=False",
-        "--config.optimizer.weight_decay=1e-2", "--config.run_dir=runs/x", "-config.training.seed", "9",
-    )  # fmt: skip
+    given = """
+        --config=configs/demo.py:grpo,debug --config.rollout.precision=int8 --config.algorithm.multiplier=0
+        --config.training.row_lengths=(96,128) --config.algorithm.normalize_std=False
+        --config.optimizer.weight_decay=1e-2 --config.run_dir=runs/x -config.training.seed 9
+    """
+    config = run(*given.split())
     assert config.algorithm.method == "grpo" and config.training.steps == 2
     assert config.rollout.precision == "int8" and config.algorithm.multiplier == 0.0
     assert config.training.row_lengths == (96, 128) and config.algorithm.normalize_std is False

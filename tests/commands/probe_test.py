@@ -18,7 +18,6 @@ from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.data.prompts import save_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.recording import Columns
-from dcmdp_jax.lab.oracle.oracle import ask
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import save_params
@@ -148,10 +147,8 @@ _ASK = (_TASK, "--prompts", "2", "--config.rollout.group_size=16")
 
 
 def test_an_engine_is_compared_with_an_implementation_that_shares_no_code(model, tmp_path, capsys):
-    code, said, shown = _run(
-        capsys, "--model", model / "model", *_ASK, f"{_LIMIT}=8", "--a", "local:exact", "--b", "hf",
-        "--no-rescoring", "--out", tmp_path,
-    )  # fmt: skip
+    ask = (*_ASK, f"{_LIMIT}=8", "--a", "local:exact", "--b", "hf", "--no-rescoring")
+    code, said, shown = _run(capsys, "--model", model / "model", *ask, "--out", tmp_path)
     assert code == 0, shown
     (pair,) = json.loads((tmp_path / "probe.json").read_text())["pairs"]
     # transformers gives no entropies here, so that the tokens come from these distributions is not checked.
@@ -183,10 +180,8 @@ def test_remedies_are_compared_by_the_gradients_they_give(model, tmp_path, capsy
     # A random model never answers right: a reward that it can earn.
     rewards = lambda texts, answers: [sum(map(ord, text)) % 3 == 0 for text in texts]  # noqa: E731
     monkeypatch.setattr(probe, "ask", lambda *args, grade, **options: ask(*args, grade=rewards, **options))
-    code, said, shown = _run(
-        capsys, "--model", model / "model", _TASK, "--prompts", "3", "--config.rollout.group_size=4", "--batches", "4",
-        f"{_LIMIT}=6", "--a", "local:int4", "--remedies", "--out", tmp_path,
-    )  # fmt: skip
+    ask = (_TASK, "--prompts", "3", "--config.rollout.group_size=4", "--batches", "4", f"{_LIMIT}=6", "--remedies")
+    code, said, shown = _run(capsys, "--model", model / "model", *ask, "--a", "local:int4", "--out", tmp_path)
     assert code == 0, shown
     (record,) = json.loads((tmp_path / "remedies.json").read_text())
     names = [one["name"].partition("(")[0].partition(",")[0] for one in record["remedies"]]
@@ -234,10 +229,8 @@ def test_the_arms_of_a_study_take_the_place_of_the_remedies():
 
 
 def test_remedies_of_answers_that_are_never_right_are_refused_in_one_line(model, tmp_path, capsys):
-    code, said, error = _run(
-        capsys, "--model", model / "model", *_ASK, "--batches", "4", f"{_LIMIT}=4", "--a", "local",
-        "--remedies", "--out", tmp_path,
-    )  # fmt: skip
+    ask = (*_ASK, "--batches", "4", f"{_LIMIT}=4", "--a", "local", "--remedies")
+    code, said, error = _run(capsys, "--model", model / "model", *ask, "--out", tmp_path)
     assert code == 2 and said == "" and "the rewards of every prompt are all equal in three batches" in error
 
 

@@ -61,11 +61,9 @@ def test_a_recorded_run_shows_the_prompt_it_was_asked(tmp_path, capsys):
     with MetricsWriter(tmp_path / "run", rollouts_every_steps=1) as writer:
         writer.write(1, {"reward/mean": 0.5})
         half = np.log(np.array([0.5, 1], np.float32))
-        writer.write_rollouts(1, [{
-            "completion": 0, "prompt_id": 1098, "source": "s", "prompt_token_ids": [5, 6], "token_ids": [7, 8],
-            "mask": [True, False], "train_logprobs": half, "rollout_logprobs": 2 * half, "policy_versions": [0, -1],
-            "reward": 1.0, "advantage": 0.5,
-        }])  # fmt: skip
+        tokens = dict(prompt_token_ids=[5, 6], token_ids=[7, 8], mask=[True, False], policy_versions=[0, -1])
+        tokens |= dict(train_logprobs=half, rollout_logprobs=2 * half, reward=1.0, advantage=0.5)
+        writer.write_rollouts(1, [dict(completion=0, prompt_id=1098, source="s", **tokens)])
     code, _, error = _view(capsys, tmp_path / "run", "--out", tmp_path / "page")
     assert code == 0, error
     (row,) = _rows(tmp_path / "page" / "view.html")["rows"]
@@ -74,8 +72,8 @@ def test_a_recorded_run_shows_the_prompt_it_was_asked(tmp_path, capsys):
 
 def test_an_evaluation_shows_every_completion_with_what_was_found(tmp_path, capsys):
     path = tmp_path / "evaluation-m.problems.jsonl"
-    problem = {"task": "t", "row": 0, "prompt": "1+1?", "answer": "2", "scores": [1, 0], "completions": ["so 2", "hm"],
-               "found": ["2", None]}  # fmt: skip
+    problem = {"task": "t", "row": 0, "prompt": "1+1?", "answer": "2", "scores": [1, 0]}
+    problem |= {"completions": ["so 2", "hm"], "found": ["2", None]}
     path.write_text("".join(json.dumps(line) + "\n" for line in ({"model": "m"}, problem, {"task": "t", "part": 0})))
     assert _view(capsys, path, "--out", tmp_path / "page")[0] == 0
     rows = _rows(tmp_path / "page" / "view.html")["rows"]
@@ -99,11 +97,9 @@ def test_a_name_that_is_not_utf_8_is_shown_with_a_question_mark(tmp_path, capsys
     run = tmp_path / os.fsdecode(b"run\xff")
     with MetricsWriter(run, rollouts_every_steps=1) as writer:
         writer.write(1, {"reward/mean": 0.5})
-        writer.write_rollouts(1, [{
-            "completion": 0, "prompt_id": 1, "source": "s", "prompt_token_ids": [5], "token_ids": [7], "mask": [True],
-            "train_logprobs": [-1.0], "rollout_logprobs": [-2.0], "policy_versions": [0], "reward": 1.0,
-            "advantage": 0.5,
-        }])  # fmt: skip
+        tokens = dict(prompt_token_ids=[5], token_ids=[7], mask=[True], policy_versions=[0])
+        tokens |= dict(train_logprobs=[-1.0], rollout_logprobs=[-2.0], reward=1.0, advantage=0.5)
+        writer.write_rollouts(1, [dict(completion=0, prompt_id=1, source="s", **tokens)])
     code, _, error = _view(capsys, run, "--out", tmp_path / "page")
     assert code == 0, error
     assert "<title>run?</title>" in (tmp_path / "page" / "view.html").read_text()

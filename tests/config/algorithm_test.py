@@ -23,9 +23,14 @@ def _tokens(ratio):
     old = rollout + np.log(np.array([ratio], np.float32))
     mask = np.ones(old.shape, bool)
     return Tokens(
-        train_logprobs=old, old_logprobs=old, rollout_logprobs=rollout, advantages=np.ones(old.shape),
-        completion_mask=mask, completion_index=np.zeros(old.shape, np.int32), num_completions=1,
-    )  # fmt: skip
+        train_logprobs=old,
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        advantages=np.ones(old.shape),
+        completion_mask=mask,
+        completion_index=np.zeros(old.shape, np.int32),
+        num_completions=1,
+    )
 
 
 @pytest.mark.parametrize(

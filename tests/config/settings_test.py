@@ -226,11 +226,17 @@ def test_what_would_break_late_is_refused_at_once(name, value):
 @pytest.mark.parametrize(
     ("name", "lowest"),
     [
-        ("rollout.group_size", 2), ("training.steps", 1), ("training.seed", 0),
-        ("algorithm.tolerance", 0.0), ("evaluation.every_steps", 0), ("evaluation.temperature", 0.0),
-        ("checkpoint.keep_best", 0), ("optimizer.max_grad_norm", 0.0), ("task.verifier_timeout", 0.01),
+        ("rollout.group_size", 2),
+        ("training.steps", 1),
+        ("training.seed", 0),
+        ("algorithm.tolerance", 0.0),
+        ("evaluation.every_steps", 0),
+        ("evaluation.temperature", 0.0),
+        ("checkpoint.keep_best", 0),
+        ("optimizer.max_grad_norm", 0.0),
+        ("task.verifier_timeout", 0.01),
     ],
-)  # fmt: skip
+)
 def test_the_lowest_value_is_itself_allowed(name, lowest):
     from_config_dict(_with(**_set(name, lowest)))
 

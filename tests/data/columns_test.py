@@ -15,12 +15,8 @@ def _episodes(name, entries):
     episodes = []
     for i, tokens in enumerate((2, 5, 3)):
         values = np.full((tokens, *entries), 100 * i) + np.arange(tokens).reshape(-1, *(1 for _ in entries))
-        episodes.append(
-            single_turn(
-                np.arange(3), np.arange(tokens), np.zeros(tokens), policy_version=0, group=0, member=i,
-                finish_reason="stop", **{name: values},
-            )
-        )  # fmt: skip
+        place = dict(policy_version=0, group=0, member=i, finish_reason="stop")
+        episodes.append(single_turn(np.arange(3), np.arange(tokens), np.zeros(tokens), **place, **{name: values}))
     return episodes
 
 

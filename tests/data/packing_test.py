@@ -207,9 +207,8 @@ def test_order_of_finishing_does_not_change_a_batch():
     out_of_order = [groups[2][1], groups[0][0], groups[2][0], groups[1][0], groups[0][1], groups[1][1]]
     yielded = [finished.add([episode]) for episode in out_of_order]
     # A group is complete with its second episode, whichever that is; members in order.
-    assert [[(e.group, e.member) for e in complete] for complete in yielded] == [
-        [], [], [(2, 0), (2, 1)], [], [(0, 0), (0, 1)], [(1, 0), (1, 1)],
-    ]  # fmt: skip
+    found = [[(e.group, e.member) for e in complete] for complete in yielded]
+    assert found == [[], [], [(2, 0), (2, 1)], [], [(0, 0), (0, 1)], [(1, 0), (1, 1)]]
     expected, _ = pack(rollout.episodes, np.ones(6, np.float32), plan, mask_truncated=False)
     batch, _ = pack(collect(yielded), np.ones(6, np.float32), plan, mask_truncated=False)
     jax.tree.map(np.testing.assert_array_equal, batch, expected)

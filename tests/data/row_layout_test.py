@@ -89,10 +89,8 @@ def test_rows_that_take_alike_lie_on_different_devices():
     shards=st.sampled_from([1, 2, 8, 64]),
 )
 def test_every_sequence_has_a_place_of_its_own(lengths, segments, tokens, shards):
-    plan = make_row_shapes(
-        longest=304, length_multiple=8, micro_batch_tokens=tokens, mini_batches=1, completions=24,
-        segments_per_row=segments, row_shards=shards,
-    )  # fmt: skip
+    rows = dict(segments_per_row=segments, row_shards=shards, micro_batch_tokens=tokens)
+    plan = make_row_shapes(longest=304, length_multiple=8, mini_batches=1, completions=24, **rows)
     layout = lay_out(np.array(lengths, np.int64), plan)
     assert (layout.micro_batches <= plan.micro_batches).all() and len(plan.row_lengths) <= 8
     shapes = zip(plan.micro_batches, plan.rows_per_micro_batch, plan.row_lengths, strict=True)
@@ -135,10 +133,9 @@ def _draws(seed, limit, prompts, group, shortest, longest):
 def test_ragged_lengths_leave_little_padding(limit, prompts, mini_batches, shards, segments, most):
     asked = (16, 48) if limit == 256 else (64, 512)
     completions = prompts * 8 // mini_batches
-    plan = make_row_shapes(
-        longest=limit + asked[1], length_multiple=8, micro_batch_tokens=16384, mini_batches=mini_batches,
-        completions=completions, segments_per_row=segments, row_shards=shards,
-    )  # fmt: skip
+    rows = dict(segments_per_row=segments, row_shards=shards, micro_batch_tokens=16384, length_multiple=8)
+    batch = dict(mini_batches=mini_batches, completions=completions)
+    plan = make_row_shapes(longest=limit + asked[1], **rows, **batch)
     ratios = []
     for seed in range(20):
         lengths = _draws(seed, limit, prompts, 8, *asked).reshape(mini_batches, completions)
@@ -176,10 +173,8 @@ def test_nothing_to_compute():
 @given(lengths=st.lists(st.integers(1, 56), min_size=48, max_size=48), segments=st.sampled_from([2, 5, ANY_NUMBER]))
 def test_rows_of_several_of_the_longest_need_room_for_few(lengths, segments):
     # Rows of 512 hold nine of 56 tokens: with any number of segments 48 x 56 // 457 + 1 = 6 rows suffice, not 48.
-    plan = make_row_shapes(
-        row_lengths=(256, 512), longest=56, micro_batch_tokens=512, mini_batches=1, completions=48,
-        segments_per_row=segments, row_shards=1,
-    )  # fmt: skip
+    rows = dict(row_lengths=(256, 512), longest=56, micro_batch_tokens=512, row_shards=1)
+    plan = make_row_shapes(mini_batches=1, completions=48, segments_per_row=segments, **rows)
     layout = lay_out(np.array(lengths), plan)
     assert (layout.micro_batches <= plan.micro_batches).all()
     if segments == ANY_NUMBER:

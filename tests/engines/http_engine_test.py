@@ -59,10 +59,8 @@ class Switch:
 @functools.cache
 def _model():
     # vLLM's CPU attention wants heads of 32 or more.
-    config = ModelConfig(
-        "qwen3", len(build_tokenizer()), 32, 64, 2, 4, 2, 32, rope_theta=1e4, max_position_embeddings=128,
-        initializer_range=0.3,
-    )  # fmt: skip
+    others = dict(rope_theta=1e4, max_position_embeddings=128, initializer_range=0.3)
+    config = ModelConfig("qwen3", len(build_tokenizer()), 32, 64, 2, 4, 2, 32, **others)
     return config, init_params(config, jax.random.key(0))
 
 
@@ -86,11 +84,10 @@ class _Server:
             "--worker-extension-cls logprobs_switch.Switch"
         )
         environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-        environment |= {
-            "PYTHONPATH": str(base / "site"), "TMPDIR": str(base), "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": KEY,
-        }  # fmt: skip
+        on = "TORCHDYNAMO_DISABLE OMP_NUM_THREADS HF_HUB_OFFLINE VLLM_NO_USAGE_STATS VLLM_SERVER_DEV_MODE"
+        environment |= dict.fromkeys(on.split(), "1")
+        environment |= {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_API_KEY": KEY}
+        environment |= {"PYTHONPATH": str(base / "site"), "TMPDIR": str(base)}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments.split()],

@@ -33,10 +33,8 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devi
 DENSE = ModelConfig("qwen3", 48, 32, 64, 2, 8, 4, 8, tie_word_embeddings=True, initializer_range=0.3)
 # Biases on q, k, v and o; a vocabulary that no mesh divides, and an output matrix of its own.
 LLAMA = dataclasses.replace(DENSE, model_type="llama", vocab_size=41, attention_bias=True, tie_word_embeddings=False)
-EXPERTS = ModelConfig(
-    "qwen3_moe", 48, 32, 48, 2, 4, 2, 8, initializer_range=0.3,
-    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
-)  # fmt: skip
+_MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
+EXPERTS = ModelConfig("qwen3_moe", 48, 32, 48, 2, 4, 2, 8, initializer_range=0.3, **_MOE)
 SAMPLING = SamplingParams(group_size=3, max_completion_tokens=20, temperature=0.8, stop_token_ids=tuple(range(5)))
 PROMPTS = tuple(np.random.default_rng(0).integers(0, 40, length).astype(np.int32) for length in (1, 5, 16, 12, 7))
 

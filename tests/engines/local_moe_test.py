@@ -25,10 +25,8 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from tests.support.sampling import local_engine, sample
 
-CONFIG = ModelConfig(
-    "qwen3_moe", 40, 32, 48, 2, 4, 2, 8, initializer_range=0.3,
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
-)  # fmt: skip
+_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+CONFIG = ModelConfig("qwen3_moe", 40, 32, 48, 2, 4, 2, 8, initializer_range=0.3, **_MOE)
 SAMPLING = SamplingParams(group_size=3, max_completion_tokens=9, temperature=0.8)
 PROMPTS = tuple(np.random.default_rng(0).integers(0, 40, length).astype(np.int32) for length in (1, 5, 16))
 
@@ -124,10 +122,8 @@ def test_routed_experts_are_those_of_every_token(shape):
     """In float32 the trainer's own, of prompts and completions, whatever batches and caches a row went through."""
     sampling = SamplingParams(group_size=3, max_completion_tokens=11, temperature=0.8, stop_token_ids=(3, 4))
     mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
-    made = local_engine(
-        CONFIG, precision="float32", max_total_tokens=64, max_rows=4, min_rows=2, cache_block=4, mesh=mesh,
-        routed_experts=True,
-    )  # fmt: skip
+    rows = dict(max_total_tokens=64, max_rows=4, min_rows=2, cache_block=4)
+    made = local_engine(CONFIG, precision="float32", mesh=mesh, routed_experts=True, **rows)
     made.push_weights(_params(), 0)
     rollout = sample(made, list(PROMPTS), sampling, seed=1, step=2)
     episodes = rollout.episodes
@@ -166,10 +162,8 @@ def test_replay_brings_engine_and_trainer_nearer(precision, compute):
 def test_wrong_experts_are_named():
     """One line each, before they are trained on."""
     routed = np.tile(np.array([0, 3], np.int16), (8, 2, 1))
-    episode = single_turn(
-        np.arange(5), np.arange(4), np.zeros(4), policy_version=0, group=0, member=0, finish_reason="length",
-        routed_experts=routed,
-    )  # fmt: skip
+    place = dict(policy_version=0, group=0, member=0, finish_reason="length")
+    episode = single_turn(np.arange(5), np.arange(4), np.zeros(4), routed_experts=routed, **place)
     check_routed_experts([episode], *CONFIG.routing)
     given = episode.columns["routed_experts"]
     for wrong, message in (

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -18,10 +16,8 @@ from dcmdp_jax.engines.validation import sample_alone
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
+from tests.support.processes import finished
 from tests.support.sampling import local_engine
-from tests.support.waiting import HANGS_S
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.long
@@ -29,10 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
     """A wide random model: benchmarks/mismatch.py has 0.003 to 0.005 for it with each request alone."""
     tokenizer = build_tokenizer()
-    config = ModelConfig(
-        "qwen3", len(tokenizer), 256, 512, 4, 4, 2, 64, tie_word_embeddings=False, max_position_embeddings=128,
-        initializer_range=0.4,
-    )  # fmt: skip
+    others = dict(tie_word_embeddings=False, max_position_embeddings=128, initializer_range=0.4)
+    config = ModelConfig("qwen3", len(tokenizer), 256, 512, 4, 4, 2, 64, **others)
     save_tokenizer(tokenizer, tmp_path / "tokenizer", (tokenizer.eos_token_id,))
     save_params(
         init_params(config, jax.random.key(0)),
@@ -41,15 +35,9 @@ def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
         dtype="float32",
         tokenizer_dir=tmp_path / "tokenizer",
     )
-    command = [
-        sys.executable, "-m", "bin.train", "--config=configs/demo_vllm.py:debug",
-        f"--config.run_dir={tmp_path / 'run'}", f"--config.model.path={tmp_path / 'model'}",
-        "--config.training.steps=1", "--config.evaluation.every_steps=0", "--config.warmup.steps=0",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=ROOT, env=run_environment, capture_output=True, text=True, timeout=HANGS_S, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    own = (f"--config.run_dir={tmp_path / 'run'}", f"--config.model.path={tmp_path / 'model'}")
+    settings = ("--config.training.steps=1", "--config.evaluation.every_steps=0", "--config.warmup.steps=0")
+    finished("-m", "bin.train", "--config=configs/demo_vllm.py:debug", *own, *settings, env=run_environment)
     [record] = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     # Products on AMX tiles depend on the number of rows; on an AMD EPYC without them a batch of one had the same bits.
     tiles = "amx_tile" in Path("/proc/cpuinfo").read_text().split()

@@ -198,10 +198,8 @@ _SAMPLING = SamplingParams(group_size=1, max_completion_tokens=4)
 
 
 def _episode(group=0, **changes):
-    made = single_turn(
-        _PROMPTS[group], np.array([7, 8], np.int32), np.array([-1, -2], np.float32), policy_version=0, group=group,
-        member=0, finish_reason="length",
-    )  # fmt: skip
+    place = dict(policy_version=0, group=group, member=0, finish_reason="length")
+    made = single_turn(_PROMPTS[group], np.array([7, 8], np.int32), np.array([-1, -2], np.float32), **place)
     columns = {name: changes.pop(name) for name in list(changes) if name in COLUMNS or name == "colors"}
     return dataclasses.replace(made, **changes).with_columns(**columns)
 
@@ -259,12 +257,8 @@ class _Sampler(_Engine):
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
         for group, prompt in enumerate(prompts):
             ids = np.random.default_rng((seed, step, first_prompt + group)).integers(0, 50, 2).astype(np.int32)
-            yield [
-                single_turn(
-                    prompt, ids, np.full(2, -1, np.float32), policy_version=0, group=group, member=0,
-                    finish_reason="length",
-                )
-            ]  # fmt: skip
+            place = dict(policy_version=0, group=group, member=0, finish_reason="length")
+            yield [single_turn(prompt, ids, np.full(2, -1, np.float32), **place)]
 
     def score(self, prompts, completions, *, temperature):
         return [np.full(len(ids), -1.25, np.float32) for ids in completions]

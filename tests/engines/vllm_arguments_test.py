@@ -36,10 +36,8 @@ def test_vllm_takes_the_arguments_for_gpus(vllm_is_installed, tmp_path):
     script.write_text(_READ)
 
     def arguments(precision, **changes):
-        engine = EngineArguments(
-            precision, "bfloat16", max_total_tokens=TOTAL, max_rows=64, settings=vllm_settings(**changes), model=config,
-            directory=tmp_path / precision, platform="cuda",
-        )  # fmt: skip
+        place = dict(settings=vllm_settings(**changes), directory=tmp_path / precision, platform="cuda")
+        engine = EngineArguments(precision, "bfloat16", max_total_tokens=TOTAL, max_rows=64, model=config, **place)
         launch.write_model_config(engine)
         return launch.engine_arguments(engine)
 

@@ -97,7 +97,7 @@ def test_what_a_setting_says_engine_args_must_not(name, place):
         model skip_tokenizer_init load_format logprobs_mode generation_config override_generation_config
         worker_extension_cls trust_remote_code
     """.split(),
-)  # fmt: skip
+)
 def test_what_would_break_training_is_set_nowhere(name):
     with pytest.raises(ValueError, match=f"^engine_args: {name} is set by nowhere: "):
         launch.extra_arguments(json.dumps({name: "raw_logprobs"}))
@@ -441,9 +441,15 @@ def test_the_former_name_of_the_share_is_kept_alone(gpu_trainer):
 
 @pytest.mark.parametrize(
     ("said", "share", "trainer"),
-    [("0.92", 0.4, "0.92"), ("0.56", 0.4, "0.56"), ("0.05", 0.4, "0.05"), (None, 0.85, "0.05"), (None, 1.0, "-0.1"),
-     ("nan", 0.4, "nan")],
-)  # fmt: skip
+    [
+        ("0.92", 0.4, "0.92"),
+        ("0.56", 0.4, "0.56"),
+        ("0.05", 0.4, "0.05"),
+        (None, 0.85, "0.05"),
+        (None, 1.0, "-0.1"),
+        ("nan", 0.4, "nan"),
+    ],
+)
 def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
     """Otherwise whichever starts second fails with an allocator's message, minutes later."""
     gpu_trainer(said)

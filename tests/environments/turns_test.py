@@ -48,12 +48,9 @@ class _Script:
                 ids = np.array(ids if cut else [*ids, _TOKENIZER.eos_token_id], np.int32)
                 assert len(ids) <= sampling.max_completion_tokens
                 logprobs = -0.5 - np.arange(len(ids), dtype=np.float32) / 8
-                episodes.append(
-                    single_turn(
-                        prompts[group], ids, logprobs, policy_version=step, group=group, member=member,
-                        finish_reason="length" if cut else "stop",
-                    )
-                )  # fmt: skip
+                place = dict(policy_version=step, group=group, member=member)
+                end = "length" if cut else "stop"
+                episodes.append(single_turn(prompts[group], ids, logprobs, **place, finish_reason=end))
             yield episodes
             yield []
 
@@ -78,10 +75,9 @@ def _play(environment, texts, rows, *, group_size=1, turns=4, turn_tokens=8, lim
     name = environment if environment in BUILT_IN_ENVIRONMENTS else f"{_FILE}:{environment}"
     columns = [*columns, "reference_answer"]
     with EnvironmentPool(name, columns, timeout_s=timeout_s, output=settings.pop("output", None)) as pool:
-        sampler = TurnSampler(
-            engine, pool, _TOKENIZER, columns, TurnLimits(turns, turn_tokens, settings.pop("prompt_tokens", 64)),
-            prompt_suffix="", variables={}, stop_on_error=settings.pop("stop_on_error", True),
-        )  # fmt: skip
+        limits = TurnLimits(turns, turn_tokens, settings.pop("prompt_tokens", 64))
+        said = dict(prompt_suffix="", variables={}, stop_on_error=settings.pop("stop_on_error", True))
+        sampler = TurnSampler(engine, pool, _TOKENIZER, columns, limits, **said)
         [*waits, episodes] = sampler.generate(prompts, problems, sampling, seed=5, step=7, first_prompt=2)
     assert all(wait == [] for wait in waits)
     return episodes, sampler.played, engine.calls

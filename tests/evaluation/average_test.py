@@ -32,12 +32,9 @@ class _Script:
                 cut = text.endswith("...")
                 tokens = tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
                 ids = np.array(tokens if cut else [*tokens, tokenizer.eos_token_id], np.int32)
-                episodes.append(
-                    single_turn(
-                        prompts[group], ids, np.zeros(ids.size), policy_version=0, group=group, member=member,
-                        finish_reason="length" if cut else "stop",
-                    )
-                )  # fmt: skip
+                place = dict(policy_version=0, group=group, member=member)
+                end = "length" if cut else "stop"
+                episodes.append(single_turn(prompts[group], ids, np.zeros(ids.size), **place, finish_reason=end))
             yield episodes
             yield []
 

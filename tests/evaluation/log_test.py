@@ -53,8 +53,13 @@ def test_lines_hold_every_problem(tmp_path):
         "found": ["7", None, "x"],
     }
     assert lines[6] == {
-        "task": "t", "part": 1, "problems": 2, "verifier_timeouts": 1, "verifier_errors": 0, "verifier_over_budget": 1,
-    }  # fmt: skip
+        "task": "t",
+        "part": 1,
+        "problems": 2,
+        "verifier_timeouts": 1,
+        "verifier_errors": 0,
+        "verifier_over_budget": 1,
+    }
 
 
 def test_a_file_cut_anywhere_ends_with_the_same_bytes(tmp_path):

@@ -105,10 +105,8 @@ def test_slimes_recipe_sets_the_function_that_its_arguments_ask_for_and_it_chang
     module, _, name = path.rpartition(".")
     function = getattr(importlib.import_module(module), name)
     masks = [MASK[0], MASK[1, :2]]
-    loss, kept, metrics = function(
-        None, pg_loss=A, train_log_probs=[P[0], P[1, :2]], rollout_log_probs=[Q[0], Q[1, :2]], loss_masks=masks,
-        total_lengths=[5, 4], response_lengths=[3, 2],
-    )  # fmt: skip
+    columns = dict(train_log_probs=[P[0], P[1, :2]], rollout_log_probs=[Q[0], Q[1, :2]], loss_masks=masks)
+    loss, kept, metrics = function(None, pg_loss=A, **columns, total_lengths=[5, 4], response_lengths=[3, 2])
     assert loss is A and kept is masks and metrics == {}
 
 

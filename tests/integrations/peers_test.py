@@ -44,10 +44,8 @@ def test_verls_compute_advantage_charges_its_own_group_advantages(verl):
     scores[0, 2] = 1.0
     batch = {"token_level_rewards": scores, "response_mask": MASK, "old_log_probs": P, "rollout_log_probs": Q}
     data = DataProto.from_dict(tensors=batch, non_tensors={"uid": np.array(["a", "a"], object)})
-    found = ray_trainer.compute_advantage(
-        data, adv_estimator="dc_grpo", gamma=1.0, lam=1.0, num_repeat=2, norm_adv_by_std_in_grpo=True,
-        config=AlgoConfig(),
-    )  # fmt: skip
+    asked = dict(gamma=1.0, lam=1.0, num_repeat=2, norm_adv_by_std_in_grpo=True, config=AlgoConfig())
+    found = ray_trainer.compute_advantage(data, adv_estimator="dc_grpo", **asked)
     a = 0.5 / (0.5**0.5 + 1e-6)
     expected = torch.tensor([[a - 0.05, a - 0.1, a], [-a - 0.05, -a - 0.1, 0.0]])
     torch.testing.assert_close(found.batch["advantages"], expected, rtol=0, atol=1e-6)
@@ -148,12 +146,11 @@ def test_prime_rls_own_compute_loss_calls_the_loss_for_each_sample():
     )
     parameter = torch.nn.Parameter(P.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.0)
-    loss, metrics = loss_module.compute_loss(
-        trainer_logprobs=list(parameter), inference_logprobs=list(Q), ref_logprobs=None,
-        advantages=[torch.full((3,), 1.0), torch.full((3,), -1.0)], loss_mask=list(MASK.bool()), rl_weights=None,
-        ce_weights=None, ref_kl_weights=None, rl_loss_fn=loss_module.setup_rl_loss_fn(config), rl_scale=5, ce_scale=1,
-        ref_kl_scale=1,
-    )  # fmt: skip
+    advantages = [torch.full((3,), 1.0), torch.full((3,), -1.0)]
+    unused = dict.fromkeys(("ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"))
+    columns = dict(trainer_logprobs=list(parameter), inference_logprobs=list(Q), loss_mask=list(MASK.bool()))
+    scales = dict(rl_loss_fn=loss_module.setup_rl_loss_fn(config), rl_scale=5, ce_scale=1, ref_kl_scale=1)
+    loss, metrics = loss_module.compute_loss(advantages=advantages, **columns, **unused, **scales)
     assert loss.item() == pytest.approx(-CHARGED.sum().item() / 5, abs=1e-6)
     loss.backward()
     torch.testing.assert_close(parameter.grad, -CHARGED / 5)

@@ -98,11 +98,10 @@ def _warmed_up():
     torch.manual_seed(0)
     torch.set_num_threads(1)
     tokenizer = build_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    sizes = dict(vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+    ends = dict(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    config = Qwen3Config(**sizes, **heads, **ends)
     model = Qwen3ForCausalLM(config).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     texts = [row["prompt"] + row["solution"] + tokenizer.eos_token for row in _problems()]
@@ -120,17 +119,15 @@ def _trainer(path, steps, on_batch, dc_grpo, reward=_reward):
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     data = Dataset.from_list(_problems())
-    arguments = GRPOConfig(
-        output_dir=str(path), use_cpu=True, bf16=False, per_device_train_batch_size=PROMPTS * GROUP,
-        gradient_accumulation_steps=1, num_generations=GROUP, max_completion_length=TOKENS, max_steps=steps,
-        learning_rate=1e-4, beta=0.0, loss_type="grpo", report_to="none", logging_steps=1, disable_tqdm=True,
-        save_strategy="steps", save_steps=10, gradient_checkpointing=False, seed=0, dataloader_pin_memory=False,
-        lr_scheduler_type="constant", shuffle_dataset=False,
-    )  # fmt: skip
-    return DcGrpoTrainer(
-        dc_grpo=dc_grpo, on_batch=on_batch, model=copy.deepcopy(_warmed_up()), args=arguments,
-        reward_funcs=reward, train_dataset=data, processing_class=tokenizer, rollout_func=RoundedEngine(tokenizer),
-    )  # fmt: skip
+    off = "bf16 gradient_checkpointing dataloader_pin_memory shuffle_dataset"
+    batch = dict(per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP, max_completion_length=TOKENS)
+    batch |= dict(gradient_accumulation_steps=1, max_steps=steps, seed=0) | dict.fromkeys(off.split(), False)
+    loss = dict(learning_rate=1e-4, lr_scheduler_type="constant", beta=0.0, loss_type="grpo")
+    said = dict(report_to="none", logging_steps=1, disable_tqdm=True, save_strategy="steps", save_steps=10)
+    arguments = GRPOConfig(output_dir=str(path), use_cpu=True, **batch, **loss, **said)
+    task = dict(reward_funcs=reward, train_dataset=data, processing_class=tokenizer)
+    ours = dict(dc_grpo=dc_grpo, on_batch=on_batch, rollout_func=RoundedEngine(tokenizer))
+    return DcGrpoTrainer(model=copy.deepcopy(_warmed_up()), args=arguments, **task, **ours)
 
 
 @pytest.fixture(scope="module")

@@ -307,32 +307,75 @@ def test_a_parameter_that_is_added_moves_no_others_initial_value():
 PUBLISHED = {
     # Fields of the public config.json files, and the parameter counts of the published checkpoints.
     "Qwen3-8B": (
-        {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
-         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False},
+        {
+            "model_type": "qwen3",
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "head_dim": 128,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": False,
+        },
         8_190_735_360,
     ),
     "DeepSeek-R1-Distill-Qwen-1.5B": (
-        {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
-         "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": False},
+        {
+            "model_type": "qwen2",
+            "vocab_size": 151936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": False,
+        },
         1_777_088_000,
     ),
     "Qwen2.5-1.5B": (
-        {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
-         "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        {
+            "model_type": "qwen2",
+            "vocab_size": 151936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
         1_543_714_304,
     ),
     "Qwen3-0.6B": (
-        {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
-         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True},
+        {
+            "model_type": "qwen3",
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "head_dim": 128,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
         596_049_920,
     ),
     "Llama-3.2-1B": (
-        {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64,
-         "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
+        {
+            "model_type": "llama",
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "head_dim": 64,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
         # 128256 x 2048 + 16 (2048 (2048 + 2 x 512) + 2048 x 2048 + 3 x 2048 x 8192 + 2 x 2048) + 2048
         1_235_814_400,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

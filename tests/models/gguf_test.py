@@ -36,8 +36,8 @@ _TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content']
 
 def _config(family, **changes):
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    sizes = {"vocab_size": len(_TOKENS), "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4,
-             "num_kv_heads": 2, "head_dim": 16, "rope_theta": 1e4, "attention_bias": family == "qwen2"}  # fmt: skip
+    sizes = dict(vocab_size=len(_TOKENS), hidden_size=64, intermediate_size=96, num_layers=2, head_dim=16)
+    sizes |= dict(num_heads=4, num_kv_heads=2, rope_theta=1e4, attention_bias=family == "qwen2")
     return ModelConfig(family, **sizes | (experts if family == "qwen3_moe" else {}) | changes)
 
 
@@ -53,18 +53,22 @@ def _pairs(values, heads):
     )
 
 
-def _write(path, config, *, kind = "F32", pre = "qwen2", leave_out = "",
-           tensors = None, **fields):  # fmt: skip
+def _write(path, config, *, kind="F32", pre="qwen2", leave_out="", tensors=None, **fields):
     """A GGUF file of a model, as llama.cpp's converter writes it; `fields` go in last."""
     name = _FAMILIES[config.model_type]
     writer = gguf.GGUFWriter(path, name)
     for key, value in {
-        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_layers, "context_length": 256, "attention.head_count": config.num_heads,
-        "attention.head_count_kv": config.num_kv_heads, "attention.key_length": config.head_dim,
-        "expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_layers,
+        "context_length": 256,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
         "expert_feed_forward_length": config.moe_intermediate_size,
-    }.items():  # fmt: skip
+    }.items():
         if value and key != leave_out:
             writer.add_uint32(f"{name}.{key}", value)
     writer.add_float32(f"{name}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)

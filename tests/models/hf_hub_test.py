@@ -21,7 +21,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, model_directory
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
-from tests.support.waiting import HANGS_S
+from tests.support.processes import CAPTURED
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FETCH = "tests.models.fetch"
@@ -115,10 +115,7 @@ def _run(hub, home, *words, **variables):
         "PYTHONPATH": str(_ROOT),
         **variables,
     }
-    return subprocess.run(
-        [sys.executable, "-m", *words], cwd=home, env=environment, capture_output=True, text=True, timeout=HANGS_S,
-        check=False,
-    )  # fmt: skip
+    return subprocess.run([sys.executable, "-m", *words], cwd=home, env=environment, **CAPTURED)
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +141,8 @@ def run_dir(tmp_path_factory):
 
 
 def test_a_pushed_export_is_fetched_again_and_a_pinned_commit_needs_no_network(hub, run_dir, tmp_path):
-    pushed = _run(
-        hub, tmp_path, "bin.convert", "export", run_dir, tmp_path / "out", "--dtype=float32", "--push=me/policy",
-        HF_TOKEN="hf_stub",
-    )  # fmt: skip
+    export = ("bin.convert", "export", run_dir, tmp_path / "out", "--dtype=float32")
+    pushed = _run(hub, tmp_path, *export, "--push=me/policy", HF_TOKEN="hf_stub")
     assert pushed.returncode == 0, pushed.stderr
     assert pushed.stdout.endswith(f"pushed to http://127.0.0.1:{hub.server_port}/me/policy/commit/{_COMMIT}\n")
     assert ("/api/repos/create", "Bearer hf_stub") in hub.asked

@@ -26,12 +26,11 @@ from dcmdp_jax.models.ops import CPU, REFERENCE, choose_ops, tpu
 from dcmdp_jax.models.params import hf_tensors, init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import DATA, constrain, data_axis, param_shardings, shard_map_over_data
+from dcmdp_jax.plan.published import PUBLISHED
 
 Directory = Callable[..., tuple[Any, Path]]
-CONFIG = ModelConfig(
-    "qwen3_moe", 31, 16, 20, 2, 4, 2, 8, rope_theta=1e4, initializer_range=0.3,
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12,
-)  # fmt: skip
+_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+CONFIG = ModelConfig("qwen3_moe", 31, 16, 20, 2, 4, 2, 8, rope_theta=1e4, initializer_range=0.3, **_MOE)
 TPU_INTERPRETED = REFERENCE._replace(grouped_matmul=lambda *args: tpu.grouped_matmul(*args, interpret=True))
 
 
@@ -326,12 +325,7 @@ def test_a_config_that_is_not_supported(change, message):
 
 def test_published_qwen3_30b_a3b_by_shape():
     """30.5 billion parameters, of which 3.3 billion compute a token."""
-    config = from_hf({
-        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-        "head_dim": 128, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    })  # fmt: skip
+    config = from_hf(PUBLISHED["Qwen3-30B-A3B"])
     # Embedding and output: 2 x 151936 x 2048 = 622,329,856; last norm: 2048.
     # A layer: q and o 2 x 2048 x 4096 = 16,777,216; k and v 2 x 2048 x 512 = 2,097,152; head norms 2 x 128 = 256;
     #   norms 2 x 2048 = 4,096; router 2048 x 128 = 262,144; experts 128 x 3 x 2048 x 768 = 603,979,776;
@@ -391,7 +385,5 @@ def test_experts_that_the_axis_does_not_divide():
     mesh = make_mesh(expert=8)
     ids = jnp.zeros((8, 4), jnp.int32)
     with pytest.raises(ValueError, match="^mesh expert: got 8, must be a divisor of the 4 experts"):
-        _forward(
-            init_params(CONFIG, jax.random.key(0)), CONFIG, ids, ids + 1, Compute(),
-            constrain=constrain(mesh), mesh=mesh,
-        )  # fmt: skip
+        params = init_params(CONFIG, jax.random.key(0))
+        _forward(params, CONFIG, ids, ids + 1, Compute(), constrain=constrain(mesh), mesh=mesh)

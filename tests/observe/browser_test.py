@@ -19,8 +19,8 @@ def report(tmp_path_factory):
         with MetricsWriter(run) as writer:
             for step in range(1, 61):
                 noise = float(rng.uniform())
-                writer.write(step, {"reward/mean": noise, "discrepancy/mean": 1e-3 * noise, "dual/tolerance": 5e-4,
-                                    "dual/multiplier": noise, "dual/violation": noise - 0.5})  # fmt: skip
+                dual = {"dual/multiplier": noise, "dual/violation": noise - 0.5, "dual/tolerance": 5e-4}
+                writer.write(step, {"reward/mean": noise, "discrepancy/mean": 1e-3 * noise, **dual})
                 if step % 20 == 0:
                     writer.write(step, {"eval/math/avg@8": noise})
     write_report(runs[:1], folder / "one")

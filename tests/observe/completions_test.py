@@ -9,6 +9,7 @@ from dcmdp_jax.observe.page_kit import Completion, completions_data, render_page
 from tests.support.browser import CHROMIUM, look_at
 
 _HOSTILE = "</script><b>"
+_EMPTY = {name: [] for name in ("verdicts", "provenance", "problems", "figures")}
 
 
 def _completion(tokens=("1", "+", "1"), **fields):
@@ -66,13 +67,14 @@ def test_two_thousand_completions_stay_below_5_mb_and_are_all_there():
     rng = np.random.default_rng(0)
     words = [f" w{i}" for i in range(5_000)]
     each = [
-        Completion(tokens=[words[i] for i in rng.integers(0, 5_000, 300)], train_probs=rng.uniform(size=300),
-                   rollout_probs=rng.uniform(size=300), prompt="p" * 200, step=n // 100)
+        Completion(
+            **dict(tokens=[words[i] for i in rng.integers(0, 5_000, 300)], prompt="p" * 200, step=n // 100),
+            **{f"{side}_probs": rng.uniform(size=300) for side in ("train", "rollout")},
+        )
         for n in range(2_000)
-    ]  # fmt: skip
+    ]
     data = completions_data(each)
-    page = render_page("view.html", scripts=["completions.js"], title="t", verdicts=[], provenance=[], problems=[],
-                       figures=[], completions=data)  # fmt: skip
+    page = render_page("view.html", scripts=["completions.js"], title="t", completions=data, **_EMPTY)
     assert data["left_out"] == 0 and len(page) < 5_000_000
     # 2,000 x (n + 20) <= 260,000: n = 110, and 100 of the steps of 50 from 100 on.
     assert {row["more"] for row in data["rows"]} == {200}
@@ -85,8 +87,7 @@ def test_a_browser_shows_them_a_few_at_a_time(tmp_path, width):
     many = [_completion(tokens=("<i>", _HOSTILE, "x" * 300), step=n, prompt=_HOSTILE, reward=n % 2) for n in range(50)]
     page = tmp_path / "view.html"
     page.write_text(
-        render_page("view.html", scripts=["completions.js"], title="t", verdicts=[], provenance=[], problems=[],
-                    figures=[], completions=completions_data(many))
-    )  # fmt: skip
+        render_page("view.html", scripts=["completions.js"], title="t", completions=completions_data(many), **_EMPTY)
+    )
     facts, console = look_at(page, tmp_path, width)
     assert console == [] and facts["shown"] == 20 and facts["wide"] <= width

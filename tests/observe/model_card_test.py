@@ -15,8 +15,8 @@ _RUN = Path(__file__).resolve().parents[1] / "recorded" / "run_of_2026_11"
 def test_the_card_has_budget_curve_floor_engine_versions_command_and_citation(tmp_path):
     run = tmp_path / "mine"
     shutil.copytree(_RUN, run)
-    start = {"step": 0, "time": "2026-11-24T10:00:00+0000", "command": "train --config=demo", "commit": "abc",
-             "version": "0.1.0", "python": "3.11.7", "jax": "0.10.2", "machine": "1 x cpu"}  # fmt: skip
+    start = {"step": 0, "time": "2026-11-24T10:00:00+0000", "command": "train --config=demo", "commit": "abc"}
+    start |= {"version": "0.1.0", "python": "3.11.7", "jax": "0.10.2", "machine": "1 x cpu"}
     (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
     card = model_card(run, 2, on_hub=is_hub_name)
     assert yaml.safe_load(card.split("---")[1])["tags"] == ["dcmdp_jax", "dc-grpo", "grpo", "reinforcement-learning"]

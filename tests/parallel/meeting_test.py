@@ -175,10 +175,8 @@ def test_a_name_that_is_loopback_on_its_own_host_listens_on_all_interfaces(addre
 
 def _train(address, *flags):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [
-        sys.executable, "-m", "bin.train", "--config=configs/demo.py:debug", "--config.hosts.processes=2",
-        f"--config.hosts.coordinator={address}", *flags,
-    ]  # fmt: skip
+    hosts = ("--config.hosts.processes=2", f"--config.hosts.coordinator={address}")
+    command = [sys.executable, "-m", "bin.train", "--config=configs/demo.py:debug", *hosts, *flags]
     return subprocess.Popen(
         command,
         cwd=ROOT,
@@ -251,10 +249,8 @@ def test_auto_meets_where_slurm_says_and_refuses_where_nothing_says(monkeypatch)
         join_hosts("auto", 1, 0, 2.0),
     ):
         pass
-    slurm = {
-        "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4",
-    }  # fmt: skip
+    slurm = "JOB_ID=7 STEP_NODELIST=localhost NTASKS=2 PROCID=0 LOCALID=0 STEP_NUM_NODES=2 GPUS_ON_NODE=4"
+    slurm = {f"SLURM_{name}": value for name, value in (word.split("=") for word in slurm.split())}
     for name, value in slurm.items():
         monkeypatch.setenv(name, value)
     coordinator, processes, process, local_devices = _find_out(2)

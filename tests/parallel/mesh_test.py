@@ -38,19 +38,24 @@ def test_devices():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 3},
-         "mesh (data=1, fsdp=3, tensor=1, expert=1): needs 3 devices, there are 8; set one axis to -1 to fit"),
-        ({},
-         "mesh (data=1, fsdp=1, tensor=1, expert=1): needs 1 devices, there are 8; set one axis to -1 to fit"),
-        ({"data": 4, "tensor": 4},
-         "mesh (data=4, fsdp=1, tensor=4, expert=1): needs 16 devices, there are 8; set one axis to -1 to fit"),
-        ({"data": -1, "fsdp": 3}, "mesh (data=-1, fsdp=3, tensor=1, expert=1): 3 does not divide the 8 devices; "
-         "that do 1, 2, 4, 8"),
+        (
+            {"fsdp": 3},
+            "mesh (data=1, fsdp=3, tensor=1, expert=1): needs 3 devices, there are 8; set one axis to -1 to fit",
+        ),
+        ({}, "mesh (data=1, fsdp=1, tensor=1, expert=1): needs 1 devices, there are 8; set one axis to -1 to fit"),
+        (
+            {"data": 4, "tensor": 4},
+            "mesh (data=4, fsdp=1, tensor=4, expert=1): needs 16 devices, there are 8; set one axis to -1 to fit",
+        ),
+        (
+            {"data": -1, "fsdp": 3},
+            "mesh (data=-1, fsdp=3, tensor=1, expert=1): 3 does not divide the 8 devices; that do 1, 2, 4, 8",
+        ),
         ({"data": -1, "fsdp": -1}, "mesh (data=-1, fsdp=-1, tensor=1, expert=1): only one axis may be -1"),
         ({"data": 0}, "data: got 0, must be at least 1, or -1 for the devices left over"),
         ({"tensor": -2}, "tensor: got -2, must be at least 1, or -1 for the devices left over"),
     ],
-)  # fmt: skip
+)
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
     with pytest.raises(ValueError) as caught:
         make_mesh(**sizes, devices=jax.devices()[:8])

@@ -5,21 +5,27 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import finished
+
 _ROOT = Path(__file__).resolve().parents[2]
 # With fewer rows, the partial sums of a product that a GPU splits, four of a chunk's logits, count as all logits.
 _SMALL = {
-    "model.architecture.num_layers": 2, "model.architecture.hidden_size": 256, "model.architecture.head_dim": 128,
-    "model.architecture.num_heads": 2, "model.architecture.num_kv_heads": 2, "model.logprob_chunk": 128,
-    "task.max_prompt_tokens": 128, "rollout.max_completion_tokens": 512, "training.micro_batch_tokens": 640,
-    "training.prompts_per_step": 16, "training.prompts_per_mini_batch": 4, "rollout.max_rows": 64,
+    **{f"model.architecture.{name}": 2 for name in ("num_layers", "num_heads", "num_kv_heads")},
+    "model.architecture.hidden_size": 256,
+    "model.architecture.head_dim": 128,
+    "model.logprob_chunk": 128,
+    "task.max_prompt_tokens": 128,
+    "rollout.max_completion_tokens": 512,
+    "training.micro_batch_tokens": 640,
+    "training.prompts_per_step": 16,
+    "training.prompts_per_mini_batch": 4,
+    "rollout.max_rows": 64,
     "training.row_lengths": "(640,)",
-}  # fmt: skip
+}
 
 
 # The attention kernel of GPUs gets the rows and heads of one device, however the mesh splits them. Two key-value heads
@@ -39,13 +45,9 @@ def _plan(tmp_path, topology, compiler, settings, *flags):
     changes = [f"--config.{name}={value}" for name, value in (_SMALL | settings).items()]
     # A process of its own: XLA reads its flags once, and here they are those of fake CPU devices.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.compiled", "--config=configs/qwen3_8b.py:local,debug",
-         f"--topology={topology}", f"--json={file}", *flags, *changes],
-        cwd=_ROOT, capture_output=True, text=True, timeout=1800, check=False,
-        env={**environment, "PYTHONPATH": str(_ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+    command = ("-m", "benchmarks.compiled", "--config=configs/qwen3_8b.py:local,debug", f"--topology={topology}")
+    environment = {**environment, "PYTHONPATH": str(_ROOT)}
+    finished(*command, f"--json={file}", *flags, *changes, env=environment)
     return json.loads(file.read_text())
 
 

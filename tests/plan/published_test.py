@@ -43,9 +43,14 @@ def test_the_number_of_parameters_is_the_published_one(name, parameters):
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("qwen3_8b", (1, 8, 1, 1)), ("qwen3_8b", (1, 2, 4, 1)), ("r1_distill_qwen_1p5b", (2, 4, 1, 1)),
-     ("qwen3_30b_a3b", (1, 1, 1, 8)), ("qwen3_30b_a3b", (1, 2, 2, 2))],
-)  # fmt: skip
+    [
+        ("qwen3_8b", (1, 8, 1, 1)),
+        ("qwen3_8b", (1, 2, 4, 1)),
+        ("r1_distill_qwen_1p5b", (2, 4, 1, 1)),
+        ("qwen3_30b_a3b", (1, 1, 1, 8)),
+        ("qwen3_30b_a3b", (1, 2, 2, 2)),
+    ],
+)
 def test_every_axis_divides(name, mesh, caplog):
     model = model_of(_config(name))
     with caplog.at_level(logging.WARNING):

@@ -5,10 +5,8 @@ from dcmdp_jax.rewards.protocol import load_reward
 
 
 def test_the_last_number_counts_digit_by_digit():
-    cases = {
-        " 17": 1.0, "17.": 1.0, " 5 + 12 = 17": 1.0, "17\n": 1.0, "17, 18": 0.0, "170": 0.0, "7": 0.0, "": 0.0,
-        "x": 0.0, "-17": 0.0, "17.0": 0.0, "１７": 0.0,
-    }  # fmt: skip
+    cases = dict.fromkeys((" 17", "17.", " 5 + 12 = 17", "17\n"), 1.0)
+    cases |= dict.fromkeys(("17, 18", "170", "7", "", "x", "-17", "17.0", "１７"), 0.0)
     assert dict(zip(cases, last_number(list(cases), reference_answer=["17"] * len(cases)), strict=True)) == cases
     assert last_number([[{"role": "assistant", "content": " 17"}]], reference_answer=["17"]) == [1.0]
     # A loop of digits is read in a moment.

@@ -174,13 +174,11 @@ def test_another_config_is_refused_and_the_setting_named(run_dir, name, before, 
 
 
 def test_what_does_not_change_what_is_learned_may_change(run_dir):
-    check_run_directory(
-        _config(
-            run_dir, checkpoint__every_steps=3, observe__samples=9, mesh__fsdp=1, task__verifier_workers=7,
-            training__steps=99, evaluation__samples=(3,), rollout__max_rows=2, rollout__on_non_finite="drop",
-            training__micro_batch_tokens=160, training__row_lengths=(96,), training__segments_per_row=2,
-        )
-    )  # fmt: skip
+    rows = dict(micro_batch_tokens=160, row_lengths=(96,), segments_per_row=2, steps=99)
+    changed = {f"training__{name}": value for name, value in rows.items()}
+    changed |= dict(rollout__max_rows=2, rollout__on_non_finite="drop", evaluation__samples=(3,), mesh__fsdp=1)
+    changed |= dict(checkpoint__every_steps=3, observe__samples=9, task__verifier_workers=7)
+    check_run_directory(_config(run_dir, **changed))
 
 
 def test_a_run_may_be_moved(run_dir, tmp_path):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from dcmdp_jax.run import memory_use as memory_plan
 from dcmdp_jax.run.memory_use import plan_evaluation
 from dcmdp_jax.run.run import Run
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
-from tests.support.waiting import HANGS_S
+from tests.support.processes import finished
 
 _ROOT = Path(__file__).resolve().parents[2]
 _GIB = 2**30
@@ -193,19 +192,27 @@ def test_a_cpus_devices_share_the_hosts_memory():
         # One byte for each entry of a matrix, a float32 scale for each of its 96 + 64 + 96 + 512 + 96 = 864 columns;
         # the output layer quantized (9,984 and 104 scales) beside the embedding; norms as they were. A GPU converts
         # the largest matrix, 96 x 512, while it multiplies; a CPU all of them first.
-        ("int8", "float32", 3 * (98_304 + 4 * 864 + 4 * 256) + 4 * 96 + 4 * 9_984 + 9_984 + 4 * 104,
-         4 * 96 * 512, 4 * (3 * 98_304 + 9_984)),
+        (
+            "int8",
+            "float32",
+            3 * (98_304 + 4 * 864 + 4 * 256) + 4 * 96 + 4 * 9_984 + 9_984 + 4 * 104,
+            4 * 96 * 512,
+            4 * (3 * 98_304 + 9_984),
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_cpu):
     model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
     assert num_params(model) == 305_760
     for platform, cast in (("gpu", on_gpu), ("cpu", 2 * on_cpu)):
+        asked = dict(precision=precision, compute_dtype=compute, kv_cache_dtype="auto", max_rows=8, min_rows=8)
         arguments = EngineArguments(
-            precision=precision, compute_dtype=compute, kv_cache_dtype="auto", max_total_tokens=9, max_rows=8,
-            min_rows=8, settings=LocalSettings(), model=model,
+            **asked,
+            max_total_tokens=9,
+            settings=LocalSettings(),
+            model=model,
             mesh=lambda tensor, expert: make_mesh(data=2, devices=jax.devices()[:2]),
-        )  # fmt: skip
+        )
         load = Workload(8, 1, [5], 4, "float32", training=False)
         plan = plan_evaluation(ENGINES["local"], arguments, load, Machine(platform, 2, None, None))
         place = "first" if platform == "gpu" else "host"
@@ -292,10 +299,8 @@ def test_a_small_run_grows_by_about_what_is_announced(tmp_path):
     # 51 million parameters, whose arrays outweigh libraries and compiler (0.3 to 0.7 GiB). Measured once: 2.5 GiB, with
     # 2.2 announced. VmHWM, because Linux's ru_maxrss starts at the peak of the process that started this one.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN, str(tmp_path / "run")], cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S,
-        env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}, check=False,
-    )  # fmt: skip
+    environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}
+    done = finished("-c", _RUN, tmp_path / "run", env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["announced"] / 2 < told["grown"] < 2 * told["announced"], told

@@ -71,20 +71,26 @@ def test_the_engines_mesh_is_in_the_plan_and_must_divide_the_model(tmp_path):
     [
         (demo_moe, (1, 1, 1, 3), {}, "config.mesh.expert: got 3, must divide the model's 8 experts; that do 1, 2, .*"),
         (
-            demo, (1, 1, 1), {"rollout__router_replay": True},
+            demo,
+            (1, 1, 1),
+            {"rollout__router_replay": True},
             "config.rollout.router_replay: got True, the model is a qwen3, which has no experts",
         ),
         (
-            demo, (1, 1, 1), {"algorithm__router_aux_loss": 0.01},
+            demo,
+            (1, 1, 1),
+            {"algorithm__router_aux_loss": 0.01},
             "config.algorithm.router_aux_loss: got 0.01, the model is a qwen3, which has no experts",
         ),
         (
-            demo, (1, 2, 1), {"model__compute_dtype": "bfloat16"},
+            demo,
+            (1, 2, 1),
+            {"model__compute_dtype": "bfloat16"},
             "config.model.compute_dtype: got 'bfloat16' with mesh.fsdp=2 on CPU devices, where XLA can't add up .*",
         ),
     ],
     ids=["mesh", "replay", "balancing", "bfloat16"],
-)  # fmt: skip
+)
 def test_settings_of_experts_must_fit_the_model(tmp_path, source, shape, changes, message):
     with pytest.raises(UserError, match=f"^{message}$"):
         _plan(tmp_path, shape, source, **changes)

@@ -11,11 +11,9 @@ import json
 import os
 import sys
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-}  # fmt: skip
+os.environ |= dict.fromkeys("TORCHDYNAMO_DISABLE OMP_NUM_THREADS HF_HUB_OFFLINE VLLM_NO_USAGE_STATS".split(), "1")
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import torch  # noqa: E402
 

@@ -44,14 +44,13 @@ class Rollout:
     def episodes(self) -> list[Episode]:
         groups = self.group_ids.tolist()
         routed = self.routed_experts or [None] * len(groups)
-        columns = self.prompt_ids, self.completion_ids, self.rollout_logprobs, self.finish_reasons, groups, routed
+        columns = self.prompt_ids, self.completion_ids, self.rollout_logprobs
+        names = ("finish_reason", "routed_experts")
+        ends = [dict(zip(names, end, strict=True)) for end in zip(self.finish_reasons, routed, strict=True)]
         return [
-            single_turn(
-                prompt, completion, logprobs, policy_version=self.policy_version, group=group,
-                member=groups[:row].count(group), finish_reason=reason, routed_experts=experts,
-            )
-            for row, (prompt, completion, logprobs, reason, group, experts) in enumerate(zip(*columns, strict=True))
-        ]  # fmt: skip
+            single_turn(*text, **end, group=group, member=groups[:row].count(group), policy_version=self.policy_version)
+            for row, (group, end, *text) in enumerate(zip(groups, ends, *columns, strict=True))
+        ]
 
 
 def sample(
@@ -108,10 +107,7 @@ def local_engine(
     return LocalEngine(arguments, mesh=mesh, cache_block=cache_block)
 
 
-def remote_engine(
-    config: ModelConfig, *, server: str, max_total_tokens: int, timeout_s: float = 600.0, max_rows: int = 256,
-    **options: int,
-) -> RemoteEngine:  # fmt: skip
+def remote_engine(config: ModelConfig, *, server, max_total_tokens, timeout_s=600.0, max_rows=256, **options):
     """The engine of a server over HTTP; `options` are those of `RemoteEngine`."""
     settings = HttpSettings(server, timeout_s)
     arguments = EngineArguments(model=config, settings=settings, max_total_tokens=max_total_tokens, max_rows=max_rows)

@@ -77,27 +77,22 @@ def programs(settings, mini_batches, mesh, compute, exact):
     transform = make_optimizer(OPTIMIZER, schedule)
     dual = initial_dual(settings)
     shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
-    parts = StepParts(
-        row_logprobs=row_logprobs, compute_dtype=compute.dtype, settings=settings,
-        max_completion_tokens=LIMIT, optimizer=transform, schedule=schedule, mesh=mesh,
-        always_recompute=exact,
-    )  # fmt: skip
+    model = dict(row_logprobs=row_logprobs, compute_dtype=compute.dtype, max_completion_tokens=LIMIT, mesh=mesh)
+    update = dict(settings=settings, optimizer=transform, schedule=schedule, always_recompute=exact)
+    parts = StepParts(**model, **update)
     step = make_train_step(parts, shardings)
     create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
     return create, step, make_rescore(row_logprobs, mesh=mesh)
 
 
 def run_steps(
-    *, settings=ALGORITHM, mini_batches=2, row_lengths=(16,), tokens=64, segments=1, steps=1, mesh=None, compute=None,
-    exact=False, rollout=None, dropped=None, ref_params=None,
-):  # fmt: skip
+    *, settings=ALGORITHM, steps=1, mesh=None, compute=None, exact=False, rollout=None, ref_params=None, **packing
+):
     """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step."""
-    batch = packed_batch(
-        rollout or make_rollout(), mini_batches, mesh, tokens=tokens, row_lengths=row_lengths, segments=segments,
-        mask_truncated=settings.mask_truncated, dropped=dropped,
-    )  # fmt: skip
-    compute = compute or Compute(one_segment=segments == 1, logprob_chunk=16)
-    create, step, rescore = programs(settings, mini_batches, mesh, compute, exact)
+    packing = {"mini_batches": 2, "tokens": 64, "mask_truncated": settings.mask_truncated, **packing}
+    batch = packed_batch(rollout or make_rollout(), mesh=mesh, **packing)
+    compute = compute or Compute(one_segment=packing.get("segments", 1) == 1, logprob_chunk=16)
+    create, step, rescore = programs(settings, packing["mini_batches"], mesh, compute, exact)
     state = create(jax.tree.map(jnp.copy, make_params()))
     history = []
     for _ in range(steps):

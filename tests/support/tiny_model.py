@@ -9,10 +9,8 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
 
 TOKENIZER = build_tokenizer()
-CONFIG = ModelConfig(
-    model_type="qwen3", vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=8, tie_word_embeddings=True, initializer_range=0.3, max_position_embeddings=256,
-)  # fmt: skip
+_OTHERS = dict(tie_word_embeddings=True, initializer_range=0.3, max_position_embeddings=256)
+CONFIG = ModelConfig("qwen3", len(TOKENIZER), 32, 48, 2, 4, 2, 8, **_OTHERS)
 
 
 @functools.cache

@@ -40,10 +40,8 @@ def vllm_settings(**changes: object) -> VllmSettings:
 def small_model(family: str = "qwen3", *, tied: bool = True, vocab_size: int = 64) -> ModelConfig:
     """Sharp enough that a wrong weight changes a greedy completion."""
     heads = 4 if family == "qwen3" else 2  # vLLM's Qwen2 has heads of hidden_size / heads
-    return ModelConfig(
-        family, vocab_size, 64, 96, 2, heads, 2, 32, tie_word_embeddings=tied, attention_bias=family == "qwen2",
-        max_position_embeddings=TOTAL, initializer_range=0.15,
-    )  # fmt: skip
+    others = dict(attention_bias=family == "qwen2", max_position_embeddings=TOTAL, initializer_range=0.15)
+    return ModelConfig(family, vocab_size, 64, 96, 2, heads, 2, 32, tie_word_embeddings=tied, **others)
 
 
 EXPERTS = dataclasses.replace(

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.observe.alarms import ALARMS, broken_completions
 from dcmdp_jax.training.stopping import AlarmWatch, TrainingStopped
 from tests.support.our_log import our_log
+from tests.support.processes import finished
 from tests.support.waiting import HANGS_S
 from tests.training.planted_alarms import FAULTS, STEPS
 
@@ -26,15 +25,7 @@ def runs(run_environment, tmp_path_factory):
     directory = tmp_path_factory.mktemp("planted")
     # Compiled as for a user: several hundred steps are worth it.
     environment = {name: value for name, value in run_environment.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.planted_alarms", str(directory)],
-        cwd=_ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=3 * HANGS_S,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = finished("-m", "tests.training.planted_alarms", directory, env=environment, timeout=3 * HANGS_S)
     return directory, {line.split()[0]: line for line in done.stdout.splitlines() if line.split()[0] in FAULTS}
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +11,8 @@ import pytest
 from tests.environments import planted_environments
 from tests.rewards import trl_examples
 from tests.support.chat_rows import CODE, SEARCH
+from tests.support.processes import finished
 from tests.support.run_invariants import contradictions
-from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _EXAMPLES = trl_examples.__file__
@@ -44,9 +42,7 @@ def _write(path, rows):
 
 
 def _run(environment, run_dir, *overrides):
-    command = [sys.executable, "-m", "bin.train", *_SMALL, f"--config.run_dir={run_dir}", *overrides]
-    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    finished("-m", "bin.train", *_SMALL, f"--config.run_dir={run_dir}", *overrides, env=environment)
     assert contradictions(run_dir) == []
     return _lines(run_dir / "metrics.jsonl")
 
@@ -182,13 +178,16 @@ def test_a_mixture_of_three_trains_with_curves_of_each(run_environment, tmp_path
 @pytest.mark.long
 def test_the_calculator_trains_in_turns(run_environment, tmp_path):
     records = _run(
-        run_environment, tmp_path / "run", "--config=configs/calculator.py:debug", "--config.mesh.cpu_devices=1",
-        "--config.task.train=calculator:difficulty=1,count=16", "--config.rollout.max_completion_tokens=48",
-        "--config.training.row_lengths=(112,)", "--config.warmup.steps=60", "--config.training.micro_batch_tokens=2048",
-        "--config.warmup.task=calculator:difficulty=1,count=64,worked=true",
-        "--config.evaluation.task=calculator:difficulty=1,count=8,split=heldout",
-        "--config.evaluation.samples=2",
-    )  # fmt: skip
+        run_environment,
+        tmp_path / "run",
+        *"""
+        --config=configs/calculator.py:debug --config.mesh.cpu_devices=1 --config.training.row_lengths=(112,)
+        --config.task.train=calculator:difficulty=1,count=16 --config.rollout.max_completion_tokens=48
+        --config.warmup.steps=60 --config.training.micro_batch_tokens=2048 --config.evaluation.samples=2
+        --config.warmup.task=calculator:difficulty=1,count=64,worked=true
+        --config.evaluation.task=calculator:difficulty=1,count=8,split=heldout
+        """.split(),
+    )
     trained = [record for record in records if "reward/mean" in record]
     assert [record["step"] for record in trained] == [1, 2]
     for record in trained:
@@ -203,14 +202,10 @@ def test_the_calculator_trains_in_turns(run_environment, tmp_path):
 def test_an_environment_that_breaks_saves_and_stops_the_run_with_one_line(run_environment, tmp_path):
     prompts = _write(tmp_path / "prompts.jsonl", [{"prompt": f"{number}?"} for number in range(4)])
     name = f"{planted_environments.__file__}:NoText"
-    command = [
-        sys.executable, "-m", "bin.train", *_SMALL, f"--config.run_dir={tmp_path / 'run'}", _NO_EVALUATION,
-        f"--config.task.train={prompts}", f"--config.task.environment={name}",
-        "--config.rewards.functions=environment", "--config.task.max_turns=1",
-    ]  # fmt: skip
     # An untrained policy ends few of its turns: those that it ends are answered.
-    done = subprocess.run(command, cwd=_ROOT, env=run_environment, capture_output=True, text=True, timeout=HANGS_S)
-    assert done.returncode == 2, done.stdout + done.stderr
+    task = (f"--config.task.train={prompts}", f"--config.task.environment={name}", "--config.task.max_turns=1")
+    own = (f"--config.run_dir={tmp_path / 'run'}", _NO_EVALUATION, "--config.rewards.functions=environment")
+    done = finished("-m", "bin.train", *_SMALL, *own, *task, env=run_environment, code=2)
     line = done.stderr.splitlines()[-1]
     assert line.startswith(
         f"error: config.rewards.functions: environment {name}: step returned the int 3 as observation"

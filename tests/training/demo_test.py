@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dcmdp_jax.observe.metrics_io import read_metrics
+from tests.support.processes import finished
 from tests.support.run_invariants import contradictions
-from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,15 +22,13 @@ def run_dir(tmp_path: Path) -> Path:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     # Two devices whatever the machine: what is merged over devices is part of the record.
     command = [
-        sys.executable,
         "-m",
         "bin.train",
         "--config=configs/demo.py",
         f"--config.run_dir={tmp_path}/run",
         "--config.mesh.cpu_devices=2",
     ]
-    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
-    assert done.returncode == 0, done.stderr
+    finished(*command, env=environment)
     return tmp_path / "run"
 
 

@@ -1,13 +1,11 @@
 """An engine that gives up, and memory that runs out: the finished steps are saved, and the error says so."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import HANGS_S
+from tests.support.processes import demo
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,12 +41,9 @@ cli.run_main(train.main, expected=(EngineError, MemoryError))
 """
 
 
-def _run(environment, run_dir, *start):
-    command = [
-        sys.executable, *start, "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}",
-        "--config.training.steps=4", "--config.checkpoint.every_steps=100", "--config.evaluation.every_steps=0",
-    ]  # fmt: skip
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+def _run(environment, run_dir, *start, code=0):
+    settings = ("--config.training.steps=4", "--config.checkpoint.every_steps=100")
+    return demo(run_dir, *settings, program=start, code=code, env=environment)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +51,11 @@ def _run(environment, run_dir, *start):
 )
 def test_finished_steps_are_saved_and_the_run_resumes_there(run_environment, tmp_path, place):
     run_dir = tmp_path / "run"
-    failed = _run(run_environment, run_dir, "-c", _PROGRAM, f"{place} 3")
-    assert failed.returncode == 2, failed.stderr[-3000:]
+    failed = _run(run_environment, run_dir, "-c", _PROGRAM, f"{place} 3", code=2)
     [error] = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
     assert error.startswith("error: planted: ") and "; saved after step 3: the same command resumes there" in error
     assert (run_dir / "checkpoints" / "3").is_dir()
     resumed = _run(run_environment, run_dir, "-m", "bin.train")
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert f"resuming {run_dir} after step 3" in resumed.stdout
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "reward/mean" in record] == [1, 2, 3, 4]
@@ -70,6 +63,5 @@ def test_finished_steps_are_saved_and_the_run_resumes_there(run_environment, tmp
 
 @pytest.mark.long
 def test_before_the_first_step_the_initial_policy_is_kept(run_environment, tmp_path):
-    failed = _run(run_environment, tmp_path / "run", "-c", _PROGRAM, "generate 0")
-    assert failed.returncode == 2
+    failed = _run(run_environment, tmp_path / "run", "-c", _PROGRAM, "generate 0", code=2)
     assert "saved after step 0: the same command resumes there" in failed.stderr

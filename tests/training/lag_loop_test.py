@@ -21,13 +21,18 @@ from tests.support.waiting import wait_until
 _ENGINE = "tests/training/overlapping_engine.py:ENGINE"
 _STEPS = 7
 _SETTINGS = (
-    "--config.rollout.precision=float32", f"--config.rollout.engine={_ENGINE}",
-    f"--config.training.steps={_STEPS}", "--config.checkpoint.every_steps=2", "--config.evaluation.every_steps=0",
-    "--config.warmup.steps=0", "--config.checkpoint.keep_last=9", "--config.optimizer.learning_rate=1e-2",
+    "--config.rollout.precision=float32",
+    f"--config.rollout.engine={_ENGINE}",
+    f"--config.training.steps={_STEPS}",
+    "--config.checkpoint.every_steps=2",
+    "--config.evaluation.every_steps=0",
+    "--config.warmup.steps=0",
+    "--config.checkpoint.keep_last=9",
+    "--config.optimizer.learning_rate=1e-2",
     "--config.observe.rollouts_every_steps=3",
     # Rewards that differ, or the policy would stay where it is.
     f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
-)  # fmt: skip
+)
 
 
 def _start(environment, run_dir, *settings):

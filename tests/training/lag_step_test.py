@@ -103,9 +103,14 @@ def _old_program(model, compute, mesh):
 
 
 def _lagged_step(
-    model, sampled, *, mini_batches = 2, mesh = None,
-    settings = step_runs.ALGORITHM, older = OLDER,
-):  # fmt: skip
+    model,
+    sampled,
+    *,
+    mini_batches=2,
+    mesh=None,
+    settings=step_runs.ALGORITHM,
+    older=OLDER,
+):
     """One step of the policy `NOW` on a batch of the policy `older`."""
     # A chunk of its own for each model: programs are cached by their settings, which the model is not among.
     compute = Compute(one_segment=True, logprob_chunk=12 if model.num_experts else 11)

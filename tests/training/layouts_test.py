@@ -65,13 +65,11 @@ def _inputs(seed, plan, mesh):
     filled = np.pad(lengths, (0, COUNT - len(lengths)), constant_values=1)
     completions = [rng.integers(0, 31, n).astype(np.int32) for n in filled]
     order = np.random.default_rng(seed + len(plan.row_lengths)).permutation(COUNT)
+    place = dict(policy_version=0, group=0, finish_reason="stop")
     episodes = [
-        single_turn(
-            prompts[i], completions[i], np.zeros(len(completions[i]), np.float32), policy_version=0, group=0, member=i,
-            finish_reason="stop",
-        )
+        single_turn(prompts[i], completions[i], np.zeros(len(completions[i]), np.float32), member=i, **place)
         for i in order
-    ]  # fmt: skip
+    ]
     batch, _ = pack(episodes, np.zeros(COUNT, np.float32), plan, mask_truncated=False, dropped=order >= len(lengths))
     if mesh is not None:
         batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows)))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import finished
 from tests.support.run_invariants import contradictions
-from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 # One update a step: after another one the trainer would route some tokens elsewhere.
@@ -21,17 +19,13 @@ FLOAT32 = ("rollout.precision=float32", "rollout.compute_dtype=float32")
 def _train(environment, run_dir, options, *overrides):
     """Train with configs/demo_moe.py; return the records of the steps."""
     command = [
-        sys.executable,
         "-m",
         "bin.train",
         f"--config=configs/demo_moe.py:{options}",
         f"--config.run_dir={run_dir}",
         *(f"--config.{each}" for each in overrides),
     ]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = finished(*command, env=environment)
     assert "qwen3_moe" in done.stdout
     assert not list(contradictions(run_dir))
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

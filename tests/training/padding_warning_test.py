@@ -25,13 +25,10 @@ def _batches(packing, **training):
 
 
 def _rollout(count, tokens):
+    place = dict(policy_version=0, group=0, finish_reason="stop")
     episodes = [
-        single_turn(
-            np.arange(2), np.arange(tokens - 2), np.zeros(tokens - 2), policy_version=0, group=0, member=i,
-            finish_reason="stop",
-        )
-        for i in range(count)
-    ]  # fmt: skip
+        single_turn(np.arange(2), np.arange(tokens - 2), np.zeros(tokens - 2), member=i, **place) for i in range(count)
+    ]
     return SimpleNamespace(
         episodes=episodes,
         rows=np.arange(count),

@@ -135,13 +135,17 @@ FAULTS = {
 """Fault, which is the alarm's name: the engine's class, and settings beside `_SETTINGS`."""
 
 
+def _config(run_dir, *settings):
+    start = ["train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}", *_SETTINGS]
+    return parse([*start, *(setting for each in settings for setting in each)]).config
+
+
 def _policy(directory):
     """A policy that knows the task a little, as a Hugging Face directory."""
     run, out = directory / "start", directory / "policy"
     if not out.exists():
-        config = parse(["train", "--config=configs/demo.py:debug", f"--config.run_dir={run}", *_SETTINGS,
-                        "--config.training.steps=1", "--config.optimizer.learning_rate=1e-12",
-                        "--config.warmup.steps=300", "--config.warmup.batch_size=16"]).config  # fmt: skip
+        still = "--config.training.steps=1 --config.optimizer.learning_rate=1e-12"
+        config = _config(run, still.split(), "--config.warmup.steps=300 --config.warmup.batch_size=16".split())
         train(Run(config).check(), show=print)
         convert.main(["convert", "export", str(run), str(out), "--dtype", "float32"])
     return out
@@ -153,9 +157,8 @@ def main(directory, *names):
     with contextlib.ExitStack() as end:
         for name in names or FAULTS:
             engine, settings = FAULTS[name]
-            config = parse(["train", "--config=configs/demo.py:debug", *_SETTINGS, *settings, "--config.warmup.steps=0",
-                            f"--config.model.path={policy}", f"--config.run_dir={directory / name}",
-                            "--config.observe.on_alarm=stop"]).config  # fmt: skip
+            own = (f"--config.model.path={policy}", "--config.warmup.steps=0", "--config.observe.on_alarm=stop")
+            config = _config(directory / name, settings, own)
             run = Run(config, lasting=end, **shared.get(settings, {})).check()
             shared[settings] = {"engine": run.engine, "verifier": run.verifier}
             run.engine = engine(run.engine)

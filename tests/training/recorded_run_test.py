@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,23 +10,14 @@ import pytest
 from dcmdp_jax.config.settings import VERSION
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.run.directory import read_config
-from tests.support.waiting import HANGS_S
+from tests.support.processes import finished
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RECORDED = _ROOT / "tests" / "recorded" / "run_of_2026_11"
 
 
 def _run(environment, *command):
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        cwd=_ROOT,
-        env=environment | {"PYTHONPATH": str(_ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=HANGS_S,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return finished("-m", *command, env=environment | {"PYTHONPATH": str(_ROOT)}).stdout
 
 
 def _records(run_dir):
@@ -59,11 +48,11 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
         model.architecture.num_heads model.architecture.head_dim algorithm.tolerance warmup.task
     """.split()
     out = _run(
-        run_environment, "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}",
-        "--config.training.steps=4",
-        "--config.evaluation.every_steps=0", "--config.mesh.cpu_devices=1", "--config.model.scan_unroll=2",
+        run_environment,
+        *f"bin.train --config=configs/demo.py:debug --config.run_dir={run_dir} --config.training.steps=4".split(),
+        *"--config.evaluation.every_steps=0 --config.mesh.cpu_devices=1 --config.model.scan_unroll=2".split(),
         *(f"--config.{name}={config[name]}" for name in changed),
-    )  # fmt: skip
+    )
     assert f"resuming {run_dir} after step 2" in out and "warm-up: " not in out
     before, after = _records(_RECORDED), _records(run_dir)
     assert sorted(after) == [0, 1, 2, 3, 4] and all(after[step] == before[step] for step in (0, 1, 2))
@@ -88,12 +77,7 @@ def test_a_recorded_run_evaluates(run_environment, run_dir):
 
 
 def test_a_recorded_run_is_refused_with_another_setting(run_dir):
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}",
-            "--config.algorithm.tolerance=0.0006",
-        ],
-        cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S,
-    )  # fmt: skip
+    start = ("-m", "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}")
+    done = finished(*start, "--config.algorithm.tolerance=0.0006", code=2)
     assert done.returncode == 2
     assert "holds a run with model.architecture.head_dim=8, this config has 32" in done.stderr

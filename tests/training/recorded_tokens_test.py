@@ -1,8 +1,6 @@
 """The tokens that a run records: they give the run's own metrics again, and the probe reads them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +14,11 @@ from dcmdp_jax.lab.mismatch.recording import LeftOut
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.training.step_rollout import _by_completion
 from dcmdp_jax.types import Rows
-from tests.support.waiting import HANGS_S
+from tests.support.processes import demo
 from tests.training import recorded_penalty
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SMALL = (
-    "--config.evaluation.every_steps=0",
     "--config.warmup.steps=5",
     "--config.mesh.cpu_devices=1",
     "--config.training.steps=3",
@@ -29,12 +26,7 @@ _SMALL = (
 
 
 def _train(environment, run_dir, *options):
-    command = [sys.executable, "-m", "bin.train", "--config=configs/demo.py:debug", f"--config.run_dir={run_dir}"]
-    done = subprocess.run(
-        [*command, *_SMALL, *options], cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=HANGS_S,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    demo(run_dir, *_SMALL, *options, env=environment)
     return run_dir
 
 
@@ -63,11 +55,8 @@ def _recorded(run, step):
 def test_the_recorded_tokens_give_the_runs_own_metrics(run):
     metrics = read_metrics(run)
     found = read_run(find_files([str(run)], LeftOut()), LeftOut(), max_tokens=10**7, metrics=metrics)
-    names = {
-        "discrepancy/mean": "mean", "discrepancy/max": "max", "discrepancy/p50": "p50", "discrepancy/p99": "p99",
-        "mismatch/k1": "k1", "mismatch/k3": "k3", "mismatch/pearson": "pearson",
-        "mismatch/effective_sample_size": "effective_sample_size",
-    }  # fmt: skip
+    names = {f"discrepancy/{name}": name for name in ("mean", "max", "p50", "p99")}
+    names |= {f"mismatch/{name}": name for name in ("k1", "k3", "pearson", "effective_sample_size")}
     assert [step.step for step in found.over_training.steps] == list(range(1, 21))
     for metric, name in names.items():
         here = [getattr(step.statistics, name) for step in found.over_training.steps]

@@ -1,6 +1,6 @@
 """Prompts and completions of a step: the order of prompts, and dynamic sampling with known rewards."""
 
-import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -36,13 +36,11 @@ class _Engine:
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
         self.calls.append((len(prompts), seed, step))
         for group, prompt in enumerate(prompts):
+            place = dict(policy_version=step, group=group, finish_reason="stop")
             yield [
-                single_turn(
-                    prompt, prompt, np.array([-0.1 * member], np.float32), policy_version=step, group=group,
-                    member=member, finish_reason="stop",
-                )
+                single_turn(prompt, prompt, np.array([-0.1 * member], np.float32), member=member, **place)
                 for member in range(sampling.group_size)
-            ]  # fmt: skip
+            ]
 
 
 class _Scoring:
@@ -61,30 +59,16 @@ class _Scoring:
         return texts, BatchScores(totals=totals, values={"math": totals}, failed={}, grades=None)
 
 
-@dataclasses.dataclass
-class _Named:
-    """Attributes by name."""
-
-    values: dict
-
-    def __getattr__(self, name):
-        return self.values[name]
-
-
 def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
     monkeypatch.setattr(rollout_sampler, "BatchScoring", _Scoring)
-    config = _Named({
-        "training": _Named({"prompts_per_step": wanted, "seed": 5, "steps": 9}),
-        "algorithm": _Named({"refill_rounds": rounds}),
-        "rollout": _Named({"on_non_finite": "error", "router_replay": False}),
-    })  # fmt: skip
+    training = SimpleNamespace(prompts_per_step=wanted, seed=5, steps=9)
+    rollout = SimpleNamespace(on_non_finite="error", router_replay=False)
+    config = SimpleNamespace(training=training, algorithm=SimpleNamespace(refill_rounds=rounds), rollout=rollout)
     ids = [np.array([i], np.int32) for i in range(problems)]
-    run = _Named({
-        "config": config, "tokenizer": None, "sampling": _Named({"group_size": _GROUP}),
-        "engine": _Engine(), "scorer": None, "turns": None,
-        "train": _Named({"problems": [_Named({"answer": str(i)}) for i in range(problems)], "token_ids": ids}),
-        "hosts": ONE_PROCESS, "stream": PromptStream((problems,)),
-    })  # fmt: skip
+    train = SimpleNamespace(problems=[SimpleNamespace(answer=str(i)) for i in range(problems)], token_ids=ids)
+    run = SimpleNamespace(config=config, engine=_Engine(), train=train, hosts=ONE_PROCESS, tokenizer=None)
+    run.sampling, run.stream = SimpleNamespace(group_size=_GROUP), PromptStream((problems,))
+    run.scorer = run.turns = None
     together = Together(ONE_PROCESS, StopSignal(), lambda: 0)
     return StepRollouts(run, together).sample(7, first, PhaseTimer()), run.engine.calls
 

@@ -108,14 +108,16 @@ def _two(
 ):
     """Two processes to their end: (code, stdout, stderr) of both."""
     address = f"localhost:{_free_port()}"
+    hosts = (f"--config.mesh.cpu_devices={devices}", f"--config.hosts.coordinator={address}")
+    hosts += ("--config.hosts.processes=2", "--config.hosts.timeout_s=10")
     started = [
         _start(
-            run_environment, run_dir, f"--config.mesh.cpu_devices={devices}", f"--config.hosts.coordinator={address}",
-            "--config.hosts.processes=2", f"--config.hosts.process={number}", "--config.hosts.timeout_s=10",
-            *overrides, *each[number], program=program, place=places[number],
+            *(run_environment, run_dir, *hosts, f"--config.hosts.process={number}", *overrides, *each[number]),
+            program=program,
+            place=places[number],
         )
         for number, program in enumerate(programs)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [process.communicate(timeout=HANGS_S) for process in started]
     finally:

@@ -190,9 +190,15 @@ def test_layouts_and_micro_batches_agree():
 @pytest.mark.parametrize(
     ("shape", "mini_batches"),
     [
-        ((8, 1, 1), 1), ((2, 1, 1), 2), ((4, 1, 1), 1), ((2, 2, 2), 1), ((1, 4, 2), 1), ((1, 8, 1), 1), ((1, 1, 8), 1),
+        ((8, 1, 1), 1),
+        ((2, 1, 1), 2),
+        ((4, 1, 1), 1),
+        ((2, 2, 2), 1),
+        ((1, 4, 2), 1),
+        ((1, 8, 1), 1),
+        ((1, 1, 8), 1),
     ],
-)  # fmt: skip
+)
 def test_several_devices_equal_one(shape, mini_batches):
     mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)])
     expected, one, _ = run_steps(mini_batches=mini_batches, steps=2)

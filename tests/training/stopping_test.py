@@ -16,6 +16,7 @@ from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.training.stopping import Interrupted, SkippedUpdates, StopSignal, TrainingStopped
 from tests.support.our_log import our_log
+from tests.support.processes import demo
 from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,12 +106,8 @@ def test_a_resumed_run_remembers_the_steps_before_its_checkpoint(tmp_path, caplo
 
 @pytest.mark.long
 def test_a_real_run_with_one_mini_batch_of_several_broken_stops(run_environment, tmp_path):
-    command = [
-        sys.executable, "-c", _PROGRAM, "--config=configs/demo.py:debug", f"--config.run_dir={tmp_path / 'run'}",
-        "--config.training.steps=30", "--config.evaluation.every_steps=0",
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env=run_environment, capture_output=True, text=True, timeout=HANGS_S)
-    assert done.returncode == 2, done.stderr[-3000:]
+    start = ("-c", _PROGRAM)
+    done = demo(tmp_path / "run", "--config.training.steps=30", program=start, code=2, env=run_environment)
     [error] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert "of the updates of the last 20 steps had a gradient that is not finite" in error
     assert "updates skipped, their gradient is not finite" in done.stderr + done.stdout

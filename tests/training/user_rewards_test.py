@@ -110,10 +110,15 @@ def _lines(path):
 
 def test_what_is_trained_on_is_the_weighted_sum_of_the_rewards(environment, files, tmp_path):
     run_dir = tmp_path / "run"
-    _finish(_start(
-        environment, run_dir, f"--config.task.train={files}/problems.jsonl", "--config.rewards.weights=2,-0.5",
-        f"--config.rewards.functions=math,{files}/own.py:own",
-    ))  # fmt: skip
+    _finish(
+        _start(
+            environment,
+            run_dir,
+            f"--config.task.train={files}/problems.jsonl",
+            "--config.rewards.weights=2,-0.5",
+            f"--config.rewards.functions=math,{files}/own.py:own",
+        )
+    )
     assert contradictions(run_dir) == [] and _left_behind(environment) == []
     calls, records = _lines(files / "calls.jsonl"), _lines(run_dir / "metrics.jsonl")
     samples = _lines(run_dir / "samples.jsonl")
@@ -182,10 +187,15 @@ def test_a_reward_that_fails_saves_and_stops_the_run_with_one_line(environment, 
 def test_a_run_can_go_on_without_the_values_of_functions_that_fail(environment, files, tmp_path):
     run_dir = tmp_path / "run"
     names = ",".join(f"{files}/bad.py:{name}" for name in ("hangs", "raises", "nan"))
-    _finish(_start(
-        environment, run_dir, f"--config.rewards.functions={names},examples/length_reward.py:score",
-        "--config.rewards.timeout=1", "--config.rewards.on_error=none",
-    ))  # fmt: skip
+    _finish(
+        _start(
+            environment,
+            run_dir,
+            f"--config.rewards.functions={names},examples/length_reward.py:score",
+            "--config.rewards.timeout=1",
+            "--config.rewards.on_error=none",
+        )
+    )
     assert contradictions(run_dir) == [] and _left_behind(environment) == []
     records = _lines(run_dir / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2]

@@ -62,10 +62,8 @@ class Replica:
         version, manifest = publication.policy_version, self._weights.bridge.manifest
         # Until the answer is here, the sidecar has no weights that could be used.
         sidecar.serial = None
-        header, arrays = sidecar.request(
-            "push", {"segment": publication.serial % 2, "policy_version": version}, answer="pushed",
-            stopped=calls.stopped,
-        )  # fmt: skip
+        asked = {"segment": publication.serial % 2, "policy_version": version}
+        header, arrays = sidecar.request("push", asked, answer="pushed", stopped=calls.stopped)
         checksums = arrays.get("checksums", np.empty(0))
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):
             raise SidecarBroken(f"weights of version {version}: checksums of shape {checksums.shape} in the answer")

@@ -65,13 +65,13 @@ class VllmEngine:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
         devices_of_each = devices.devices_of_replicas(settings, platform)
         arguments = dataclasses.replace(
-            arguments, directory=arguments.directory.resolve(),
+            arguments,
+            directory=arguments.directory.resolve(),
             settings=(settings := dataclasses.replace(settings, replicas=len(devices_of_each))),
-        )  # fmt: skip
-        self.weights = SharedWeights(
-            self.config, compute_dtype=arguments.compute_dtype, int8=arguments.precision == "int8",
-            probe=arguments.probe and arguments.probe(), max_total_tokens=self.max_total_tokens,
-        )  # fmt: skip
+        )
+        probe, int8 = arguments.probe and arguments.probe(), arguments.precision == "int8"
+        sizes = {"compute_dtype": arguments.compute_dtype, "max_total_tokens": self.max_total_tokens}
+        self.weights = SharedWeights(self.config, int8=int8, probe=probe, **sizes)
         self.replicas: list[Replica] = []
         self._calls = Calls([])
         try:
@@ -92,11 +92,13 @@ class VllmEngine:
                 one.directory.mkdir(exist_ok=True)
                 self.replicas.append(
                     Replica(
-                        self._supervisor(one), self.weights,
-                        probe_tolerance=launch.probe_tolerance(arguments), sleep_level=settings.sleep,
+                        self._supervisor(one),
+                        self.weights,
+                        probe_tolerance=launch.probe_tolerance(arguments),
+                        sleep_level=settings.sleep,
                         routed_experts=arguments.routed_experts,
                     )
-                )  # fmt: skip
+                )
             self._begin([replica.supervisor.start for replica in self.replicas]).results()
         except BaseException:
             self.close()
@@ -146,14 +148,12 @@ class VllmEngine:
         ENGINE.check_temperature(sampling.temperature)
         prompts = checked_prompts(self, prompts, sampling)
         dealt = [range(first, len(prompts), len(self.replicas)) for first in range(len(self.replicas))]
+        place = {"seed": seed, "step": step, "first_prompt": first_prompt}
         parts = [
-            replica.sample(
-                publication, {group: prompts[group] for group in groups}, sampling, seed=seed, step=step,
-                first_prompt=first_prompt,
-            )
+            replica.sample(publication, {group: prompts[group] for group in groups}, sampling, **place)
             for replica, groups in zip(self.replicas, dealt, strict=True)
             if groups
-        ]  # fmt: skip
+        ]
 
         def groups() -> Iterator[list[Episode]]:
             calls = self._begin(parts)
@@ -175,13 +175,11 @@ class VllmEngine:
         prompts, rows = scored_rows(self, prompts, completions, temperature)
         starts = [prompt.size for prompt in prompts]
         count = len(self.replicas)
+        asked = {"publication": publication, "temperature": temperature or 1.0}
         scores = [
-            functools.partial(
-                replica.score, publication=publication, rows=rows[first::count], starts=starts[first::count],
-                temperature=temperature or 1.0,
-            )
+            functools.partial(replica.score, rows=rows[first::count], starts=starts[first::count], **asked)
             for first, replica in enumerate(self.replicas[: len(rows)])
-        ]  # fmt: skip
+        ]
         dealt = self._begin(scores).results()
         results = [dealt[row % count][row // count] for row in range(len(rows))]
         check_finite(results)

@@ -168,10 +168,8 @@ class EngineHost:
         from vllm.sampling_params import RequestOutputKind
 
         rows = _split(arrays["row_ids"], arrays["row_lengths"])
-        params = SamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
+        kept = {"prompt_logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, **kept)
         self.llm.collective_rpc("dcmdp_scale_logits", args=(fields["temperature"],))
         outputs: dict[int, Any] = {}
         try:

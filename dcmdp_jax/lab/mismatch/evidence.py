@@ -185,9 +185,8 @@ def collect(pairs: TokenPairs, **known: Any) -> Evidence:
     if start["start"] > LARGE_LOG_RATIO and start["start_excess"].above(0):
         kept &= pairs.position >= _SETTLED_FROM
     kept = kept if kept.any() else np.ones(len(rows), bool)
-    lags = {} if pairs.lags is None else {
-        int(lag): _estimate(delta[pairs.lags == lag], rows[pairs.lags == lag]) for lag in np.unique(pairs.lags)
-    }  # fmt: skip
+    chosen = {} if pairs.lags is None else {int(lag): pairs.lags == lag for lag in np.unique(pairs.lags)}
+    lags = {lag: _estimate(delta[own], rows[own]) for lag, own in chosen.items()}
     return Evidence(
         tokens=len(delta),
         completions=len(pairs.lengths),
@@ -301,9 +300,10 @@ def _start(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
         return {"start": mean_of(size[first]), "start_expected": np.nan, "start_excess": UNKNOWN}
     expected = usual[group[known]]
     return {
-        "start": mean_of(size[known]), "start_expected": mean_of(expected),
+        "start": mean_of(size[known]),
+        "start_expected": mean_of(expected),
         "start_excess": _estimate(size[known] - _START_TIMES * expected, rows[known]),
-    }  # fmt: skip
+    }
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:

@@ -115,7 +115,7 @@ _PLANTED = {
     "versions 0 and 4": (columns(lags={0: 0.01, 4: 0.4}), ["stale_weights"]),
     "versions that do not matter": (columns(lags={0: 0.01, 1: 0.01}), ["rounding"]),
     "other logits at the start": (columns(start=True, noise=0.01), ["chat_template"]),
-}  # fmt: skip
+}
 
 
 def test_the_columns_alone_name_what_was_planted():
@@ -152,10 +152,11 @@ def test_a_temperature_under_noise_is_seen_and_not_called_a_temperature():
 
 def test_below_200_tokens_or_8_completions_the_columns_give_no_verdict():
     pairs = columns(temperature=0.5)
-    cut = lambda count, tokens: make_pairs(*(  # noqa: E731 - three cuts of one recording
-        [part[:tokens] for part in np.split(x, pairs.starts[1:])][:count]
-        for x in (pairs.token_ids, pairs.train_logprobs, pairs.rollout_logprobs)
-    ))  # fmt: skip
+
+    def cut(count, tokens):
+        columns = (pairs.token_ids, pairs.train_logprobs, pairs.rollout_logprobs)
+        return make_pairs(*([part[:tokens] for part in np.split(x, pairs.starts[1:])][:count] for x in columns))
+
     assert _named(cut(7, 40)) == ["too_few"] and _named(cut(40, 4)) == ["too_few"]
     assert "160 tokens of 40 completions are not enough" in diagnose(collect(cut(40, 4)))[0].evidence[0]
     assert _named(cut(20, 40)) != ["too_few"]

@@ -66,9 +66,14 @@ def test_the_numbers_of_a_step_are_those_that_were_planted(name):
     if name == "slime":
         pytest.importorskip("torch", reason="slime's dumps are torch files")
     planted = {
-        "nemo_rl": {"top_p": 0.9}, "prime_rl": {"raw": True, "temperature": 0.6}, "slime": {"temperature": 0.6},
-        "trl": {"broken": 4}, "verl": {"start": True}, "skyrl": {"noise": 0.005}, "dcmdp": {"lags": {0: 0.005, 4: 0.5}},
-    }[name]  # fmt: skip
+        "nemo_rl": {"top_p": 0.9},
+        "prime_rl": {"raw": True, "temperature": 0.6},
+        "slime": {"temperature": 0.6},
+        "trl": {"broken": 4},
+        "verl": {"start": True},
+        "skyrl": {"noise": 0.005},
+        "dcmdp": {"lags": {0: 0.005, 4: 0.5}},
+    }[name]
     pairs = columns(**planted)
     expected = pairs.discrepancy.reshape(2, -1).mean(axis=1)
     found = _read(FIXTURES / name)
@@ -288,10 +293,9 @@ def test_the_recorder_refuses_shapes_and_writes_what_was_given(tmp_path):
 
 def test_a_token_that_vllm_has_no_logprob_for_is_left_out_of_trls_recording(tmp_path):
     p = np.log(np.full((1, 3), 0.5))
-    record_trl(Recorder(tmp_path, "trl"), 0, {
-        "completion_ids": np.array([[7, 8, 9]]), "completion_mask": np.ones((1, 3), int), "old_per_token_logps": p,
-        "sampling_per_token_logps": p + np.array([0, np.nan, 0]), "advantages": np.array([1.0]),
-    })  # fmt: skip
+    batch = {"completion_ids": np.array([[7, 8, 9]]), "completion_mask": np.ones((1, 3), int)}
+    batch |= {"old_per_token_logps": p, "sampling_per_token_logps": p + np.array([0, np.nan, 0])}
+    record_trl(Recorder(tmp_path, "trl"), 0, batch | {"advantages": np.array([1.0])})
     assert _read(tmp_path).pairs.token_ids.tolist() == [7, 9]
 
 
@@ -314,12 +318,14 @@ def test_what_a_framework_lacks_is_said_with_the_setting_that_gives_it(tmp_path)
 
 def _completions(count, length=1000):
     rng = np.random.default_rng(0)
-    return [{
-        "completion": i, "prompt_id": i // 2, "source": "s", "token_ids": rng.integers(0, 150_000, length),
-        "mask": np.ones(length, bool), "train_logprobs": -rng.exponential(1, length).astype(np.float32),
-        "rollout_logprobs": -rng.exponential(1, length).astype(np.float32),
-        "policy_versions": np.full(length, 4), "reward": 1.0, "advantage": 0.5,
-    } for i in range(count)]  # fmt: skip
+    logprobs = lambda: -rng.exponential(1, length).astype(np.float32)  # noqa: E731 - drawn twice a row
+    same = dict(source="s", mask=np.ones(length, bool), policy_versions=np.full(length, 4), reward=1.0, advantage=0.5)
+    ids = lambda: rng.integers(0, 150_000, length)  # noqa: E731
+    return [
+        dict(completion=i, prompt_id=i // 2, token_ids=ids(), train_logprobs=logprobs(), rollout_logprobs=logprobs())
+        | same
+        for i in range(count)
+    ]
 
 
 def test_our_own_recording_takes_less_than_13_bytes_a_token_and_stays_within_its_bound(tmp_path, caplog):

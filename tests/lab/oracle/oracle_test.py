@@ -33,10 +33,15 @@ def _session():
         params=params(),
     )
     return Session(
-        run=run, problems=load_problems("arithmetic:difficulty=1,count=3,seed=0", limit=3),
-        sampling=SamplingParams(4, 5, stop_token_ids=run.stop_token_ids), score_temperature=1.0, earlier=[],
-        load=lambda path: None, rescore=False, show=lambda line: None,
-    )  # fmt: skip
+        run=run,
+        problems=load_problems("arithmetic:difficulty=1,count=3,seed=0", limit=3),
+        sampling=SamplingParams(4, 5, stop_token_ids=run.stop_token_ids),
+        score_temperature=1.0,
+        earlier=[],
+        load=lambda path: None,
+        rescore=False,
+        show=lambda line: None,
+    )
 
 
 def _odd(texts, answers):
@@ -52,9 +57,14 @@ def test_without_mismatch_every_remedy_that_acts_on_it_gives_the_plain_slopes():
     rows = Rows(index, index, index, mask, index, {"rollout_logprobs": train})
     sampled = JudgedBatch(rows, rng.integers(0, 2, 12).astype(np.float32), np.repeat(np.arange(3), 4).astype(np.int32))
     tokens = Tokens(
-        train_logprobs=train, old_logprobs=train, rollout_logprobs=train, advantages=np.zeros(shape, np.float32),
-        completion_mask=mask, completion_index=index, num_completions=12,
-    )  # fmt: skip
+        train_logprobs=train,
+        old_logprobs=train,
+        rollout_logprobs=train,
+        advantages=np.zeros(shape, np.float32),
+        completion_mask=mask,
+        completion_index=index,
+        num_completions=12,
+    )
     compared = entries(AlgorithmSettings(multiplier=0.5), tokens)
     slopes = {name: np.asarray(token_slopes(one, one.remedies(), sampled, train, 9)) for name, one in compared.items()}
     assert np.abs(slopes[NOTHING]).max() > 0.01
@@ -82,9 +92,14 @@ def test_a_filter_without_a_default_is_sized_to_drop_a_twentieth_of_the_tokens()
     old, rollout = (-rng.exponential(1.0, (50, 40)).astype(np.float32) for _ in range(2))
     index = np.repeat(np.arange(50, dtype=np.int32)[:, None], 40, axis=1)
     tokens = Tokens(
-        train_logprobs=old, old_logprobs=old, rollout_logprobs=rollout, advantages=np.zeros((50, 40)),
-        completion_mask=np.ones((50, 40), bool), completion_index=index, num_completions=50,
-    )  # fmt: skip
+        train_logprobs=old,
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        advantages=np.zeros((50, 40)),
+        completion_mask=np.ones((50, 40), bool),
+        completion_index=index,
+        num_completions=50,
+    )
     (name,) = [name for name in entries(AlgorithmSettings(), tokens) if name.startswith("token_k1")]
     # |log p - log q| of two exponentials is exponential: 5% are above ln 20 = 3.00.
     assert float(name.removeprefix("token_k1(high=").removesuffix(")")) == pytest.approx(np.log(20), abs=0.3)
@@ -113,9 +128,15 @@ def _verdict(name, cosine, variance, *, length=1.0, gain=0.0, width=0.1, effecti
     """At |G| = 1."""
     found = quality(Moments(length**2, length * cosine, 1.0, variance))
     return Verdict(
-        name, Moments(length**2, length * cosine, 1.0, variance), found, found._replace(error=0.1, squared_bias=0.2),
-        gain, width, effective, dropped,
-    )  # fmt: skip
+        name,
+        Moments(length**2, length * cosine, 1.0, variance),
+        found,
+        found._replace(error=0.1, squared_bias=0.2),
+        gain,
+        width,
+        effective,
+        dropped,
+    )
 
 
 def _verdicts(*remedies, batches=5):

@@ -49,10 +49,8 @@ def sampled(engine, prompts=None, **distribution):
 
 
 def analysis(engine, found, *, temperature=1.0, compute="float32", rescore=True, train_compute="float32"):
-    setup = Setup(
-        CONFIG, params(), PROMPTS, temperature, {"step 3": params(True)}, {"text without a chat template": BARE},
-        TOKENIZER.decode, max_rows=64, compute=compute,
-    )  # fmt: skip
+    others = ({"step 3": params(True)}, {"text without a chat template": BARE})
+    setup = Setup(CONFIG, params(), PROMPTS, temperature, *others, TOKENIZER.decode, max_rows=64, compute=compute)
     trainer = TrainingStack(CONFIG, params(), compute=Compute(dtype=train_compute))
     return analyze(compare("pair", {}, found, {"engine": engine, "trainer": trainer}, setup, rescore=rescore))
 

@@ -55,7 +55,5 @@ def test_another_charge_makes_a_step_and_another_engine_closes_the_last(made):
         ):
             shared.train(_config(section, **changes), print)
     first = (1, f"programs of {Config().algorithm.multiplier_max}")
-    assert made == [
-        "engine", "step", first, first, first, "step", (1, "programs of 7.0"), "closed", "engine", "step",
-        (9, first[1]), "closed",
-    ]  # fmt: skip
+    one = ["engine", "step", first, first, first, "step", (1, "programs of 7.0"), "closed"]
+    assert made == [*one, "engine", "step", (9, first[1]), "closed"]

@@ -21,13 +21,8 @@ def test_runs_come_seed_by_seed_with_directories_of_their_own():
         ("a, seed 1", "out/a/seed1"),
         ("b=0.1, seed 1", "out/b=0.1/seed1"),
     ]
-    assert (
-        runs[1].arguments
-        == """
-        --config=c.py --config.x.y=0.1 --config.x.on=true --config.x.lengths=(64,128) --config.z=3
-        --config.training.seed=0 --config.run_dir=out/b=0.1/seed0
-    """.split()
-    )
+    asked = "--config=c.py --config.x.y=0.1 --config.x.on=true --config.x.lengths=(64,128) --config.z=3"
+    assert runs[1].arguments == (*asked.split(), "--config.training.seed=0", "--config.run_dir=out/b=0.1/seed0")
 
 
 _ARM = Arm("c.py")

@@ -153,7 +153,7 @@ def slime(sources, out):
             rows = _rows(table, step, rank, RANKS)
             count = len(rows["ids"])
             places = list(range(rank, count * RANKS, RANKS))
-            shards.append({"rank": rank, "data_parallel_rank": rank, "rollout_data": {
+            data = {
                 "tokens": list(torch.nn.functional.pad(rows["ids"], (PROMPT, 0), value=3)),
                 "response_lengths": [LENGTH] * count,
                 "total_lengths": [PROMPT + LENGTH] * count,
@@ -166,7 +166,8 @@ def slime(sources, out):
                 "partition": places,
                 "sample_indices": places,
                 "num_microbatches": [1],
-            }})  # fmt: skip
+            }
+            shards.append({"rank": rank, "data_parallel_rank": rank, "rollout_data": data})
         payload = utils._build_dump_payload(shards, rollout_id=step, writer_rank=0)
         # Each sample would carry the storage of its whole batch.
         payload["samples"] = [
@@ -190,11 +191,9 @@ def trl(sources, out):
         recorder = Recorder(out, "trl", rank=rank)
         for step in range(STEPS):
             rows = _rows(table, step, rank, RANKS)
-            record_trl(recorder, step + 1, {
-                "completion_ids": rows["ids"], "completion_mask": torch.ones_like(rows["ids"]),
-                "old_per_token_logps": rows["train"], "sampling_per_token_logps": rows["rollout"],
-                "advantages": rows["advantage"],
-            })  # fmt: skip
+            batch = {"completion_ids": rows["ids"], "completion_mask": torch.ones_like(rows["ids"])}
+            batch |= {"old_per_token_logps": rows["train"], "sampling_per_token_logps": rows["rollout"]}
+            record_trl(recorder, step + 1, batch | {"advantages": rows["advantage"]})
 
 
 def verl(sources, out):
@@ -229,11 +228,9 @@ def skyrl(sources, out):
         rows = _rows(table, step)
         left = {name: torch.nn.functional.pad(rows[name], (3, 0)) for name in ("ids", "train", "rollout")}
         mask = torch.nn.functional.pad(torch.ones(rows["ids"].shape), (3, 0))
-        record_skyrl(recorder, step + 1, {
-            "sequences": torch.nn.functional.pad(left["ids"], (PROMPT, 0), value=3), "loss_mask": mask,
-            "action_log_probs": left["train"], "rollout_logprobs": left["rollout"],
-            "advantages": rows["advantage"][:, None] * mask,
-        })  # fmt: skip
+        batch = {"sequences": torch.nn.functional.pad(left["ids"], (PROMPT, 0), value=3), "loss_mask": mask}
+        batch |= {"action_log_probs": left["train"], "rollout_logprobs": left["rollout"]}
+        record_skyrl(recorder, step + 1, batch | {"advantages": rows["advantage"][:, None] * mask})
 
 
 def dcmdp(sources, out):
@@ -251,9 +248,7 @@ def dcmdp(sources, out):
         } for i in range(len(rows["ids"]))])  # fmt: skip
 
 
-MAKERS = {
-    "nemo_rl": nemo_rl, "prime_rl": prime_rl, "slime": slime, "trl": trl, "verl": verl, "skyrl": skyrl, "dcmdp": dcmdp,
-}  # fmt: skip
+MAKERS = {maker.__name__: maker for maker in (nemo_rl, prime_rl, slime, trl, verl, skyrl, dcmdp)}
 
 
 def main():
