@@ -196,14 +196,11 @@ def _evaluate_task(
     for part, start in enumerate(range(0, len(prompts.problems), size)):
         result = log.finished(task.name, part)
         if result is None:
-            problems, token_ids = prompts.problems[start : start + size], prompts.token_ids[start : start + size]
-            result = evaluate(
-                run.engine, run.scorer, run.tokenizer, token_ids, problems, sampling, task=task.name,
-                seed=part_seed(config.training.seed, part), turns=run.turns,
-            )  # fmt: skip
+            chosen, seed = prompts.select(slice(start, start + size)), part_seed(config.training.seed, part)
+            result = evaluate(run, chosen, sampling, task=task.name, seed=seed)
             asked = [
                 {"row": problem.index, "prompt": run.tokenizer.decode(ids), "answer": problem.answer}
-                for problem, ids in zip(problems, token_ids, strict=True)
+                for problem, ids in zip(chosen.problems, chosen.token_ids, strict=True)
             ]
             log.append(part, asked, result)
         results.append(result)

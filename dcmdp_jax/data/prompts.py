@@ -65,6 +65,10 @@ class EncodedPrompts:
     dropped: int
     with_control_tokens: int
 
+    def select(self, places: slice) -> EncodedPrompts:
+        """The problems at these places, and their prompts."""
+        return dataclasses.replace(self, problems=self.problems[places], token_ids=self.token_ids[places])
+
 
 def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:
     """Several sets of prompts as one, in order."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.evaluation.estimators import bootstrap_interval, pass_at_every_k
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.rewards.protocol import BEGINNING, MATH, Problem, TrainerState
+from dcmdp_jax.rewards.protocol import BEGINNING, MATH, TrainerState
 from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, add_logged
 
 
@@ -154,19 +156,31 @@ def join(parts: Sequence[EvaluationResult]) -> EvaluationResult:
     return EvaluationResult(parts[0].task, **arrays, **counts, values=values, logged=logged)
 
 
+class Evaluator(Protocol):
+    """The parts that sample and score, such as those of a run.
+
+    Attributes:
+        engine: the engine, with weights pushed.
+        scorer: scores completions. Its verifier's budget holds for all samples of a task together.
+        tokenizer: turns token ids into text.
+        turns: samples in turns with an environment; None for one turn.
+    """
+
+    engine: Engine
+    scorer: RewardScorer
+    tokenizer: PreTrainedTokenizerBase
+    turns: TurnSampler | None
+
+
 def evaluate(
-    engine: Engine,
-    scorer: RewardScorer,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[np.ndarray],
-    problems: Sequence[Problem],
+    parts: Evaluator,
+    prompts: EncodedPrompts,
     sampling: SamplingParams,
     *,
     task: str,
     seed: int,
     first_prompt: int = 0,
     state: TrainerState = BEGINNING,
-    turns: TurnSampler | None = None,
     check_stop: Callable[[], None] = lambda: None,
 ) -> EvaluationResult:
     """Sample K = `sampling.group_size` completions for each prompt with the weights the engine has, and score them.
@@ -175,34 +189,32 @@ def evaluate(
     same draws.
 
     Args:
-        engine: with weights pushed.
-        scorer: scores completions. Its verifier's budget holds for all samples of the task together.
-        tokenizer: turns token ids into text.
-        prompts: token ids of each problem.
-        problems: the problems.
+        parts: engine, scorer, tokenizer and environment.
+        prompts: the problems and their token ids.
         sampling: K, temperature, length limit.
         task: name for the record.
         seed: seed of the samples.
         first_prompt: number of the first prompt, where these are a share of the task.
         state: state of the run that reward functions get.
-        turns: samples in turns with an environment; None for one turn.
         check_stop: called now and then while sampling and scoring; what it raises ends the evaluation.
 
     Raises:
         RewardError: in one line, if a reward function failed and the scorer stops then.
     """
-    scoring = BatchScoring(scorer, tokenizer, [each for each in problems for _ in range(sampling.group_size)], state)
-    shape = len(prompts), sampling.group_size
+    problems, turns = prompts.problems, parts.turns
+    each = [problem for problem in problems for _ in range(sampling.group_size)]
+    scoring = BatchScoring(parts.scorer, parts.tokenizer, each, state)
+    shape = len(problems), sampling.group_size
     lengths, truncated = np.zeros(shape, np.int32), np.zeros(shape, bool)
     with contextlib.ExitStack() as stack:
         doing = stack.enter_context(activity(f"evaluating {task.removeprefix('eval/')}", lengths.size, "completions"))
         groups: Iterable[list[Episode]] = ()
-        if prompts:  # a process of several may have no share of a short task
+        if problems:  # a process of several may have no share of a short task
             numbers = {"seed": seed, "step": 0, "first_prompt": first_prompt}
             if turns is None:
-                sampled = engine.generate(prompts, sampling, **numbers)
+                sampled = parts.engine.generate(prompts.token_ids, sampling, **numbers)
             else:
-                sampled = turns.generate(prompts, problems, sampling, **numbers, check_stop=check_stop)
+                sampled = turns.generate(prompts.token_ids, problems, sampling, **numbers, check_stop=check_stop)
             groups = stack.enter_context(contextlib.closing(sampled))
         for episodes in groups:
             check_stop()
@@ -212,11 +224,11 @@ def evaluate(
             for episode in episodes:
                 lengths[episode.group, episode.member] = episode.num_sampled
                 truncated[episode.group, episode.member] = episode.finish_reason == "length"
-    if turns is not None and prompts:
+    if turns is not None and problems:
         scoring.add_played(turns.played)
     texts, scores = scoring.finish(check_stop)
     judged = scores.grades is not None
-    find = scorer.verifier.found_answer
+    find = parts.scorer.verifier.found_answer
     found = np.array([find(text) if judged else None for text in texts], object).reshape(shape)
     return EvaluationResult(
         task=task,

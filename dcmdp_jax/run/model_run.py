@@ -11,11 +11,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from dcmdp_jax.config.arguments import as_settings, of_engine
-from dcmdp_jax.config.engine import engine_arguments
+from dcmdp_jax.config.arguments import as_settings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.prompts import EncodedPrompts, end_token_ids, load_tokenizer
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload
+from dcmdp_jax.engines.kind import EngineKind, Workload
 from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOutTask
@@ -215,24 +214,17 @@ class ModelRun(Run):
         with as_settings({"engine": "rollout.engine"}):
             return find_engine(self.asked.rollout.engine)
 
-    @cached_property
-    def engine_asked(self) -> EngineArguments:
-        return engine_arguments(
-            self.asked,
-            kind=self.engine_kind,
-            directory=self.directory,
-            max_total_tokens=self.longest_prompt + self.asked.rollout.max_completion_tokens,
-            model=self.model,
-            platform=self.engine_platform,
-            mesh=lambda tensor=1, expert=1: make_mesh(data=-1, tensor=tensor, expert=expert),
-            probe=lambda: make_probe(self.model, Compute(), one_device_mesh()),
-        )[1]
+    def engine_place(self) -> dict[str, Any]:
+        """Arguments of an engine that has all devices."""
+        return {
+            "directory": self.directory,
+            "max_total_tokens": self.longest_prompt + self.asked.rollout.max_completion_tokens,
+            "mesh": lambda **split: make_mesh(data=-1, **split),
+            "probe": lambda: make_probe(self.model, Compute(), one_device_mesh()),
+        }
 
-    @cached_property
-    def mesh(self) -> Mesh:
-        """All devices, which start here; the engine's settings are checked against the model."""
-        with as_settings(of_engine(self.engine_kind)):
-            self.engine_kind.check(self.engine_asked)
+    def checked_mesh(self) -> Mesh:
+        """All devices."""
         return make_mesh(data=-1)
 
     @cached_property

@@ -261,27 +261,33 @@ class Run:
     @cached_property
     def engine_asked(self) -> EngineArguments:
         """The engine's arguments but for the rows that fit."""
-        return engine_arguments(
-            self.asked,
-            host=self.hosts.index,
-            model=self.model,
-            platform=self.engine_platform,
-            mesh=lambda **split: sampling_mesh(self.mesh, **split),
-            probe=lambda: make_probe(self.model, self.compute, self.mesh),
-            prepare=True,
-        )[1]
+        known = {"kind": self.engine_kind, "model": self.model, "platform": self.engine_platform}
+        return engine_arguments(self.asked, **known, **self.engine_place())[1]
+
+    def engine_place(self) -> dict[str, Any]:
+        """Arguments of an engine beside a trainer."""
+        return {
+            "host": self.hosts.index,
+            "mesh": lambda **split: sampling_mesh(self.mesh, **split),
+            "probe": lambda: make_probe(self.model, self.compute, self.mesh),
+            "prepare": True,
+        }
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The training devices, which start here; the settings are checked against them."""
-        config, model, engine = self.asked, self.model, self.engine_asked
+        """The devices, which start here; the settings are checked against them and the model."""
         with as_settings(of_engine(self.engine_kind)):
-            self.engine_kind.check(engine)
-        prepare_jax(config.mesh.cpu_devices)
+            self.engine_kind.check(self.engine_asked)
+        prepare_jax(self.asked.mesh.cpu_devices)
+        return self.checked_mesh()
+
+    def checked_mesh(self) -> Mesh:
+        """The training devices."""
+        config, model = self.asked, self.model
         platform = jax.devices()[0].platform
         check_platform(platform)
         check_kernel(config, platform, model.head_dim)
-        check_forward(config, engine, platform)
+        check_forward(config, self.engine_asked, platform)
         sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
         with as_settings(MESH):
             mesh = training_mesh(*sizes, num_params=num_params(model))

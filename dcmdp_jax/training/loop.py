@@ -200,17 +200,13 @@ class Trainer:
         share = self.hosts.share(len(prompts.problems))
         with self._together.alone():
             result = evaluate(
-                self.run.engine,
-                self.run.scorer,
-                self.run.tokenizer,
-                prompts.token_ids[share],
-                prompts.problems[share],
+                self.run,
+                prompts.select(share),
                 sampling,
                 task=f"eval/{task.name}",
                 seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
                 first_prompt=share.start,
                 state=trainer_state(self.run, step, self._prompts_taken),
-                turns=self.run.turns,
                 check_stop=self._together.check,
             )
         return join(self.hosts.gather(result, EvaluationResult))

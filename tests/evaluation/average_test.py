@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.evaluation.average import describe, evaluate, join
 from dcmdp_jax.rewards.math.verifier import Verifier
@@ -49,9 +51,9 @@ def judged():
             prompts = [np.array([5 + i], np.int32) for i in range(len(texts))]
             sampling = SamplingParams(group_size=len(texts[0]), max_completion_tokens=16, **settings)
             problems = [Problem(prompt="", answer=answer, source="s", index=0) for answer in answers]
-            options = {"task": "t", "seed": 7}
             scorer = RewardScorer([Reward(MATH)], verifier, (), by_source=False, timeout_s=1.0, stop_on_error=True)
-            return evaluate(engine, scorer, build_tokenizer(), prompts, problems, sampling, **options), engine
+            parts = SimpleNamespace(engine=engine, scorer=scorer, tokenizer=build_tokenizer(), turns=None)
+            return evaluate(parts, EncodedPrompts(problems, prompts, 0, 0), sampling, task="t", seed=7), engine
 
         yield run
 
