@@ -1,4 +1,4 @@
-"""What a program is doing, for people: nothing that takes more than a few seconds is silent.
+"""Status of the program for people, so that nothing that takes more than a few seconds is silent.
 
     with activity("sampling", total=64, unit="completions") as doing:
         ...
@@ -125,7 +125,7 @@ def activity(what: str, total: int = 0, unit: str = "") -> Iterator[Activity]:
     """Say what the block does while it runs.
 
     Args:
-        what, total, unit: as in `Activity`.
+        what, total, unit: see `Activity`.
     """
     doing = begin(what, total, unit)
     try:
@@ -162,6 +162,6 @@ def shown_elsewhere() -> Iterator[None]:
 
 
 def current_text() -> str:
-    """What a live display shows of the innermost activity; empty where it has just begun."""
+    """Text of a live display for the innermost activity; empty where it has just begun."""
     now, running = time.monotonic(), _DISPLAY.running[-1:]
     return running[0].text(now) if running and now - running[0].began >= _SHOWN_AFTER_S else ""

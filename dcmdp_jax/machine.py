@@ -1,4 +1,4 @@
-"""Memory as a run counts it: what a machine has, and the parts of what is held."""
+"""Memory of a run, the capacity of a machine and the parts of its use."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Recorder:
 
 
 def record_trl(recorder: Recorder, step: int, output: Mapping[str, Any], old_logprobs: Any = None) -> None:
-    """Record a batch of TRL: what `GRPOTrainer._generate_and_score_completions` returns, with vLLM as its engine.
+    """Record a batch of TRL from `GRPOTrainer._generate_and_score_completions`, with vLLM as its engine.
 
     TRL computes `old_per_token_logps` when `vllm_importance_sampling_correction` is on or generation and optimizer
     steps are not aligned; else give `old_logprobs`. A token for which vLLM has no log-prob (NaN) is left out.

@@ -1,1 +1,1 @@
-"""What `dcmdp NAME` and `bin/` run: flags and one call each."""
+"""Commands that `dcmdp NAME` and `bin/` run, flags and one call each."""

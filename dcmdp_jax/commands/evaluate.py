@@ -182,7 +182,7 @@ def _evaluate_task(
 ) -> EvaluationResult:
     """Evaluate a task part by part: a kill loses one part at most, and parts that the log has are not sampled again.
 
-    Parts depend on nothing but the seed and their number: what is continued equals what was not interrupted.
+    Parts depend on nothing but the seed and their number, so a continued evaluation equals an uninterrupted one.
     """
     config = run.asked
     sampling = SamplingParams(

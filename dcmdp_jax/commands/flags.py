@@ -54,7 +54,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     """Read the command line into a checked config.
 
     Args:
-        argv: as `sys.argv`: the program's name, then `--config=FILE[:ARGUMENT]`, overrides
+        argv: list like `sys.argv`: the program's name, then `--config=FILE[:ARGUMENT]`, overrides
             `--config.section.name=value`, `--dry_run` and `--print_config`.
 
     Raises:
@@ -172,7 +172,7 @@ def call_function(option: str, given: str, function: str, folder: str = "") -> A
         option: name of the command-line option, for errors.
         given: `FILE[:ARGUMENT]`; FILE is the name of a preset, or a path.
         function: its name in the file.
-        folder: of the presets; empty: configs, `studies`: studies.
+        folder: folder of the presets; empty for configs, `studies` for studies.
 
     Raises:
         UserError: in one line, for a file that is not there, and with the place in the file for any exception in it,

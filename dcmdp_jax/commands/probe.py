@@ -174,7 +174,7 @@ def _arms(given: str) -> dict[str, AlgorithmSettings]:
 
 
 def _session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tuple[Session, list[ProbeSpec]]:
-    """What is probed, and the engines that sample."""
+    """Summary of the probed model and the engines that sample."""
     first = arguments.a or []
     check_specs(first, arguments.b)
     saved = None if arguments.config else find_model(arguments.model)

@@ -124,7 +124,7 @@ class DeviceShare(NamedTuple):
 
 
 class EngineKind:
-    """One kind of inference engine: what it can do, and how it is checked, measured and built.
+    """Record of one kind of inference engine, with its abilities, checks, memory and builder.
 
     An engine derives a class from this one and makes one instance of it, `ENGINE` in a built-in engine's folder.
 
@@ -170,7 +170,7 @@ class EngineKind:
     def check(self, arguments: EngineArguments) -> None:
         """Refuse settings that do not fit each other, nor a model that is known; nothing is loaded or started.
 
-        Asked twice: of the settings alone (`model` None, `platform` ""), and when model and platform are known.
+        Called twice, for the settings alone (`model` None, `platform` ""), and when model and platform are known.
         """
 
     def check_machine(self, arguments: EngineArguments) -> str:
@@ -216,7 +216,7 @@ class EngineKind:
         """`build` the engine, and check that it has the methods of `protocol.Engine`.
 
         Raises:
-            UserError, EngineError, MemoryError: as `build`; UserError naming a method that is missing.
+            UserError, EngineError, MemoryError: see `build`; UserError naming a method that is missing.
         """
         engine = self.build(arguments)
         wanted = ("push_weights", "generate", "release_weights", "close", *("score",) * self.scores)

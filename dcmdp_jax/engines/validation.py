@@ -46,7 +46,7 @@ def check_routed_experts(episodes: Sequence[Episode], layers: int, per_token: in
     """Refuse experts that the model does not have: a forward pass would take others in their place, silently.
 
     Args:
-        episodes: what an engine returned that was asked for the experts of each token.
+        episodes: answer of an engine that was asked for the experts of each token.
         layers: L of the model.
         per_token: k, experts of a token in each layer.
         experts: E of each layer; ids are below it.

@@ -36,7 +36,7 @@ class Overlap(NamedTuple):
 def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[Overlap]:
     """Find training problems that are evaluation problems, or contain at least half of one.
 
-    Half means: of the runs of 8 consecutive words (letters or digits) of the evaluation problem. A problem of fewer
+    Half counts the runs of 8 consecutive words (letters or digits) of the evaluation problem. A problem of fewer
     than 8 words overlaps with the same text alone. Some near matches ask a changed question.
 
     Args:

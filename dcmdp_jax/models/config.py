@@ -198,7 +198,7 @@ class ModelConfig:
 
     @property
     def active_mlp_width(self) -> int:
-        """Width of the MLP that a token passes through: of all its experts together."""
+        """Width of the MLP that a token passes through, summed over its experts."""
         return self.num_experts_per_tok * self.moe_intermediate_size if self.num_experts else self.intermediate_size
 
     @property

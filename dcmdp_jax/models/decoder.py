@@ -195,7 +195,7 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, stacked blocks, final norm and, when untied, the output matrix [D, V].
 
-    Declarations alone: it holds no arrays, and `hidden_states` computes.
+    Declarations alone; holds no arrays. `hidden_states` computes.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -194,7 +194,7 @@ def _tokenizer(model: GGUFModel) -> Tokenizer:
 
 
 def _post_processor(fields: dict[str, Any], tokens: list[str], kind: str) -> Any:
-    """What stands around a text: llama.cpp's default is a first token for Llama 3 alone."""
+    """Tokens around a text. llama.cpp's default is a first token for Llama 3 alone."""
     wanted = {"bos": kind == "llama-bpe", "eos": False}
     around = [name for name, default in wanted.items() if fields.get(f"tokenizer.ggml.add_{name}_token", default)]
     numbers = header_tokens(fields)

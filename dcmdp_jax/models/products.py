@@ -1,4 +1,4 @@
-"""Precision of matrix products: those of float32 operands are computed in float32 on every platform."""
+"""Precision of matrix products. Products of float32 operands are computed in float32 on every platform."""
 
 from __future__ import annotations
 

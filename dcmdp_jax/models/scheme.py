@@ -1,4 +1,4 @@
-"""How an engine rounds weights, activations and cached keys and values: what a matched forward pass repeats."""
+"""Roundings of an engine's weights, activations and cache, repeated by a matched forward pass."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def _slurm_devices(environment: Mapping[str, str]) -> Sequence[int] | None:
 
 
 def _find_out(timeout_s: int) -> tuple[str, int, int, Sequence[int] | None]:
-    """Coordinator, processes, process, local devices: what JAX reads from SLURM, a TPU pod or Open MPI.
+    """Coordinator, processes, process and local devices that JAX reads from SLURM, a TPU pod or Open MPI.
 
     Raises:
         UserError: in one line, if there is nothing of the kind.

@@ -1,4 +1,4 @@
-"""Shardings from logical axis names, and arrays that have them: of one process, of several, and abstract ones.
+"""Shardings from logical axis names, and arrays that have them, in one process or several, or abstract.
 
 Where the parts of an array lie on the devices of several processes, every process calls `to_global`, `to_local` and
 `to_host`, in the same order.
@@ -201,7 +201,7 @@ def shard_map_over_data(
     reduction over it beside other axes ("Cross-partition allreduce must be in (partial) manual partitioning mode").
 
     Args:
-        function: it closes over no array.
+        function: function that closes over no array.
         mesh: the run's; None for one device.
         in_specs, out_specs: specs for `jax.shard_map`: `P()` for what is replicated along the data axis, `DATA` for
             rows.

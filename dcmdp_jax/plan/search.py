@@ -40,7 +40,7 @@ class Tried(NamedTuple):
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """What sorts candidates: those that fit, then the fewest devices that exchange activations in every layer,
+        """Sort key of candidates: fitting ones first, then the fewest devices that exchange activations in every layer,
         then the fewest gathers of parameters, by larger micro-batches."""
         return not self.fits, self.mesh.tensor * self.mesh.expert, -self.micro_batch_tokens
 

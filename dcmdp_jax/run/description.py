@@ -1,4 +1,4 @@
-"""What a run is, printed before it begins: the text of the dry run."""
+"""Description of a run, printed before it begins and by the dry run."""
 
 from __future__ import annotations
 

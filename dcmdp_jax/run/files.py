@@ -1,4 +1,4 @@
-"""What the files of a run say: the model's shape, its tokenizer, the data, and the functions that score.
+"""Contents of a run's files: the model's shape, its tokenizer, the data, and the functions that score.
 
 Everything here is read and checked before a device starts.
 """

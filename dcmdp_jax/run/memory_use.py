@@ -1,4 +1,4 @@
-"""Memory of a run by arithmetic, before anything is allocated: by kind, device and phase, and what is available.
+"""Memory of a run by arithmetic, before anything is allocated, by kind, device and phase, with the capacity.
 
 Parts that are arrays with known shapes are exact: parameters, moments, gradients, the engine's weights, its cache. The
 compiler's temporary memory is an estimate, marked ~. Devices of a CPU share the host's memory and count as the host.
@@ -249,7 +249,7 @@ def plan_evaluation(kind: EngineKind, arguments: EngineArguments, load: Workload
 
 
 def workload(config: Config, prompt_lengths: Sequence[int], completions: int) -> Workload:
-    """What a run asks its engine. Arguments as of `memory_of_run`."""
+    """Requests of a run to its engine. Arguments: see `memory_of_run`."""
     return Workload(
         completions, config.rollout.group_size, prompt_lengths, config.rollout.max_completion_tokens,
         "float32" if config.model.lora_rank or config.model.adapter else config.model.param_dtype,

@@ -21,7 +21,7 @@ from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
 
 
 def check_platform(platform: str) -> None:
-    """Refuse the CPU where JAX should have found a GPU: it logs that its plugin failed, and goes on without.
+    """Refuse the CPU where JAX should have found a GPU. JAX logs that its plugin failed and goes on without.
 
     Args:
         platform: platform of JAX's devices.

@@ -242,7 +242,7 @@ class ModelRun(Run):
 
     @property
     def rewards_output(self) -> None:
-        """No file: what reward functions and environments print is discarded."""
+        """No file; output of reward functions and environments is discarded."""
 
 
 def check_size(task: str, problems: int, samples: int, max_completion_tokens: int, *, free: int | None) -> None:

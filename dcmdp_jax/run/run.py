@@ -412,7 +412,7 @@ class Run:
         return param_shardings(logical_axes(self.model), shapes, self.mesh)
 
     def initial_params(self) -> Params:
-        """The starting parameters on the mesh: from `model.path`, or fresh from the seed."""
+        """The starting parameters on the mesh, read from `model.path` or made from the seed."""
         if self.asked.model.path:
             return self.load_params(model_directory(self.asked.model.path))
         key = jax.random.key(self.asked.training.seed)

@@ -1,4 +1,4 @@
-"""What must be the same on all hosts of a run, and in a resumed run."""
+"""Facts that must be the same on all hosts of a run, and in a resumed run."""
 
 from __future__ import annotations
 

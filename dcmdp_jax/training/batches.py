@@ -38,7 +38,7 @@ _MUCH_PADDING = 0.3
 
 
 class Sampled(NamedTuple):
-    """What was sampled for a step: all of it, or on several hosts beside the step this host's share.
+    """Samples for a step, all of them, or on several hosts beside the step this host's share.
 
     Attributes:
         rollout: completions and rewards.

@@ -88,7 +88,7 @@ class Trainer:
     def _keep_finished_steps(self) -> str:
         """Save the state after the last finished step if that can be done; say what is kept.
 
-        On several hosts saving needs all of them, and only `Together` knows that all leave: it has saved.
+        On several hosts saving needs all of them, and only `Together` knows that all leave. It has saved then.
         """
         saved = self.checkpoints.latest_step
         if self._finished is not None:

@@ -37,7 +37,7 @@ _SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
 
 
 def trainer_state(run: Run, step: int, position: int) -> TrainerState:
-    """What reward functions learn about the run: finished steps, and the position in the stream of prompts."""
+    """State of the run for reward functions: finished steps, and the position in the stream of prompts."""
     return TrainerState(step, run.config.training.steps, position / sum(run.stream.sizes))
 
 

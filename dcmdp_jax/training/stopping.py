@@ -49,7 +49,7 @@ class Interrupted(Exception):
 
 
 class Leaving(Exception):
-    """This process or another one was asked to stop: what it does alone ends here."""
+    """This process or another one was asked to stop. Its own work ends here."""
 
 
 class Together:
@@ -108,7 +108,7 @@ class Together:
 
 
 class InThread(Together):
-    """Work in a thread, for which the main thread waits within `alone`: it is left there."""
+    """Work in a thread, for which the main thread waits within `alone`, where it is left."""
 
     def __init__(self, together: Together) -> None:
         self._together = together
@@ -249,7 +249,7 @@ class SkippedUpdates:
 
 
 class AlarmWatch:
-    """What `observe.alarms` says of a run so far, the steps before a resume included."""
+    """Alarms of `observe.alarms` for a run so far, the steps before a resume included."""
 
     def __init__(self, config: Config, step: int) -> None:
         """Read what the finished steps recorded.

@@ -1,4 +1,4 @@
-"""A vLLM server that someone else runs, as an engine for evaluation and scoring: it holds its own weights."""
+"""Client of a vLLM server with its own weights, an engine for evaluation and scoring."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class RemoteEngine:
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
     ) -> Iterator[list[Episode]]:
-        """As `Engine.generate`; log-probs are NaN where the server's belong to another distribution (see the class).
+        """See `Engine.generate`; log-probs are NaN where the server's belong to another distribution (see the class).
 
         Raises:
             ValueError: also for a temperature that vLLM does not take as it is. Nothing was sent then.
@@ -138,7 +138,7 @@ class RemoteEngine:
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
-        """As `Engine.score`, each row in one pass as a prompt, at temperature 1 (or 0) alone.
+        """See `Engine.score`; each row in one pass as a prompt, at temperature 1 (or 0) alone.
 
         Raises:
             ValueError: also for another temperature, or a row that fills the server's context, which has to hold one

@@ -1,4 +1,4 @@
-"""The embedded engine: it samples in JAX, in this process."""
+"""The embedded engine, which samples in JAX in this process."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class LocalEngine:
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
     ) -> Iterator[list[Episode]]:
-        """As `Engine.generate`: samples while the caller waits for the next list, whenever a program returns.
+        """See `Engine.generate`. Samples while the caller waits for the next list, whenever a program returns.
 
         A push of other weights in between changes nothing of this call.
         """
@@ -172,7 +172,7 @@ class LocalEngine:
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
-        """As `Engine.score`, all tokens of a row in one pass."""
+        """See `Engine.score`; all tokens of a row in one pass."""
         if self.weights is None:
             raise EngineError("no weights: push_weights must come before score")
         prompts, rows = scored_rows(self, prompts, completions, temperature)
@@ -201,7 +201,7 @@ class LocalEngine:
         self.weights = self._policy_version = self.weights_fingerprint = None
 
     def close(self) -> None:
-        """As `release_weights`; programs that are not compiled yet are not. Safe to call twice."""
+        """See `release_weights`; programs that are not compiled yet are not. Safe to call twice."""
         self.release_weights()
         if self.preparation:
             self.preparation.stop()

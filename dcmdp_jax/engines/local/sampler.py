@@ -1,6 +1,6 @@
 """Token sampling: random keys from (seed, step, row, token), and inverse-CDF sampling that returns the log-prob.
 
-Why not Gumbel noise: it needs V random numbers and two logarithms for each row; the inverse CDF needs two random words.
+Gumbel noise would need V random numbers and two logarithms for each row; the inverse CDF needs two random words.
 On CPU, 128 rows: 0.6 against 0.1 ms at V = 64, 7.6 against 0.6 ms at 2,048, 690 against 20 ms at 151,936.
 """
 

@@ -42,7 +42,7 @@ _POLL_MS = 50
 
 
 class SidecarBroken(RuntimeError):
-    """The sidecar died, hung, or answered nonsense: what it held is lost, what was asked may be asked again."""
+    """The sidecar died, hung, or gave an invalid answer. Its state is lost; the request may be repeated."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One sidecar of an engine: it loads the published weights, samples and scores, and does so again after a restart."""
+"""One sidecar of an engine. Loads the published weights, samples and scores, also after a restart."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Calls:
 
 
 class Supervisor:
-    """Keeps a sidecar running: what fails is asked again of a new one, up to a limit. For one thread at a time.
+    """Keeps a sidecar running. A failed request is repeated with a new sidecar, up to a limit. One thread at a time.
 
     Attributes:
         sidecar: the one that works; None before it is ready, and while a new one is started.

@@ -137,7 +137,7 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
     ) -> Iterator[list[Episode]]:
-        """As `Engine.generate`; prompt `p` is sampled by replica `p` mod their number.
+        """See `Engine.generate`; prompt `p` is sampled by replica `p` mod their number.
 
         A sidecar that breaks on the way is started again and samples its prompts again, which gives the same bits;
         what was yielded is not yielded again. An empty list comes every half second.
@@ -168,7 +168,7 @@ class VllmEngine:
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
-        """As `Engine.score`, each row in one pass as a prompt."""
+        """See `Engine.score`; each row in one pass as a prompt."""
         publication = self.weights.published
         if publication is None:
             raise EngineError("no weights: push_weights must come before score")

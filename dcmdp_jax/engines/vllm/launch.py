@@ -89,7 +89,7 @@ def check_planned(arguments: EngineArguments) -> None:
     """Refuse a platform, a model, or settings with them, that vLLM could not do, before anything is loaded.
 
     Raises:
-        UserError: as `engine_arguments`; for vLLM on a TPU, for a Qwen2 model whose heads don't divide its width, or a
+        UserError: see `engine_arguments`; for vLLM on a TPU, for a Qwen2 model whose heads don't divide its width, or a
             tensor parallelism that vLLM refuses when it loads the model.
     """
     config, settings = arguments.model, arguments.settings
@@ -228,7 +228,7 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
         available: bytes of memory that the CPU build may count on, all replicas together.
 
     Raises:
-        UserError: as `extra_arguments`, or for "int8" with a mixture of experts, or a prefix cache that does not fit
+        UserError: see `extra_arguments`; or for "int8" with a mixture of experts, or a prefix cache that does not fit
             `routed_experts`, which the sidecar records itself in the CPU build.
     """
     config, settings, precision = engine.model, engine.settings, engine.precision

@@ -1,4 +1,4 @@
-"""The process that holds vLLM: it samples, scores and takes weights, one request after the other.
+"""The process that holds vLLM. Samples, scores and takes weights, one request after the other.
 
     python sidecar.py DESCRIPTOR PARENT
 
@@ -93,7 +93,7 @@ class EngineHost:
         self._try_out()
 
     def _try_out(self) -> None:
-        """One token, sampled and scored with random weights: what the engine can't run is an error of its start."""
+        """Sample and score one token with random weights, so that an engine that can't run fails at its start."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, seed=0, logprobs=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)

@@ -38,7 +38,7 @@ EXACT = ProbeSpec("local", "float32", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a remedy does to the gradient.
+    """Effect of a remedy on the gradient.
 
     Attributes:
         name: name of the remedy.
@@ -168,7 +168,7 @@ def _under_remedies(
     session: Session, spec: ProbeSpec, gradients: Gradients, algorithm: AlgorithmSettings, batches: int, grade: Grade,
     arms: Mapping[str, AlgorithmSettings] | None,
 ) -> tuple[dict[str, list[np.ndarray]], dict[str, list[tuple[float, float]]], dict[str, float]]:  # fmt: skip
-    """By remedy the gradient of each batch of an engine and what is left of its tokens; discrepancy and reward."""
+    """Gradients of an engine's batches and shares of its tokens kept, by remedy; discrepancy and reward."""
     collected: dict[str, list[np.ndarray]] = {}
     spreads: dict[str, list[tuple[float, float]]] = {}
     programs: dict[str, Callable] = {}

@@ -38,7 +38,7 @@ class Setup:
         max_rows: completions in one batch.
         compute: dtype that the first engine computes in.
         settings: cause -> setting of the first engine that has it as its price.
-        sampling_floor: of the first engine, from `sampling_floor`; None if not measured.
+        sampling_floor: floor of the first engine, from `sampling_floor`; None if not measured.
     """
 
     config: ModelConfig
@@ -68,7 +68,7 @@ def compare(
 
     Args:
         name, source: title and origin of the pair, for people.
-        sampled: by the first engine, or what became of it on the way to the second.
+        sampled: tokens of the first engine, or what became of them on the way to the second.
         engines: name -> the engine that sampled, and the one that scores.
         setup: the prompts and sampling that both engines got.
         rescore: whether to score again with one thing changed at a time.
@@ -147,7 +147,7 @@ def noise_floor(
         engine: the engine.
         prompts, completions: token ids.
         temperature: temperature of its log-probs.
-        together: what it gave for all of them in one call; None asks it.
+        together: log-probs for all of them in one call; None asks the engine.
 
     Returns:
         The floor, or None if the engine can't score them.

@@ -34,7 +34,7 @@ _MIN_ROWS = 32
 
 
 class Scorer(Protocol):
-    """An engine that scores: it returns the log-probs of given tokens."""
+    """An engine that returns the log-probs of given tokens."""
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
@@ -110,7 +110,7 @@ def build(spec: ProbeSpec, run: ModelRun, *, directory: Path, max_total_tokens: 
 
 
 def settings_for(spec: ProbeSpec, rollout: RolloutSettings) -> RolloutSettings:
-    """The settings of an engine that samples: those of its spec, and `engine_args` for one by path alone."""
+    """The settings of an engine that samples, from its spec; `engine_args` for one by path alone."""
     return dataclasses.replace(
         rollout,
         engine=spec.kind,

@@ -37,7 +37,7 @@ class Scored:
 
     Attributes:
         config, params: the trainer's model.
-        prompts: as the training stack scored them, one for each completion.
+        prompts: prompts that the training stack scored, one for each completion.
         completions: token ids.
         train, rollout: log-probs of both.
         temperature: temperature of the training stack's log-probs.

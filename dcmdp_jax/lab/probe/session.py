@@ -214,7 +214,7 @@ def lift(
         spec: the engine that sampled.
         build: makes an engine with the same weights.
         prompts: token ids, as that engine got them.
-        sampled: by it; the first 64 completions are scored again.
+        sampled: tokens of the engine; the first 64 completions are scored again.
         pairs: the same completions with both log-probs.
         temperature: sampling temperature.
 

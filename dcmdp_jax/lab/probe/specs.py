@@ -27,7 +27,7 @@ class ProbeSpec:
         compute: dtype of activations.
         cache: dtype of the key-value cache; "auto" is the compute dtype.
         model: directory of its own model; "" for the one that is probed.
-        like: of `trainer`, the engine whose roundings of weights, activations and `cache` it repeats, KIND:PRECISION.
+        like: with `trainer`, the engine whose roundings of weights, activations and `cache` it repeats, KIND:PRECISION.
     """
 
     kind: str

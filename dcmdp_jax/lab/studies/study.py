@@ -25,7 +25,7 @@ class Arm:
     Attributes:
         config: value of train's --config, `configs/demo.py:grpo`.
         settings: dotted name -> value, on top of it.
-        past: it is no longer run, since what it tried has left the program; tables and figures show its kept metrics.
+        past: True for an arm that is no longer run, since its remedy has left the program; its kept metrics are shown.
     """
 
     config: str

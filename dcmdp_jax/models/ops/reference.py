@@ -38,7 +38,7 @@ def rotate(x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def norm_and_rotate(x: jax.Array, scale: jax.Array, rotary: tuple[jax.Array, jax.Array], eps: float) -> jax.Array:
-    """RMS norm of each head, then `rotate`: what Qwen3 does to queries and keys.
+    """RMS norm of each head, then `rotate`, applied by Qwen3 to queries and keys.
 
     Args:
         x: [B, T, heads, h].
