@@ -52,11 +52,12 @@ from dcmdp_jax.run.model_run import PAPERS_EVALUATION, ModelRun, SavedModel, fin
 _SETTINGS = {
     "evaluation": ("samples", "temperature", "max_problems"),
     "rollout": "engine engine_args precision compute_dtype kv_cache_dtype max_completion_tokens max_rows".split(),
-    "task": "max_prompt_tokens prompt_suffix chat_template_kwargs on_bad_row environment".split(),
+    "task": """
+        max_prompt_tokens prompt_suffix chat_template_kwargs on_bad_row environment max_turns max_turn_tokens
+    """.split(),
     "rewards": ("answer_extraction",),
     "training": ("seed",),
 }
-_SETTINGS["task"] += ["max_turns", "max_turn_tokens"]
 _ARGUMENTS_BEFORE = {
     f"--{name}": f"--config.{section}.{name}" for section, names in _SETTINGS.items() for name in names
 } | {

@@ -121,11 +121,14 @@ def table(analyses: Sequence[Analysis]) -> str:
     return "\n".join(lines)
 
 
-_LABELS = """
-tokens; completions; mean |dp|; p50; p99; max; k1, nats; k3, nats; Pearson; |eps|: mean, p50, p95
-effective sample size; noise floor; recommended c; completions over c; first, last quarter
-""".strip().replace("\n", "; ")
-_LABELS = tuple(_LABELS.split("; "))
+_LABELS = (
+    """
+tokens; completions; mean |dp|; p50; p99; max; k1, nats; k3, nats; Pearson; |eps|: mean, p50, p95; effective sample size;
+noise floor; recommended c; completions over c; first, last quarter
+""".replace("\n", " ")
+    .strip()
+    .split("; ")
+)
 
 
 def _column(analysis: Analysis) -> list[str]:
