@@ -170,10 +170,9 @@ def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any]) -> Non
         if batch[name] is None:
             raise ValueError(f"the batch has no {name}: have the engine return log-probs and the policy recompute them")
     width = _array(batch["loss_mask"]).shape[1]
-    recorder.write(
-        step, _array(batch["sequences"])[:, -width:], batch["action_log_probs"], batch["rollout_logprobs"],
-        batch["loss_mask"], advantages=batch["advantages"],
-    )  # fmt: skip
+    sequences = _array(batch["sequences"])[:, -width:]
+    columns = [batch[name] for name in ("action_log_probs", "rollout_logprobs", "loss_mask")]
+    recorder.write(step, sequences, *columns, advantages=batch["advantages"])
 
 
 def _array(values: Any, name: str = "") -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Trust regions: what bounds an update of the policy, each a remedy (`remedies`) from the tokens to `Region`.
+"""Trust regions bound an update of the policy. Each is a remedy (`remedies`) from the tokens to `Region`.
 
 gamma is the importance ratio of the token, pi the policy now, mu the one in gamma's denominator: the training stack's
 that made the batch, or the engine's (`algorithm.ratio_denominator`). To add one, write it in a file of yours, or here

@@ -204,7 +204,7 @@ def save_tensors(
 
 @contextlib.contextmanager
 def whole_directory(directory: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A hidden sibling to write into, which then becomes `directory`: it appears whole or not at all.
+    """A hidden sibling to write into, which then becomes `directory`, whole or not at all.
 
     Raises:
         FileExistsError: if `directory` is a file, or holds something and `overwrite` is false.

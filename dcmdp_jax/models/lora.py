@@ -83,7 +83,7 @@ def trained(model: ModelConfig, lora: Lora | None) -> tuple[Declaration, ...]:
 
 
 class SavedAdapters(NamedTuple):
-    """What a checkpoint says of its adapters and of their base.
+    """Record of a checkpoint's adapters and their base.
 
     Attributes:
         rank, alpha, targets: see `Lora`.

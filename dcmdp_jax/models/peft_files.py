@@ -40,7 +40,7 @@ class Adapter(NamedTuple):
     Attributes:
         lora: its shape.
         params: float32 NumPy arrays in the tree of `lora.adapter_declarations`.
-        base_checksum: of the base it was trained on, where the file has it (see `save_adapter`); else None.
+        base_checksum: checksum of the base it was trained on, where the file has it (see `save_adapter`); else None.
     """
 
     lora: Lora

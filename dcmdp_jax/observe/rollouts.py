@@ -104,10 +104,8 @@ class RolloutWriter:
             pyarrow.parquet.write_table(pyarrow.table(columns), file, compression="zstd", use_dictionary=repeating)
         if (size := temporary.stat().st_size) > self._max_bytes:
             temporary.unlink()
-            _LOG.warning(
-                "the tokens of step %d take %.3g MiB, more than the %.3g MiB that %s/ may hold: not recorded",
-                step, size / 2**20, self._max_bytes / 2**20, ROLLOUTS_DIRECTORY,
-            )  # fmt: skip
+            said = "the tokens of step %d take %.3g MiB, more than the %.3g MiB that %s/ may hold: not recorded"
+            _LOG.warning(said, step, size / 2**20, self._max_bytes / 2**20, ROLLOUTS_DIRECTORY)
             return
         os.replace(temporary, path)
         self._delete_oldest()

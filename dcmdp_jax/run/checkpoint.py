@@ -134,7 +134,7 @@ class Checkpoints:
             keep_last: number of the newest to keep.
             keep_best: number of those with the highest score to keep besides.
             hosts: the processes of the run. Each calls every method; each array is written by those that hold it.
-            adapters: what the states' parameters are, if they are adapters.
+            adapters: record of the states' parameters, if they are adapters.
         """
         self._hosts, self._adapters = hosts, adapters
         self._directory = Path(run_dir).resolve() / "checkpoints"
@@ -462,7 +462,7 @@ def load_adapters(run_dir: str | Path, step: int | None = None) -> tuple[Params,
 
 
 def _trained(path: Path) -> tuple[Params, SavedAdapters | None, ModelConfig, dict[str, Any]]:
-    """What a checkpoint trained, on the default device, with its record."""
+    """Parameters that a checkpoint trained, on the default device, with its record."""
     with _naming_damage(path):
         model, meta = _read_meta(path)
         adapters = SavedAdapters(**meta["adapters"]) if "adapters" in meta else None

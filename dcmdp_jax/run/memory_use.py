@@ -346,10 +346,12 @@ def _step_parts(
     logits = min(compute.logprob_chunk, most[1]) * model.vocab_size * 4 * LOGITS_HELD
     remat = "" if compute.remat == "full" else ", or model.remat=full"
     parts = [
-        MemoryPart("activations", **machine.on_each(most[0], mesh.size), phases=step,
-             lower=f"training.micro_batch_tokens{remat}"),
-        MemoryPart("logits", **machine.on_each(logits, mesh.size), phases=step, lower="model.logprob_chunk"),
-    ]  # fmt: skip
+        MemoryPart(name, **machine.on_each(size, mesh.size), phases=step, lower=lower)
+        for name, size, lower in (
+            ("activations", most[0], f"training.micro_batch_tokens{remat}"),
+            ("logits", logits, "model.logprob_chunk"),
+        )
+    ]
     queries, ways = model.num_heads * model.head_dim, mesh.shape["tensor"]
     matrices = model.hidden_size * (2 * queries + 2 * model.num_kv_heads * model.head_dim + 3 * model.stored_mlp_width)
     rounded = 0

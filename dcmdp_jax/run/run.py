@@ -437,7 +437,7 @@ class Run:
 
     @property
     def saved_adapters(self) -> SavedAdapters | None:
-        """What a checkpoint says of its adapters; None without."""
+        """Record of the adapters for a checkpoint; None without."""
         if self.lora is None:
             return None
         path = self.base_path or self.reference
@@ -448,7 +448,7 @@ class Run:
         return load_base(directory, self.model, self.asked.model.lora_base, self.shardings)
 
     def initial_adapters(self, shardings: Params) -> Params:
-        """The starting adapters: those of `model.adapter`, or fresh ones from the seed."""
+        """The starting adapters, read from `model.adapter` or drawn from the seed."""
         if self._adapter:
             base, recorded = self.base_path or self.reference, self._adapter.base_checksum
             if recorded is not None and recorded != base_checksum(

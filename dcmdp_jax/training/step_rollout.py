@@ -275,20 +275,22 @@ def recorded_completions(
         log_p[mask] = train
         if started is not None:
             log_now[mask] = started[place]
-        found.append({
-            "completion": place,
-            "prompt_id": problem,
-            "source": problems[problem].source,
-            "prompt_token_ids": episode.prompt_ids,
-            "token_ids": episode.token_ids[after],
-            "mask": mask,
-            "train_logprobs": log_p,
-            "rollout_logprobs": log_p if exact else np.where(mask, episode.rollout_logprobs[after], np.float32(0)),
-            **({} if started is None else {"start_logprobs": log_now}),
-            "policy_versions": np.where(mask, episode.policy_versions[after], -1),
-            "reward": float(rollout.scores.totals[row]),
-            "advantage": float(advantages[place]),
-        })  # fmt: skip
+        found.append(
+            {
+                "completion": place,
+                "prompt_id": problem,
+                "source": problems[problem].source,
+                "prompt_token_ids": episode.prompt_ids,
+                "token_ids": episode.token_ids[after],
+                "mask": mask,
+                "train_logprobs": log_p,
+                "rollout_logprobs": log_p if exact else np.where(mask, episode.rollout_logprobs[after], np.float32(0)),
+                **({} if started is None else {"start_logprobs": log_now}),
+                "policy_versions": np.where(mask, episode.policy_versions[after], -1),
+                "reward": float(rollout.scores.totals[row]),
+                "advantage": float(advantages[place]),
+            }
+        )
     return found
 
 

@@ -221,10 +221,9 @@ class SkippedUpdates:
         self._last.append(skipped)
         share = sum(self._last) / (self._updates * len(self._last))
         if skipped:
-            logger.warning(
-                "step %d: %d of %d updates skipped, their gradient is not finite; %.0f%% of the last %d steps'",
-                step, skipped, self._updates, 100 * share, len(self._last),
-            )  # fmt: skip
+            numbers = step, skipped, self._updates, 100 * share, len(self._last)
+            said = "step %d: %d of %d updates skipped, their gradient is not finite; %.0f%% of the last %d steps'"
+            logger.warning(said, *numbers)
         return {"optimizer/skipped_share": share}
 
     def check(self, metrics: Mapping[str, Any]) -> None:

@@ -35,9 +35,11 @@ def _tokens(now, old, rollout, advantages, anchor=None):
     log = {"train_logprobs": now, "old_logprobs": old, "rollout_logprobs": rollout, "anchor_logprobs": anchor}
     return Tokens(
         **{name: None if x is None else np.log(np.asarray(x)).astype(np.float32) for name, x in log.items()},
-        advantages=np.broadcast_to(np.float32(advantages), shape), completion_mask=np.ones(shape, bool),
-        completion_index=np.zeros(shape, np.int32), num_completions=1,
-    )  # fmt: skip
+        advantages=np.broadcast_to(np.float32(advantages), shape),
+        completion_mask=np.ones(shape, bool),
+        completion_index=np.zeros(shape, np.int32),
+        num_completions=1,
+    )
 
 
 @pytest.mark.parametrize("name", _BY_HAND)
@@ -85,9 +87,12 @@ _REGIONS = {
     ),
     "sapo": (
         {"tau_positive": 1.0, "tau_negative": 1.05},
-        lambda x, tau_positive, tau_negative: x["A"] * (
-            tau := torch.where(x["A"] > 0, tau_positive, tau_negative)
-        ).pow(-1) * 4 * torch.sigmoid(tau * (x["gamma"] - 1)),
+        lambda x, tau_positive, tau_negative: (
+            x["A"]
+            * (tau := torch.where(x["A"] > 0, tau_positive, tau_negative)).pow(-1)
+            * 4
+            * torch.sigmoid(tau * (x["gamma"] - 1))
+        ),
     ),
     "vespo": (
         {"k_positive": 2.0, "decay_positive": 3.0, "k_negative": 3.0, "decay_negative": 2.0},
@@ -96,7 +101,7 @@ _REGIONS = {
         ),
     ),
     "acr": ({"low": 0.2, "high": 0.2, "cap": 2.0}, _acr),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", _REGIONS)

@@ -124,7 +124,7 @@ def test_the_merges_rounding_is_what_the_engine_misses_of_the_change(precision, 
         ),
     ],
     ids=["name", "rank", "narrow", "experts"],
-)  # fmt: skip
+)
 def test_bad_shapes_are_refused_in_one_line(model: ModelConfig, lora: Lora, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         adapter_declarations(model, lora)
@@ -138,9 +138,15 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
     hf = transformers.Qwen2ForCausalLM(config)
     directory = tmp_path_factory.mktemp("base")
     hf.save_pretrained(directory)

@@ -43,9 +43,12 @@ def run_dir(run_environment, tmp_path_factory):
 def test_a_checkpoint_has_the_adapters_alone_and_what_they_were_trained_on(run_dir):
     metadata = read_metadata(run_dir, 3)
     assert metadata["adapters"] == {
-        "rank": 4, "alpha": 6.0, "targets": ["all-linear"], "base_dtype": "float32",
+        "rank": 4,
+        "alpha": 6.0,
+        "targets": ["all-linear"],
+        "base_dtype": "float32",
         "base_path": str(run_dir / "reference"),
-    }  # fmt: skip
+    }
     paths = metadata["digests"]["params"]
     assert len(paths) == 2 * len(MODULES)
     assert all(path.endswith(("['a']", "['b']")) for path in paths)
@@ -97,9 +100,13 @@ def test_a_run_begins_with_the_adapters_of_peft_and_refuses_those_of_another_bas
     _convert(run_environment, run_dir, adapter, "--adapter")
     shutil.copytree(run_dir / "reference", base)
     given = (
-        f"--config.model.path={base}", f"--config.model.tokenizer={run_dir / 'tokenizer'}", "--config.warmup.steps=0",
-        f"--config.model.adapter={adapter}", "--config.model.lora_base=float32", "--config.training.steps=1",
-    )  # fmt: skip
+        f"--config.model.path={base}",
+        f"--config.model.tokenizer={run_dir / 'tokenizer'}",
+        "--config.warmup.steps=0",
+        f"--config.model.adapter={adapter}",
+        "--config.model.lora_base=float32",
+        "--config.training.steps=1",
+    )
     finish(start(run_environment, tmp_path / "on", *given))
     assert read_digests(tmp_path / "on", 0)["params"] == read_digests(run_dir, 3)["params"]
     assert not (tmp_path / "on" / "reference").exists()

@@ -45,9 +45,13 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
     held = frozenset({"push", "sample"})
     found = [
         exact("engine's weights", **machine.on_each(weights, 1), phases=held, lower=weights_lower),
-        MemoryPart("layers on their way to the engine", **machine.on_each(2 * copied, 1), phases=frozenset({"push"}),
-             lower=weights_lower),
-    ]  # fmt: skip
+        MemoryPart(
+            "layers on their way to the engine",
+            **machine.on_each(2 * copied, 1),
+            phases=frozenset({"push"}),
+            lower=weights_lower,
+        ),
+    ]
     if dequantized:
         # One copy in each device's program, for as long as it runs.
         copies = machine.on_each(dequantized, devices)

@@ -175,8 +175,7 @@ def decoding_program(
     """
     rows, slots, prefix_slots = shape
     tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights)
-    lower = functools.partial(
-        decode.decode.lower, tree, *_decode_arguments(program, rows, slots, stops, sharded=False),
-        program=program, prompt_slots=prompt_slots, prefix_slots=prefix_slots, mode=mode,
-    )  # fmt: skip
+    given = _decode_arguments(program, rows, slots, stops, sharded=False)
+    fixed = {"program": program, "prompt_slots": prompt_slots, "prefix_slots": prefix_slots, "mode": mode}
+    lower = functools.partial(decode.decode.lower, tree, *given, **fixed)
     return lambda: lower().compile()

@@ -106,7 +106,7 @@ def _completions(one: Measured) -> Iterator[Completion]:
 
 def table(analyses: Sequence[Analysis]) -> str:
     """A table of the pairs, one column each, for a terminal."""
-    columns = [["", *_LABELS], *map(_column, analyses)]
+    columns = [["", *_LABELS.split("; ")], *map(_column, analyses)]
     lines = text_table(list(zip(*columns, strict=True)))
     for analysis in analyses:
         lines.append("")
@@ -121,14 +121,8 @@ def table(analyses: Sequence[Analysis]) -> str:
     return "\n".join(lines)
 
 
-_LABELS = (
-    """
-tokens; completions; mean |dp|; p50; p99; max; k1, nats; k3, nats; Pearson; |eps|: mean, p50, p95; effective sample size;
-noise floor; recommended c; completions over c; first, last quarter
-""".replace("\n", " ")
-    .strip()
-    .split("; ")
-)
+_LABELS = "tokens; completions; mean |dp|; p50; p99; max; k1, nats; k3, nats; Pearson; |eps|: mean, p50, p95"
+_LABELS += "; effective sample size; noise floor; recommended c; completions over c; first, last quarter"
 
 
 def _column(analysis: Analysis) -> list[str]:

@@ -113,10 +113,12 @@ def quality(found: Moments) -> Quality:
 def leave_one_out(remedy: np.ndarray, control: np.ndarray) -> np.ndarray:
     """The figures without batch i of both, [B, 5] of B >= 3 batches of each."""
     grams = _grams(remedy, control)
-    return np.array([
-        quality(_moments(*(np.delete(np.delete(gram, i, axis=0), i, axis=1) for gram in grams)))
-        for i in range(len(remedy))
-    ])  # fmt: skip
+    return np.array(
+        [
+            quality(_moments(*(np.delete(np.delete(gram, i, axis=0), i, axis=1) for gram in grams)))
+            for i in range(len(remedy))
+        ]
+    )
 
 
 def half_width(left: np.ndarray) -> float:

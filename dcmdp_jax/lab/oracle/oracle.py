@@ -176,9 +176,11 @@ def _under_remedies(
     for sampled in _batches(session, spec, grade, batches, seed=2 * session.seed):
         train = gradients.score(sampled.rows)
         if not programs:
-            compared = entries(algorithm, _tokens(sampled, train)) if arms is None else (
-                {NOTHING: without_remedy(algorithm), **arms}
-            )  # fmt: skip
+            compared = (
+                entries(algorithm, _tokens(sampled, train))
+                if arms is None
+                else ({NOTHING: without_remedy(algorithm), **arms})
+            )
             limit = session.sampling.max_completion_tokens
             programs = {name: _program(one, limit) for name, one in compared.items()}
         slopes = {name: np.asarray(program(sampled, train)) for name, program in programs.items()}
@@ -281,9 +283,11 @@ def summary(verdicts: Verdicts) -> Mapping[str, str]:
             f"is within what chance gives the first of {others} ({number(width, '.2f')}); more --batches would tell"
         )
     noise, before = (one.quality.variance / one.quality.length**2 for one in (best, plain))
-    more = "" if math.isnan(noise / before) else (
-        f"{abs(noise / before - 1):.0%} {'more' if noise > before else 'less'} variance at equal length; "
-    )  # fmt: skip
+    more = (
+        ""
+        if math.isnan(noise / before)
+        else (f"{abs(noise / before - 1):.0%} {'more' if noise > before else 'less'} variance at equal length; ")
+    )
     words["cost"] = (
         f"{more}{best.dropped:.1%} of the tokens have no gradient; {best.effective:.0f} effective samples of "
         f"{verdicts.prompts * verdicts.group_size}"
