@@ -317,6 +317,9 @@ FILTERS: Mapping[str, Callable[..., Corrected]] = {
 CORRECTIONS: Mapping[str, Callable[..., Corrected]] = {**TRUNCATIONS, **MASKS, **FILTERS}
 """Name -> correction."""
 
+OF_TOKENS = frozenset({"tis", "icepop", "token_k1", "token_k2", "token_k3"})
+"""Corrections that look at each token alone. The others weigh or drop a completion as a whole."""
+
 
 def chain(tokens: Tokens, corrections: Sequence[Correction]) -> tuple[Corrected, Statistics]:
     """Join corrections, at least one: weights multiply, keep-masks intersect. Their statistics are put together."""
