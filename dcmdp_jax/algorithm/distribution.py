@@ -1,4 +1,4 @@
-"""Measures of a state's two whole distributions, from the engine's k likeliest tokens and the trainer's log-probs of them.
+"""Measures of a state's two whole distributions, from the engine's k likeliest tokens and the trainer's own.
 
 p is the training stack's distribution of the next token, q the engine's. H, the head, are the engine's k likeliest
 tokens; what is left, 1 - p_H and 1 - q_H, is the tail. A measure is computed on the head and the tail as one token

@@ -198,20 +198,21 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
     kernel = rng.normal(size=(WIDTH, vocab)).astype(np.float32)
     ids, mask = rng.integers(0, vocab, (8, LENGTH)).astype(np.int32), rng.random((8, LENGTH)) < 0.6
     mask[:, 0], mask[3] = False, False
-    bars = rng.normal(size=(2, 8, LENGTH)).astype(np.float32)
+    bars = *rng.normal(size=(2, 8, LENGTH)).astype(np.float32), rng.normal(size=(8, LENGTH, 3)).astype(np.float32)
+    listed = rng.integers(-1, vocab, (8, LENGTH, 3)).astype(np.int32)
     axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
     split = shard_map_over_model_axes(
-        functools.partial(token_logprobs, temperature=0.7, chunk=1, ops=CPU, kernel_axes=axes),
+        functools.partial(token_logprobs, temperature=0.7, chunk=1, ops=CPU, kernel_axes=axes, listed_gradient=True),
         mesh,
-        in_specs=(rows, P(*axes), rows, rows),
-        out_specs=(rows, rows),
+        in_specs=(rows, P(*axes), rows, rows, rows),
+        out_specs=(rows, rows, rows),
     )
-    whole = functools.partial(token_logprobs, temperature=0.7, chunk=5, ops=CPU)
+    whole = functools.partial(token_logprobs, temperature=0.7, chunk=5, ops=CPU, listed_gradient=True)
 
     def run(function):
         def objective(hidden, kernel):
-            results = function(hidden, kernel, jnp.asarray(ids), jnp.asarray(mask))
+            results = function(hidden, kernel, jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(listed))
             return sum(jnp.sum(bar * x) for bar, x in zip(bars, results, strict=True)), results
 
         (_, results), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(hidden, kernel)
