@@ -42,9 +42,10 @@ def centering_loss(
 
     in which the tail counts as if q were rho p there. That is one token of log-probs log(1 - p_H) and log(1 - q_H): its
     score is -sum_H p grad log p / (1 - p_H). So the expectation is over the k tokens of H and the tail as one more,
-    and holds for every loss: l_j is the loss at that token, its gradient in log p_j; q_j f_j is a constant. A is that
-    of the sampled token in all of them, its charge included. With q = p, f = 1 and H the vocabulary the
-    expectation is 0 in gradient.
+    and holds for every loss: l_j is the loss at that token less what it is with A = 0 (a term beside the advantage, as
+    the square of the log-ratio, is not centred), its gradient in log p_j; q_j f_j is a constant. A is that of the
+    sampled token in all of them, its charge included. With q = p, f = 1 and H the vocabulary the expectation is 0 in
+    gradient.
 
     Args:
         tokens: [R, L] as `losses.policy_loss` gets them.
@@ -85,7 +86,8 @@ def centering_loss(
         if corrections:
             corrected = chain(there, corrections)[0]
             mass = mass * jnp.where(corrected.keep, corrected.weights, 0.0)
-        return jax.lax.stop_gradient(mass) * split(loss(there))[0]
+        without = there._replace(advantages=jnp.zeros_like(there.advantages))
+        return jax.lax.stop_gradient(mass) * (split(loss(there))[0] - split(loss(without))[0])
 
     present = head.present & active[..., None]
 

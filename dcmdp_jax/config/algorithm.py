@@ -12,7 +12,7 @@ from typing import Any, get_args
 import jax
 
 from dcmdp_jax.algorithm.centering import score_centering
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_TOKENS, TRUNCATIONS
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, OF_TOKENS, TRUNCATIONS
 from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
 from dcmdp_jax.algorithm.dual import BUDGET_ROOM
 from dcmdp_jax.algorithm.losses import LOSSES, Aggregation
@@ -237,9 +237,13 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
         if call.function in {**TRUNCATIONS, **MASKS}:
             why = f"with ratio_denominator={denominator}, whose ratio weighs by p_train / p_rollout already"
             yield "algorithm.corrections", f"must be left out {why}", call.function
-    if algorithm.centers and (unknown := [call.function for call in algorithm.calls("corrections") if call.own]):
-        why = "with score_centering, which can't know whether it weighs tokens or completions; leave one of them out"
-        yield "algorithm.corrections", f"a function of yours {why}", unknown[0]
+    mixed = (call for call in algorithm.calls("corrections") if call.own or call.function in OF_PREFIXES)
+    for call in mixed if algorithm.centers else ():
+        why = "which needs a weight that is a token's own, or one for all tokens of a completion; leave one of them out"
+        yield "algorithm.corrections", f"with score_centering, {why}", call.function
+    if algorithm.centers and (region := algorithm.calls("trust_region")[0]).function == "vespo":
+        why = "which needs a trust region of single tokens; vespo weighs whole completions"
+        yield "algorithm.trust_region", f"with score_centering, {why}", region.function
     if algorithm.level == "reward" and denominator == "bypass":
         why = "leaves out the pass that it needs; set ratio_denominator=rollout or level=token"
         yield "algorithm.level", f"ratio_denominator=bypass {why}"
