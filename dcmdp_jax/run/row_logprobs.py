@@ -112,8 +112,8 @@ def make_row_logprobs(
 
 
 def without_replay(rows: Rows) -> Rows:
-    """Rows whose experts are the router's choice: those of another policy than the one that sampled."""
-    return rows.without_columns("routed_experts")
+    """Rows for another policy than the one that sampled: experts are its router's choice, and no likeliest tokens."""
+    return rows.without_columns("routed_experts", TOP_IDS)
 
 
 def kernel_axes(model: ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
