@@ -76,10 +76,8 @@ def centering_loss(
 
     def at(present: Array, train: Array, old: Array, start: Array, rollout: Array, anchored: Array) -> jax.Array:
         """q_j f_j l_j of one token in each place, [R, L]."""
-        there = seen._replace(
-            train_logprobs=train, old_logprobs=old, start_logprobs=start, rollout_logprobs=rollout,
-            anchor_logprobs=anchored, ratio=importance_ratio(train, anchored),
-        )  # fmt: skip
+        there = seen._replace(train_logprobs=train, old_logprobs=old, start_logprobs=start, rollout_logprobs=rollout)
+        there = there._replace(anchor_logprobs=anchored, ratio=importance_ratio(train, anchored))
         if whole is not None:
             there = there._replace(ratio=jax.lax.stop_gradient(whole) * jnp.exp(train - jax.lax.stop_gradient(train)))
         mass = jnp.where(present, jnp.exp(rollout), 0.0)

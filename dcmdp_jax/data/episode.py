@@ -47,10 +47,11 @@ TOP_IDS, TOP_LOGPROBS, OLD_TOP_LOGPROBS = "top_ids", "top_logprobs", "old_top_lo
 
 def _top(doc: str, dtype: type[np.generic], fill: int | float, *, lags: bool = False) -> Column:
     """A column of the k likeliest ids, of runs with `rollout.top_logprobs` above 0 alone."""
-    return Column(
-        doc, dtype, fill, shape=lambda config, model: (config.rollout.top_logprobs,),
-        present=lambda config: config.rollout.top_logprobs > 0 and (config.rollout.lag > 0 or not lags),
-    )  # fmt: skip
+
+    def present(config: Any) -> bool:
+        return config.rollout.top_logprobs > 0 and (config.rollout.lag > 0 or not lags)
+
+    return Column(doc, dtype, fill, shape=lambda config, model: (config.rollout.top_logprobs,), present=present)
 
 
 COLUMNS: dict[str, Column] = {

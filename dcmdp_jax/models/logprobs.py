@@ -308,9 +308,15 @@ def _further(listed: Array | None, bar: list[Array], size: int, options: _Option
 
 
 def _logits_bar(
-    logits: Array, own: Array, normalizer: Array, entropy: Array, logprob_bar: Array, entropy_bar: Array,
-    listed: Array | None = None, listed_bar: Array | None = None,
-) -> jax.Array:  # fmt: skip
+    logits: Array,
+    own: Array,
+    normalizer: Array,
+    entropy: Array,
+    logprob_bar: Array,
+    entropy_bar: Array,
+    listed: Array | None = None,
+    listed_bar: Array | None = None,
+) -> jax.Array:
     """Gradient of scaled logits [T, V]: d logprob / d z = onehot - p, d entropy / d z = -p (log p + entropy)."""
     centered = logits - normalizer[..., None]
     pull = logprob_bar[..., None] + entropy_bar[..., None] * (centered + entropy[..., None])

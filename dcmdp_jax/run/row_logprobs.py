@@ -80,10 +80,8 @@ def make_row_logprobs(
     if not data_parallel_only(mesh):
         pin |= {"constrain": constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh)}
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    token_logprobs = functools.partial(
-        logprobs.token_logprobs, temperature=temperature, chunk=compute.logprob_chunk, ops=choose_ops(platform),
-        listed_gradient=top_gradient,
-    )  # fmt: skip
+    how = {"temperature": temperature, "chunk": compute.logprob_chunk, "listed_gradient": top_gradient}
+    token_logprobs = functools.partial(logprobs.token_logprobs, ops=choose_ops(platform), **how)
     if not data_parallel_only(mesh):
         token_logprobs = _over_model_axes(token_logprobs, model, mesh)
 

@@ -41,11 +41,19 @@ def _gradient(logits, old, log_q, ids, sampled, advantages, chosen, loss, anchor
         log_p = jax.nn.log_softmax(logits)
         train, before, rollout = (at(x, sampled[:, None])[..., 0] for x in (log_p, old, log_q))
         tokens = Tokens(
-            train_logprobs=train, old_logprobs=before, start_logprobs=before, rollout_logprobs=rollout,
-            advantages=advantages[None], discrepancy=jnp.zeros(train.shape), completion_mask=train <= 0,
-            completion_index=jnp.zeros(train.shape, jnp.int32), num_completions=1, multiplier=jnp.float32(0),
-            tolerance=jnp.float32(0), anchor_logprobs=before if anchor == "old_logprobs" else rollout,
-        )  # fmt: skip
+            train_logprobs=train,
+            old_logprobs=before,
+            start_logprobs=before,
+            rollout_logprobs=rollout,
+            advantages=advantages[None],
+            discrepancy=jnp.zeros(train.shape),
+            completion_mask=train <= 0,
+            completion_index=jnp.zeros(train.shape, jnp.int32),
+            num_completions=1,
+            multiplier=jnp.float32(0),
+            tolerance=jnp.float32(0),
+            anchor_logprobs=before if anchor == "old_logprobs" else rollout,
+        )
         head = Head(ids[None], at(log_q, ids), at(log_p, ids), at(old, ids), at(old, ids))
         weights = ones = jnp.ones(train.shape)
         if chosen:
@@ -110,10 +118,17 @@ def _mean_under_q(advantages=None, noise=0.6, chosen=(), **options):
     advantages = np.ones(STATES) if advantages is None else advantages
     of_token = (
         np.exp(log_q[:, y])[:, None]
-        * _ours(logits, log_q, np.full(STATES, y), advantages if np.ndim(advantages) == 1 else advantages[:, y], VOCAB,
-                chosen=chosen, **options)
+        * _ours(
+            logits,
+            log_q,
+            np.full(STATES, y),
+            advantages if np.ndim(advantages) == 1 else advantages[:, y],
+            VOCAB,
+            chosen=chosen,
+            **options,
+        )
         for y in range(VOCAB)
-    )  # fmt: skip
+    )
     return sum(of_token)
 
 
