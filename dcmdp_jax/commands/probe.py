@@ -139,7 +139,14 @@ def _engine(text: str) -> ProbeSpec:
 
 def _probed(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tuple[str, list[Measured]]:
     session, first = _session(arguments, overrides)
-    return f"Mismatch of engines on {session.run.saved.name}", probe_pairs(session, first, arguments.b)
+    title = f"Mismatch of engines on {session.run.saved.name}"
+    if left := page.left_unfinished(arguments.out):
+        session.show(f"{left}; it begins anew")
+
+    def keep(measured: list[Measured]) -> None:
+        page.write_json(title, [analyze(one, arguments.tolerance) for one in measured], arguments.out, finished=False)
+
+    return title, probe_pairs(dataclasses.replace(session, keep=keep), first, arguments.b)
 
 
 def _compare_remedies(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> None:

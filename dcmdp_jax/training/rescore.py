@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ from jax.sharding import Mesh
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.stats import Mean
-from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TOP_LOGPROBS
 from dcmdp_jax.parallel.backend import compiler_options
 from dcmdp_jax.run.row_logprobs import RowLogprobs
 from dcmdp_jax.training.accumulate import map_rows
@@ -24,28 +22,24 @@ OLD_LOGPROBS = "old_logprobs"
 """Column of rows that lag: p^Train of the weights that sampled them."""
 START_LOGPROBS = "start_logprobs"
 """Column of rows in a step: p^Train at its start, where a pass of its own computed it."""
-START_TOP_LOGPROBS = "start_top_logprobs"
-"""The same of the engine's likeliest tokens, in rows that have them."""
 
 
-def with_logprobs(
-    params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None, name: str, of_top: str
-) -> Batch:
-    """The batch with p^Train of its tokens in the column `name`, and in `of_top` that of the engine's likeliest ones.
+def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
+    """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions."""
 
-    No gradient; [M, A, R, L] float32 for each bucket, 0 outside completions.
-    """
+    def logprobs(params: Params, rows: Rows) -> jax.Array:
+        return row_logprobs(params, rows).logprobs
 
-    def logprobs(params: Params, rows: Rows) -> tuple[jax.Array, ...]:
-        outputs = row_logprobs(params, rows)
-        return (outputs.logprobs,) if outputs.top_logprobs is None else (outputs.logprobs, outputs.top_logprobs)
-
-    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[Any, ...]]:
+    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
         return None, map_rows(logprobs, params, *xs, mesh=mesh)
 
-    _, values = lax.scan(mini_batch, None, (batch.rows, jnp.asarray(batch.micro_batches)))
-    named = [dict(zip((name, of_top), columns, strict=False)) for columns in values]
-    return batch._replace(rows=tuple(rows.with_columns(**new) for rows, new in zip(batch.rows, named, strict=True)))
+    return lax.scan(mini_batch, None, (batch.rows, jnp.asarray(batch.micro_batches)))[1]
+
+
+def with_column(batch: Batch, name: str, values: tuple[jax.Array, ...]) -> Batch:
+    """The batch with a column of its rows added or replaced; `values` has an array for each bucket."""
+    buckets = zip(batch.rows, values, strict=True)
+    return batch._replace(rows=tuple(bucket.with_columns(**{name: column}) for bucket, column in buckets))
 
 
 def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
@@ -57,12 +51,12 @@ def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[P
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def rescore(params: Params, batch: Batch) -> tuple[Batch, jax.Array]:
-        rescored = with_logprobs(params, batch, row_logprobs, mesh, "rollout_logprobs", TOP_LOGPROBS)
+        logprobs = batch_logprobs(params, batch, row_logprobs, mesh)
         differences = Mean(jnp.float32(0), jnp.float32(0))
-        for bucket, train in zip(batch.rows, rescored.rows, strict=True):
-            delta = token_discrepancy(train.rollout_logprobs, bucket.rollout_logprobs, measure="diff", sided="two")
+        for bucket, train in zip(batch.rows, logprobs, strict=True):
+            delta = token_discrepancy(train, bucket.rollout_logprobs, measure="diff", sided="two")
             differences = differences.merge(masked.masked_sum(delta, bucket.completion_mask))
-        return rescored, differences.value()
+        return with_column(batch, "rollout_logprobs", logprobs), differences.value()
 
     return rescore
 
@@ -76,7 +70,7 @@ def make_old_logprobs(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callab
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def old_logprobs(params: Params, batch: Batch) -> Batch:
-        return with_logprobs(params, batch, row_logprobs, mesh, OLD_LOGPROBS, OLD_TOP_LOGPROBS)
+        return with_column(batch, OLD_LOGPROBS, batch_logprobs(params, batch, row_logprobs, mesh))
 
     return old_logprobs
 

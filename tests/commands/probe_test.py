@@ -16,9 +16,10 @@ from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.commands import probe
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.data.prompts import save_tokenizer
+from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.recording import Columns
-from dcmdp_jax.lab.probe import engines
+from dcmdp_jax.lab.probe import engines, rescoring
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.run.model_run import find_model
@@ -173,6 +174,37 @@ def test_an_engine_that_can_not_run_here_is_left_out(model, tmp_path, capsys, mo
     few = f"{_LIMIT}=8"
     code, _, error = _run(capsys, "--model", model / "model", *_ASK, few, "--a", "local:fp8", "--out", tmp_path)
     assert code == 2 and "local:fp8 left out: this processor has none" in error and "no pair could be measured" in error
+
+
+def test_scoring_again_stops_at_the_change_that_explains_the_mismatch(model, tmp_path, capsys):
+    arguments = ("--model", model / "model", *_ASK, f"{_LIMIT}=8", "--a", "local:fp8", "--out", tmp_path)
+    code, _, shown = _run(capsys, *arguments)
+    assert code == 0, shown
+    record = json.loads((tmp_path / "probe.json").read_text())
+    evidence = record["pairs"][0]["evidence"]
+    names = [one["name"].split(",")[0] for one in evidence["explanations"]]
+    assert names == ["the model in float32", "int8 weights", "int4 weights", "fp8 weights"] and record["finished"]
+    # The same weights in another program: what is left is float32's rounding. No engine without the setting is built.
+    assert evidence["explanations"][-1]["share"] > 0.999 and evidence["lifted"] == []
+
+
+def test_a_probe_that_is_stopped_leaves_what_it_had_and_the_next_says_so(model, tmp_path, capsys, monkeypatch):
+    # The tokens that a nucleus leaves out are explained by no change, so that all are tried.
+    arguments = ("--model", model / "model", *_ASK, f"{_LIMIT}=8", "--a", "local", "--top-p=0.6", "--out", tmp_path)
+
+    def stopped(self):
+        raise EngineError("stopped here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rescoring.Rescoring, "_temperature", stopped)
+        code, _, error = _run(capsys, *arguments)
+    record = json.loads((tmp_path / "probe.json").read_text())
+    (pair,) = record["pairs"]
+    assert code != 0 and "stopped here" in error and not record["finished"] and pair["statistics"]["mean"] > 0.01
+    assert len(pair["evidence"]["explanations"]) == 6 and not (tmp_path / "probe.html").exists()
+    code, _, shown = _run(capsys, *arguments)
+    assert code == 0 and "is of a probe that was stopped: local:exact - trainer:float32 with 6 changes tried" in shown
+    assert json.loads((tmp_path / "probe.json").read_text())["finished"]
 
 
 @pytest.mark.long

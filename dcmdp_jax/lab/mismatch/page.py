@@ -63,14 +63,32 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
             figure.savefig(plots / f"{_slug(analysis.name)}-{stem}.png", dpi=_DPI)
             drawn.append((caption, inline_svg(figure)))
         images.append(drawn)
-    record = {"title": title, "pairs": [analysis.to_json() for analysis in analyses]}
-    atomic_write(out_dir / JSON_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    write_json(title, analyses, out_dir, finished=True)
     shown = completions_data([each for one in measured for each in _completions(one)])
     atomic_write(out_dir / COMPLETIONS_FILE, json.dumps(shown, allow_nan=False) + "\n")
     page = out_dir / PAGE_FILE
     parts = list(zip(analyses, images, map(colored_texts, measured), strict=True))
     atomic_write(page, render_page("mismatch.html", title=title, parts=parts, color=_color))
     return page
+
+
+def write_json(title: str, analyses: Sequence[Analysis], out_dir: Path, *, finished: bool) -> None:
+    """Write `out_dir`/probe.json alone; not `finished` if more is being measured."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    record = {"title": title, "finished": finished, "pairs": [analysis.to_json() for analysis in analyses]}
+    atomic_write(out_dir / JSON_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+
+def left_unfinished(out_dir: Path) -> str:
+    """What a probe that was stopped left in `out_dir`/probe.json, in one line; "" if there is none."""
+    try:
+        record = json.loads((out_dir / JSON_FILE).read_text())
+    except (OSError, ValueError):
+        return ""
+    if record.get("finished", True):
+        return ""
+    parts = [f"{pair['name']} with {len(pair['evidence']['explanations'])} changes tried" for pair in record["pairs"]]
+    return f"{out_dir / JSON_FILE} is of a probe that was stopped: {', '.join(parts)}"
 
 
 def colored_texts(one: Measured) -> Iterator[dict[str, Any]]:

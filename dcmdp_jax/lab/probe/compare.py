@@ -11,47 +11,17 @@ import numpy as np
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
 from dcmdp_jax.engines.validation import sample_alone
-from dcmdp_jax.lab.mismatch.analysis import Measured, TokenText
+from dcmdp_jax.lab.mismatch.analysis import Measured
+from dcmdp_jax.lab.mismatch.causes import FLOAT32_ROUNDING
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.lab.probe.engines import Sampled, Scorer
-from dcmdp_jax.lab.probe.rescoring import Rescoring, Scored
+from dcmdp_jax.lab.probe.rescoring import Rescoring, Setup
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
-_SCORED_AGAIN, _SAMPLED_AGAIN = 16, 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """Requests to both engines of a pair.
-
-    Attributes:
-        config, params: the trainer's model, for re-scoring.
-        prompts: token ids as the second engine gets them.
-        temperature: temperature of the second engine's log-probs.
-        earlier: name -> earlier parameters that the first engine may still hold.
-        prompt_variants: name -> the same prompts rendered in another way.
-        text: id -> text; None without a tokenizer.
-        max_rows: completions in one batch.
-        compute: dtype that the first engine computes in.
-        settings: cause -> setting of the first engine that has it as its price.
-        sampling_floor: floor of the first engine, from `sampling_floor`; None if not measured.
-    """
-
-    config: ModelConfig
-    params: Params
-    prompts: Sequence[np.ndarray]
-    temperature: float
-    earlier: Mapping[str, Params] = dataclasses.field(default_factory=dict)
-    prompt_variants: Mapping[str, Sequence[np.ndarray]] = dataclasses.field(default_factory=dict)
-    text: TokenText | None = None
-    max_rows: int = 256
-    compute: str = "float32"
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    sampling_floor: float | None = None
+_SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_AGAIN = 16, 4, 32
+_ENOUGH = 0.95
 
 
 def compare(
@@ -61,17 +31,15 @@ def compare(
     engines: Mapping[str, Scorer],
     setup: Setup,
     *,
-    rescore: bool,
     show: Callable[[str], None] = logger.info,
 ) -> Measured:
-    """Score what was sampled with the second engine, measure both noise floors, and re-score for the cause.
+    """Score what was sampled with the second engine, and measure both noise floors.
 
     Args:
         name, source: title and origin of the pair, for people.
         sampled: tokens of the first engine, or what became of them on the way to the second.
         engines: name -> the engine that sampled, and the one that scores.
         setup: the prompts and sampling that both engines got.
-        rescore: whether to score again with one thing changed at a time.
         show: is told what is being done.
     """
     prompts = [setup.prompts[index] for index in sampled.prompt_index]
@@ -86,30 +54,55 @@ def compare(
     floors = {}
     for (engine_name, engine), together in zip(engines.items(), (None, train), strict=True):
         floors[engine_name] = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
-    explanations, rounding = [], None
-    if rescore:
-        scored = Scored(
-            setup.config, setup.params, prompts, sampled.completion_ids, train, sampled.logprobs, setup.temperature,
-            setup.earlier,
-            {n: [variant[i] for i in sampled.prompt_index] for n, variant in setup.prompt_variants.items()},
-        )  # fmt: skip
-        rescoring = Rescoring(scored, compute=setup.compute, max_rows=setup.max_rows)
-        rounding = rescoring.rounding()
-        for explanation in rescoring.explanations():
-            show(f"{name}: scoring with {explanation.name} explains {max(explanation.share, 0):.0%}")
-            explanations.append(explanation)
     pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies)
     if setup.sampling_floor is not None:
         first = next(iter(engines))
         floors[first] = max(floors[first] or 0.0, setup.sampling_floor)
     floors = {engine_name: floor for engine_name, floor in floors.items() if floor is not None}
-    return Measured(name, source, pairs, setup.text, floors, rounding, explanations, setup.settings)
+    return Measured(name, source, pairs, setup.text, floors, settings=setup.settings)
+
+
+def explained(
+    measured: Measured,
+    prompt_index: np.ndarray,
+    setup: Setup,
+    *,
+    show: Callable[[str], None] = logger.info,
+    keep: Callable[[Measured], None] = lambda measured: None,
+) -> Measured:
+    """Score again with one thing changed at a time, until one change explains 95% of the mismatch.
+
+    Where the mismatch is within the noise floor, one change is enough.
+
+    Args:
+        measured: the pair.
+        prompt_index: [N] int, the prompt that each completion answers.
+        setup: arguments of `compare`.
+        show: is told what each change explains.
+        keep: gets the pair as it is after each.
+    """
+    floor = max(measured.floors.values(), default=0.0)
+    agrees = measured.pairs.discrepancy.mean() <= max(floor, FLOAT32_ROUNDING)
+    rescoring = Rescoring(setup, measured.pairs, prompt_index)
+    measured = dataclasses.replace(measured, rounding=rescoring.rounding())
+    for explanation in rescoring.explanations():
+        show(f"{measured.name}: scoring with {explanation.name} explains {max(explanation.share, 0):.0%}")
+        measured = dataclasses.replace(measured, explanations=[*measured.explanations, explanation])
+        keep(measured)
+        if agrees or is_settled(measured):
+            break
+    return measured
+
+
+def is_settled(measured: Measured) -> bool:
+    """Whether one change explains 95% of the mismatch."""
+    return any(each.share >= _ENOUGH for each in measured.explanations)
 
 
 def sampling_floor(
     engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams, sampled: Sampled, *, seed: int
 ) -> float | None:
-    """Mean |q - q'| of the first completions, sampled among the others and each alone (`sample_alone`).
+    """Mean |q - q'| of the first completions' beginnings, sampled among the others and each alone (`sample_alone`).
 
     Args:
         engine: the engine that sampled.
@@ -129,7 +122,8 @@ def sampling_floor(
         )
         for row in range(min(count, _SAMPLED_AGAIN))
     }  # fmt: skip
-    together, alone = (np.exp(x.astype(np.float64)) for x in sample_alone(engine, few, sampling, seed=seed, step=0))
+    short = dataclasses.replace(sampling, max_completion_tokens=min(_TOKENS_AGAIN, sampling.max_completion_tokens))
+    together, alone = (np.exp(x.astype(np.float64)) for x in sample_alone(engine, few, short, seed=seed, step=0))
     return float(np.mean(np.abs(together - alone))) if together.size else None
 
 

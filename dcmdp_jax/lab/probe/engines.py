@@ -19,7 +19,7 @@ from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.probe.specs import ProbeSpec
-from dcmdp_jax.lab.probe.training_stack import TrainingStack
+from dcmdp_jax.lab.probe.training_stack import LOGPROB_CHUNK, TrainingStack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_weights import save_params
@@ -84,7 +84,8 @@ def build(spec: ProbeSpec, run: ModelRun, *, directory: Path, max_total_tokens: 
     """
     config, params = run.model, run.params
     if spec.kind == "trainer":
-        return TrainingStack(config, params, compute=Compute(dtype=spec.compute), scheme=_scheme(spec, config))
+        compute = Compute(dtype=spec.compute, logprob_chunk=LOGPROB_CHUNK)
+        return TrainingStack(config, params, compute=compute, scheme=_scheme(spec, config))
     if spec.kind == "hf":
         return HuggingFace(config, params, directory)
     kind = spec.record

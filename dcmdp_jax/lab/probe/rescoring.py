@@ -11,16 +11,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.engines.kind import EngineArguments
-from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.lab.mismatch.analysis import TokenText
 from dcmdp_jax.lab.mismatch.evidence import Explanation
+from dcmdp_jax.lab.mismatch.pairs import TokenPairs
+from dcmdp_jax.lab.probe.training_stack import LOGPROB_CHUNK, in_rows
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import hf_tensors, quantized_leaves
-from dcmdp_jax.types import Params
+from dcmdp_jax.models.products import products_in
+from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through
+from dcmdp_jax.models.scheme import FULL, Scheme
+from dcmdp_jax.types import Params, Rows
 
 _MOST_TOKENS = 4096
 _TEMPERATURES = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0)
-_REFINEMENTS, _LEAST_CHANGE = 7, 0.02
+_GRIDS, _PROMISING, _LEAST_CHANGE = 3, 0.2, 0.02
 _BLOCK, _FP8_MAX = 128, 448.0
 
 
@@ -32,200 +39,235 @@ class _Place(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored:
-    """Completions with both log-probs, and everything needed to score them again.
+class Setup:
+    """Requests to both engines of a pair.
 
     Attributes:
-        config, params: the trainer's model.
-        prompts: prompts that the training stack scored, one for each completion.
-        completions: token ids.
-        train, rollout: log-probs of both.
-        temperature: temperature of the training stack's log-probs.
-        earlier: name -> earlier parameters, which the engine may still hold all or a part of.
-        prompt_variants: name -> the prompts rendered in another way, one for each completion.
+        config, params: the trainer's model, for re-scoring.
+        prompts: token ids as the second engine gets them.
+        temperature: temperature of the second engine's log-probs.
+        earlier: name -> earlier parameters that the first engine may still hold.
+        prompt_variants: name -> the same prompts rendered in another way.
+        text: id -> text; None without a tokenizer.
+        compute: dtype that the first engine computes in.
+        settings: cause -> setting of the first engine that has it as its price.
+        sampling_floor: floor of the first engine, from `sampling_floor`; None if not measured.
     """
 
     config: ModelConfig
     params: Params
     prompts: Sequence[np.ndarray]
-    completions: Sequence[np.ndarray]
-    train: Sequence[np.ndarray]
-    rollout: Sequence[np.ndarray]
     temperature: float
     earlier: Mapping[str, Params] = dataclasses.field(default_factory=dict)
     prompt_variants: Mapping[str, Sequence[np.ndarray]] = dataclasses.field(default_factory=dict)
+    text: TokenText | None = None
+    compute: str = "float32"
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sampling_floor: float | None = None
 
 
-class _Emulated(NamedTuple):
-    """A cause that the embedded engine can emulate; a precision of "" is the compute dtype."""
+class _Change(NamedTuple):
+    """One thing that is changed.
+
+    Attributes:
+        name, cause: see `Explanation`.
+        dtype: dtype of activations and products.
+        precision: precision of `quantize.PRECISIONS` that weights are quantized to; "" for none.
+        fp8_cache: whether keys and values are rounded as an fp8 cache rounds them.
+        params, prompts: others than the setup's.
+    """
 
     name: str
     cause: str
-    precision: str
-    cache: str
+    dtype: str = "float32"
+    precision: str = ""
+    fp8_cache: bool = False
+    params: Params | None = None
+    prompts: Sequence[np.ndarray] | None = None
 
 
+_CHANNELS, _BLOCKS = (f"weights, a scale for each {part}" for part in ("output channel", "block of 128 x 128"))
 _EMULATED = (
-    _Emulated("int8 weights, a scale for each output channel", "quantized_weights", "int8", "auto"),
-    _Emulated("int4 weights, a scale for each output channel", "quantized_weights", "int4", "auto"),
-    _Emulated("fp8 weights, a scale for each output channel", "quantized_weights", "fp8", "auto"),
-    _Emulated("an fp8 key-value cache", "quantized_cache", "", "fp8"),
+    *(_Change(f"{each} {_CHANNELS}", "quantized_weights", precision=each) for each in ("int8", "int4", "fp8")),
+    _Change("an fp8 key-value cache", "quantized_cache", fp8_cache=True),
 )
 
 
 class Rescoring:
-    """Second scoring of one set of completions, about 4,096 tokens of them, with the embedded engine."""
+    """Second scoring of one set of completions, about 4,096 tokens of them.
 
-    def __init__(self, scored: Scored, *, compute: str, max_rows: int) -> None:
+    The layers of the training stack, scanned, are one program for a dtype and a shape of rows: weights, temperatures
+    and the rounding of the cache are its arguments.
+    """
+
+    def __init__(self, setup: Setup, pairs: TokenPairs, prompt_index: np.ndarray) -> None:
         """Cut the completions to those that are scored again.
 
         Args:
-            scored: the completions.
-            compute: dtype that the engine computes in.
-            max_rows: completions in one batch.
+            setup: the model, and what it is asked.
+            pairs: the completions with both log-probs.
+            prompt_index: [N] int, the prompt that each of them answers.
         """
-        self._compute = compute
-        lengths = np.cumsum([len(ids) for ids in scored.completions])
-        self._count = max(1, int(np.searchsorted(lengths, _MOST_TOKENS, side="right")))
-        self._scored, self._max_rows = scored, max_rows
-        self._prompts, self._completions = scored.prompts[: self._count], scored.completions[: self._count]
-        self._train, self._rollout = (np.concatenate(x[: self._count]) for x in (scored.train, scored.rollout))
+        count = max(1, int(np.searchsorted(np.cumsum(pairs.lengths), _MOST_TOKENS, side="right")))
+        tokens = int(pairs.lengths[:count].sum())
+        self._setup, self._prompt_index = setup, prompt_index[:count]
+        self._completions = np.split(pairs.token_ids[:tokens], pairs.starts[1:count])
+        self._train, self._rollout = pairs.train_logprobs[:tokens], pairs.rollout_logprobs[:tokens]
 
     def rounding(self) -> float:
-        """Mean |p - h| of the same model computed by the embedded engine in the engine's dtype."""
+        """Mean |p - h| of the same model computed in the engine's dtype."""
         return float(np.mean(_distance(self._train, self._plain)))
 
     @functools.cached_property
     def _plain(self) -> np.ndarray:
-        return self._score(self._compute, self._compute, "auto")
+        return self._ask(_Change("", "", self._setup.compute))
 
     def explanations(self) -> Iterator[Explanation]:
-        """Every re-scoring, cheapest first."""
-        yield Explanation(f"the model in {self._compute}", "rounding", self._share(self._plain))
-        for name, cause, precision, cache in _EMULATED:
-            share = self._share(self._score(precision or self._compute, self._compute, cache))
-            yield Explanation(name, cause, share)
-        exact = self._engine("exact", "float32", "auto")
-        exact.push_weights(_in_blocks(self._scored.params, self._scored.config), 0)
-        name = "fp8 weights, a scale for each block of 128 x 128"
-        yield Explanation(name, "quantized_weights", self._share(self._ask(exact)))
-        exact.push_weights(self._scored.params, 0)
-        if self._compute != "float32":
-            yield Explanation("the model in float32", "rounding", self._share(self._ask(exact)))
-        yield self._temperature(exact)
-        for name, prompts in self._scored.prompt_variants.items():
-            share = self._share(self._ask(exact, prompts=prompts[: self._count]))
-            yield Explanation(f"the prompt rendered as {name}", "chat_template", share)
-        for name, params in self._scored.earlier.items():
-            yield from self._stale(exact, name, params)
-        exact.close()
+        """Every re-scoring, the likeliest and cheapest first."""
+        setup, compute = self._setup, self._setup.compute
+        yield Explanation(f"the model in {compute}", "rounding", self._share(self._plain))
+        for change in sorted(_EMULATED, key=lambda change: change.cause not in setup.settings):
+            yield self._tried(change._replace(dtype=compute))
+        blocks = _in_blocks(setup.params, setup.config)
+        yield self._tried(_Change(f"fp8 {_BLOCKS}", "quantized_weights", params=blocks))
+        del blocks
+        if compute != "float32":
+            yield self._tried(_Change("the model in float32", "rounding"))
+        yield self._temperature()
+        for name, prompts in setup.prompt_variants.items():
+            yield self._tried(_Change(f"the prompt rendered as {name}", "chat_template", prompts=prompts))
+        for name, earlier in setup.earlier.items():
+            yield self._tried(_Change(f"the weights of {name}", "stale_weights", params=earlier))
+            yield from self._unsynchronized(name, earlier)
+
+    def _tried(self, change: _Change) -> Explanation:
+        return Explanation(change.name, change.cause, self._share(self._ask(change)))
 
     def _share(self, logprobs: np.ndarray) -> float:
         whole = _distance(self._train, self._rollout).sum()
         return float(1 - _distance(logprobs, self._rollout).sum() / whole) if whole else 0.0
 
-    def _engine(self, precision: str, compute: str, cache: str) -> LocalEngine:
-        longest = max(len(p) + len(c) for p, c in zip(self._prompts, self._completions, strict=True))
-        variants = [
-            len(p) + len(c)
-            for prompts in self._scored.prompt_variants.values()
-            for p, c in zip(prompts, self._completions, strict=False)
-        ]
-        arguments = EngineArguments(
-            precision, compute, cache, max([longest, *variants]), self._max_rows, model=self._scored.config
-        )
-        return LocalEngine(arguments)
+    def _ask(self, change: _Change, factors: Sequence[float] = (1.0,)) -> np.ndarray:
+        """Log-probs [K, tokens] at the temperature times each of K factors."""
+        setup = self._setup
+        inverse = np.zeros(len(_TEMPERATURES), np.float32)
+        inverse[: len(factors)] = 1 / (np.asarray(factors) * setup.temperature)
+        params = setup.params if change.params is None else change.params
+        weights = _as_multiplied(params, setup.config, change.precision)
+        static = {"config": setup.config, "compute": Compute(dtype=change.dtype, logprob_chunk=LOGPROB_CHUNK)}
+        run = functools.partial(_logprobs_at, weights, inverse, change.fp8_cache, **static)
+        prompts = setup.prompts if change.prompts is None else change.prompts
+        found = in_rows(run, [prompts[index] for index in self._prompt_index], self._completions)
+        return np.concatenate(found, axis=1)[: len(factors)]
 
-    def _score(self, precision: str, compute: str, cache: str) -> np.ndarray:
-        engine = self._engine(precision, compute, cache)
-        engine.push_weights(self._scored.params, 0)
-        logprobs = self._ask(engine)
-        engine.close()
-        return logprobs
-
-    def _ask(
-        self, engine: LocalEngine, *, prompts: Sequence[np.ndarray] | None = None, temperature: float | None = None
-    ) -> np.ndarray:
-        prompts = self._prompts if prompts is None else prompts
-        temperature = self._scored.temperature if temperature is None else temperature
-        return np.concatenate(engine.score(prompts, self._completions, temperature=temperature))
-
-    def _temperature(self, engine: LocalEngine) -> Explanation:
-        """The best temperature but the one scored at: a grid of factors, then golden-section steps around the best."""
-
-        def share(factor: float) -> float:
-            return self._share(self._ask(engine, temperature=factor * self._scored.temperature))
-
-        shares = {factor: share(factor) for factor in _TEMPERATURES}
-        best = max(shares, key=shares.get)
-        place = _TEMPERATURES.index(best)
-        low, high = _TEMPERATURES[max(place - 1, 0)], _TEMPERATURES[min(place + 1, len(_TEMPERATURES) - 1)]
-        # Never near 1, where nothing is changed.
-        low, high = (max(low, 1 + _LEAST_CHANGE), high) if best > 1 else (low, min(high, 1 - _LEAST_CHANGE))
-        best = _golden_maximum(share, low, high, best, shares)
-        temperature = best * self._scored.temperature
-        name = f"temperature {temperature:.2f} in place of {self._scored.temperature:.2f}"
+    def _temperature(self) -> Explanation:
+        """The best temperature but the one scored at: grids, each between the neighbors of the best of the last."""
+        factors, shares = _TEMPERATURES, {}
+        for _ in range(_GRIDS):
+            shares |= zip(factors, map(self._share, self._ask(_Change("", ""), factors)), strict=True)
+            best, known = max(shares, key=shares.get), sorted(shares)
+            if shares[best] < _PROMISING:
+                break
+            place = known.index(best)
+            low, high = known[max(place - 1, 0)], known[min(place + 1, len(known) - 1)]
+            # Never near 1, where nothing is changed.
+            low, high = (max(low, 1 + _LEAST_CHANGE), high) if best > 1 else (low, min(high, 1 - _LEAST_CHANGE))
+            factors = np.linspace(low, high, len(_TEMPERATURES)).tolist()
+        temperature = best * self._setup.temperature
+        name = f"temperature {temperature:.2f} in place of {self._setup.temperature:.2f}"
         return Explanation(name, "temperature", shares[best])
 
-    def _stale(self, engine: LocalEngine, name: str, earlier: Params) -> Iterator[Explanation]:
-        """All of the earlier weights; every tensor of them alone; all tensors of a layer. The best of each is told."""
-        config, now = self._scored.config, self._scored.params
-
-        def share(names: Sequence[str]) -> float:
-            engine.push_weights(_swapped(config, now, earlier, names), 0)
-            return self._share(self._ask(engine))
-
+    def _unsynchronized(self, name: str, earlier: Params) -> Iterator[Explanation]:
+        """Every tensor of the earlier weights alone; all tensors of a layer. The best of each is told."""
+        config, now = self._setup.config, self._setup.params
         differing = _differing(config, now, earlier)
-        yield Explanation(f"the weights of {name}", "stale_weights", share(list(differing)))
         layers: dict[str, list[str]] = {}
         for tensor, place in differing.items():
-            layers.setdefault(f"layer {'.'.join(map(str, place.index))}", []).append(tensor)
-        layers = {layer: names for layer, names in layers.items() if differing[names[0]].index}
+            if place.index:
+                layers.setdefault(f"layer {'.'.join(map(str, place.index))}", []).append(tensor)
         for candidates in ({tensor: [tensor] for tensor in differing}, layers):
             if len(differing) > 1 and candidates:
-                shares = {each: share(names) for each, names in candidates.items()}
+                shares = {
+                    each: self._share(self._ask(_Change("", "", params=_swapped(config, now, earlier, names))))
+                    for each, names in candidates.items()
+                }
                 best = max(shares, key=shares.get)
                 yield Explanation(f"{best} of {name}, all else as it is", "unsynchronized_tensor", shares[best])
+
+
+@functools.partial(jax.jit, static_argnames=("config", "compute"))
+def _logprobs_at(
+    weights: Params, inverse: jax.Array, fp8_cache: jax.Array, rows: Rows, *, config: ModelConfig, compute: Compute
+) -> jax.Array:
+    """Log-probs of rows at several temperatures, from one pass through the layers.
+
+    Args:
+        weights: tree of `_as_multiplied`.
+        inverse: [K] float32, inverse temperatures; from the first 0 on none is wanted.
+        fp8_cache: [] bool, see `_Change`.
+        rows: [R, L], a completion each.
+        config, compute: the model, and how it is computed.
+
+    Returns:
+        [K, R, L] float32 nats; 0 where none is wanted.
+    """
+    place = rows.input_ids, rows.position_ids, rows.segment_ids
+    how = {"temperature": 1.0, "chunk": compute.logprob_chunk, "ops": choose_ops(jax.default_backend())}
+
+    def hidden(scheme: Scheme) -> Callable[[], jax.Array]:
+        return lambda: hidden_states(weights, config, *place, compute, scheme=scheme)
+
+    def at(k: jax.Array, found: jax.Array) -> jax.Array:
+        scaled = (states * inverse[k]).astype(states.dtype)
+        return found.at[k].set(
+            token_logprobs(scaled, weights["output"], rows.input_ids, rows.completion_mask, **how)[0]
+        )
+
+    with products_in(compute.dtype):
+        states = jax.lax.cond(fp8_cache, hidden(Scheme(cache="fp8")), hidden(FULL))
+        found = jnp.zeros((len(inverse), *rows.input_ids.shape), jnp.float32)
+        return jax.lax.fori_loop(0, jnp.sum(inverse > 0), at, found)
+
+
+def _as_multiplied(params: Params, config: ModelConfig, precision: str) -> Params:
+    """Weights as an engine of this precision multiplies by them: values and scales of 1 for "", all in float32."""
+
+    def leaf(x: jax.Array, chosen: bool) -> jax.Array | QuantizedKernel:
+        return QuantizedKernel(x, jnp.ones(x.shape[:-2] + x.shape[-1:])) if chosen else x
+
+    if precision:
+        return params | _quantized(params, config=config, precision=precision)
+    layers = jax.tree.map(leaf, params["layers"], quantized_leaves(config)["layers"])
+    return params | {"layers": layers, "output": output_kernel(params)}
+
+
+@functools.partial(jax.jit, static_argnames=("config", "precision"))
+def _quantized(params: Params, *, config: ModelConfig, precision: str) -> Params:
+    """Quantized layers and output matrix; the matrix rounded, for log-probs take no scales."""
+    tree = quantize_tree(params["layers"], quantized_leaves(config)["layers"], precision)
+    layers = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    return {"layers": layers, "output": straight_through(output_kernel(params), True, precision)}
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.abs(np.exp(a.astype(np.float64)) - np.exp(b.astype(np.float64)))
 
 
-def _golden_maximum(
-    share: Callable[[float], float], low: float, high: float, best: float, shares: dict[float, float]
-) -> float:
-    """The best point seen after a few golden-section steps in [low, high]; `shares` gets all of them."""
-    ratio = (np.sqrt(5) - 1) / 2
-    for _ in range(_REFINEMENTS):
-        left, right = high - ratio * (high - low), low + ratio * (high - low)
-        for point in (left, right):
-            if point not in shares:
-                shares[point] = share(point)
-        if shares[left] >= shares[right]:
-            high = right
-        else:
-            low = left
-        best = max((best, left, right), key=shares.get)
-    return best
-
-
 def _in_blocks(params: Params, config: ModelConfig) -> Params:
     """The matrices that engines quantize, rounded to float8_e4m3fn with a scale for each block of 128 x 128."""
+    return jax.tree.map(lambda x, chosen: _block_rounded(x) if chosen else x, params, quantized_leaves(config))
 
-    def leaf(x: jax.Array, chosen: bool) -> jax.Array:
-        if not chosen:
-            return x
-        *stack, rows, columns = x.shape
-        padded = (-rows % _BLOCK, -columns % _BLOCK)
-        wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(stack) + [(0, padding) for padding in padded])
-        blocks = wide.reshape(*stack, (rows + padded[0]) // _BLOCK, _BLOCK, (columns + padded[1]) // _BLOCK, _BLOCK)
-        scale = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True) / _FP8_MAX
-        scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
-        rounded = jnp.clip(blocks / scale, -_FP8_MAX, _FP8_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
-        return rounded.reshape(wide.shape)[..., :rows, :columns].astype(x.dtype)
 
-    return jax.tree.map(leaf, params, quantized_leaves(config))
+@jax.jit
+def _block_rounded(x: jax.Array) -> jax.Array:
+    *stack, rows, columns = x.shape
+    padded = (-rows % _BLOCK, -columns % _BLOCK)
+    wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(stack) + [(0, padding) for padding in padded])
+    blocks = wide.reshape(*stack, (rows + padded[0]) // _BLOCK, _BLOCK, (columns + padded[1]) // _BLOCK, _BLOCK)
+    scale = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True) / _FP8_MAX
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
+    rounded = jnp.clip(blocks / scale, -_FP8_MAX, _FP8_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
+    return rounded.reshape(wide.shape)[..., :rows, :columns].astype(x.dtype)
 
 
 def _places(config: ModelConfig) -> dict[str, _Place]:

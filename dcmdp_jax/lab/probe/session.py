@@ -26,8 +26,10 @@ from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.evidence import Lifted
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs
 from dcmdp_jax.lab.probe import engines
-from dcmdp_jax.lab.probe.compare import Setup, compare, sampling_floor
+from dcmdp_jax.lab.probe.compare import compare, explained, is_settled, sampling_floor
+from dcmdp_jax.lab.probe.rescoring import Setup
 from dcmdp_jax.lab.probe.specs import SAMPLING_KINDS, ProbeSpec
+from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.run.model_run import ModelRun, SavedModel
 
@@ -51,6 +53,7 @@ class Session:
         load: reads the model of an engine that names its own.
         rescore: whether to score again with one thing changed at a time.
         show: is told what is being done.
+        keep: gets the pairs as they are after each measurement.
     """
 
     run: ModelRun
@@ -61,6 +64,7 @@ class Session:
     load: Callable[[Path], ModelRun]
     rescore: bool
     show: Callable[[str], None]
+    keep: Callable[[list[Measured]], None] = lambda measured: None
 
     @property
     def seed(self) -> int:
@@ -113,10 +117,10 @@ def probe_pairs(session: Session, first: Sequence[ProbeSpec], second: ProbeSpec)
     Raises:
         UserError: if the engines' vocabularies differ, a prompt leaves no room, or no pair could be measured.
     """
-    measured = []
+    measured: list[Measured] = []
     for spec in first:
         try:
-            measured.append(_probe(session, spec, second))
+            measured.append(_probe(session, spec, second, lambda one: session.keep([*measured, one])))
         except _Refused as error:
             session.show(f"{spec} left out: {error}")
     if not measured:
@@ -128,7 +132,7 @@ class _Refused(Exception):
     """An engine that does not start here."""
 
 
-def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
+def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[Measured], None]) -> Measured:
     models = [session.load(Path(each.model)) if each.model else session.run for each in (spec, other)]
     names = _names(spec, other)
     engines.check_same_tokens(*(model.tokenizer.get_vocab() for model in models), names)
@@ -155,8 +159,8 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
         setup = Setup(
             session.run.model, session.run.params, prompts[1], session.score_temperature,
             {saved.name: saved.load("float32") for saved in session.earlier}, variants,
-            token_text(models[1].tokenizer), config.rollout.max_rows,
-            spec.compute, spec.costs, sampling_floor(built[0], prompts[0], sampling, sampled, seed=session.seed),
+            token_text(models[1].tokenizer), spec.compute, spec.costs,
+            sampling_floor(built[0], prompts[0], sampling, sampled, seed=session.seed),
         )  # fmt: skip
         source = {
             "model": session.run.saved.name, "sampled by": names[0], "scored by": names[1],
@@ -164,13 +168,16 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec) -> Measured:
             "top-p": f"{sampling.top_p:g}",
         }  # fmt: skip
         pair = dict(zip(names, built, strict=True))
-        measured = compare(
-            f"{spec} - {other}", source, sampled, pair, setup, rescore=session.rescore, show=session.show
-        )
+        release_freed_memory()
+        measured = compare(f"{spec} - {other}", source, sampled, pair, setup, show=session.show)
+    release_freed_memory()
+    keep(measured)
     if not session.rescore:
         return measured
-    lifted = _lifted(session, spec, models[0], prompts[0], sampled, measured, total)
-    return dataclasses.replace(measured, lifted=lifted)
+    measured = explained(measured, sampled.prompt_index, setup, show=session.show, keep=keep)
+    if is_settled(measured):
+        return measured
+    return dataclasses.replace(measured, lifted=_lifted(session, spec, models[0], prompts[0], sampled, measured, total))
 
 
 def _lifted(

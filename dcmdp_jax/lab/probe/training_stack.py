@@ -7,16 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.run.row_logprobs import RowOutputs, make_row_logprobs
+from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Params, Rows
 
-_MOST_ROWS = 32
+LOGPROB_CHUNK = 256
+"""Tokens whose logits exist at one time: 50 MB of a vocabulary of 50,000."""
+_MOST_ROWS, _ROWS = 32, 8
 _SHORTEST = 16
 
 
@@ -36,36 +39,16 @@ class TrainingStack:
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
-    ) -> list[np.ndarray]:
+    ) -> Sequence[np.ndarray]:
         """Log-probs, float32 nats, one array for each completion."""
         return self.score_with_entropies(prompts, completions, temperature=temperature)[0]
 
     def score_with_entropies(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Log-probs and entropies, float32 nats, one array each for each completion.
-
-        Rows are padded to powers of two, so few shapes compile.
-        """
-        program = self._program(temperature)
-        totals = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-        buckets = [max(_SHORTEST, 1 << (total - 1).bit_length()) for total in totals]
-        found: list[Any] = [None] * len(totals)
-        for length in sorted(set(buckets)):
-            members = [index for index, bucket in enumerate(buckets) if bucket == length]
-            for start in range(0, len(members), _MOST_ROWS):
-                part = members[start : start + _MOST_ROWS]
-                count = 1 << (len(part) - 1).bit_length()
-                rows = one_a_row([prompts[i] for i in part], [completions[i] for i in part], length, count)
-                outputs = program(self._params, rows)
-                columns = jax.device_get((outputs.logprobs, outputs.entropy))
-                for place, index in enumerate(part):
-                    begin = len(prompts[index])
-                    found[index] = [column[place, begin : totals[index]].copy() for column in columns]
-        return tuple(list(column) for column in zip(*found, strict=True))
-
-    def _program(self, temperature: float) -> Callable[[Params, Rows], RowOutputs]:
-        return _program(self._config, self._compute, self._scheme, temperature)
+    ) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+        """Log-probs and entropies, float32 nats, one array each for each completion."""
+        program = _program(self._config, self._compute, self._scheme, temperature)
+        return tuple(zip(*in_rows(functools.partial(program, self._params), prompts, completions), strict=True))
 
     def close(self) -> None:
         """Nothing to free: the parameters are the caller's."""
@@ -74,9 +57,36 @@ class TrainingStack:
 @functools.lru_cache(maxsize=16)
 def _program(
     config: ModelConfig, compute: Compute, scheme: Scheme, temperature: float
-) -> Callable[[Params, Rows], RowOutputs]:
+) -> Callable[[Params, Rows], jax.Array]:
     row_logprobs = make_row_logprobs(config, compute, temperature=temperature, mesh=one_device_mesh(), scheme=scheme)
-    return jax.jit(row_logprobs)
+
+    def logprobs_and_entropies(params: Params, rows: Rows) -> jax.Array:
+        return jnp.stack(row_logprobs(params, rows)[:2])
+
+    return jax.jit(logprobs_and_entropies)
+
+
+def in_rows(
+    run: Callable[[Rows], jax.Array], prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]
+) -> list[np.ndarray]:
+    """Run a program on completions, one a row, and cut its results [K, R, L] to their tokens: [K, T_i] each.
+
+    Rows are at most 32 a call, of one length for each power of two, so few shapes compile.
+    """
+    totals = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
+    buckets = [max(_SHORTEST, 1 << (total - 1).bit_length()) for total in totals]
+    found: list[Any] = [None] * len(totals)
+    for bucket in sorted(set(buckets)):
+        members = [index for index, other in enumerate(buckets) if other == bucket]
+        length = -(-max(totals[index] for index in members) // _SHORTEST) * _SHORTEST
+        count = len(members) if len(members) < _ROWS else min(_MOST_ROWS, -(-len(members) // _ROWS) * _ROWS)
+        for start in range(0, len(members), count):
+            part = members[start : start + count]
+            rows = one_a_row([prompts[i] for i in part], [completions[i] for i in part], length, count)
+            results = np.asarray(run(rows))
+            for place, index in enumerate(part):
+                found[index] = results[:, place, len(prompts[index]) : totals[index]].copy()
+    return found
 
 
 def one_a_row(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int, count: int = 0) -> Rows:

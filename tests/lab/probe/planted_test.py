@@ -9,8 +9,9 @@ import pytest
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.lab.mismatch.analysis import analyze
 from dcmdp_jax.lab.probe import rescoring
-from dcmdp_jax.lab.probe.compare import Setup, compare, sampling_floor
+from dcmdp_jax.lab.probe.compare import compare, explained, sampling_floor
 from dcmdp_jax.lab.probe.engines import Sampled, sample
+from dcmdp_jax.lab.probe.rescoring import Setup
 from dcmdp_jax.lab.probe.session import lift
 from dcmdp_jax.lab.probe.specs import parse_spec
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
@@ -50,9 +51,10 @@ def sampled(engine, prompts=None, **distribution):
 
 def analysis(engine, found, *, temperature=1.0, compute="float32", rescore=True, train_compute="float32"):
     others = ({"step 3": params(True)}, {"text without a chat template": BARE})
-    setup = Setup(CONFIG, params(), PROMPTS, temperature, *others, TOKENIZER.decode, max_rows=64, compute=compute)
+    setup = Setup(CONFIG, params(), PROMPTS, temperature, *others, TOKENIZER.decode, compute=compute)
     trainer = TrainingStack(CONFIG, params(), compute=Compute(dtype=train_compute))
-    return analyze(compare("pair", {}, found, {"engine": engine, "trainer": trainer}, setup, rescore=rescore))
+    measured = compare("pair", {}, found, {"engine": engine, "trainer": trainer}, setup)
+    return analyze(explained(measured, found.prompt_index, setup) if rescore else measured)
 
 
 def named(*arguments, **options):
@@ -125,7 +127,7 @@ def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(engin
     found = sampled(first)
     setup = Setup(CONFIG, params(), PROMPTS, 1.0, settings=spec.costs)
     pair = {"engine": first, "trainer": TrainingStack(CONFIG, params(), compute=Compute())}
-    measured = compare("pair", {}, found, pair, setup, rescore=True)
+    measured = explained(compare("pair", {}, found, pair, setup), found.prompt_index, setup)
     lifted = lift(spec, build, PROMPTS, found, measured.pairs, temperature=1.0)
     finding = analyze(dataclasses.replace(measured, lifted=lifted)).findings[0]
     assert finding.cause == cause and finding.evidence[0].startswith(said)
