@@ -23,7 +23,7 @@ from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.run import compute_on, packing_on
-from dcmdp_jax.training.rescore import batch_logprobs
+from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs
 from dcmdp_jax.training.state import batch_shardings
 
 _SPREAD = 0.1
@@ -90,9 +90,9 @@ def _logprobs(
     row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=mesh)
     on_device = jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows)))
     with products_in(compute.dtype):
-        own = jax.jit(lambda p, b: batch_logprobs(p, b, row_logprobs, mesh))(params, on_device)
+        own = make_old_logprobs(row_logprobs, mesh=mesh)(params, on_device)
     masks = [np.asarray(rows.completion_mask) for rows in batch.rows]
-    trained = [np.asarray(values)[mask] for values, mask in zip(own, masks, strict=True)]
+    trained = [np.asarray(rows.columns[OLD_LOGPROBS])[mask] for rows, mask in zip(own.rows, masks, strict=True)]
     engine = [np.asarray(rows.rollout_logprobs)[mask] for rows, mask in zip(batch.rows, masks, strict=True)]
     return np.concatenate(trained), np.concatenate(engine), compute
 

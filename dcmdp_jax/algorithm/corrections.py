@@ -317,6 +317,12 @@ FILTERS: Mapping[str, Callable[..., Corrected]] = {
 CORRECTIONS: Mapping[str, Callable[..., Corrected]] = {**TRUNCATIONS, **MASKS, **FILTERS}
 """Name -> correction."""
 
+OF_TOKENS = frozenset({"tis", "cis", "icepop", "kpop", "probability_band", "token_k1", "token_k2", "token_k3"})
+"""Corrections that look at each token alone."""
+
+OF_PREFIXES = frozenset({"minpro", "ctpo", "pnpo", "vaco", "m2po"})
+"""Corrections that look at a token and at others. Those in neither give all tokens of a completion one weight."""
+
 
 def chain(tokens: Tokens, corrections: Sequence[Correction]) -> tuple[Corrected, Statistics]:
     """Join corrections, at least one: weights multiply, keep-masks intersect. Their statistics are put together."""

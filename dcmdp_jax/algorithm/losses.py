@@ -155,7 +155,7 @@ def policy_loss(
         ratio = importance_ratio(train, constants["anchor_logprobs"])
     else:
         where = mask, tokens.completion_index, tokens.num_completions
-        ratio = jnp.exp(inside(_sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, *where)))
+        ratio = jnp.exp(inside(sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, *where)))
     seen = tokens._replace(train_logprobs=train, completion_mask=active, ratio=ratio, **constants)
     token_losses, statistics = split(loss(seen))
 
@@ -171,7 +171,7 @@ _CONSTANTS = ("old_logprobs", "rollout_logprobs", "advantages", "discrepancy", "
 """Fields of `Tokens` that no gradient reaches in a loss."""
 
 
-def _sequence_log_ratio(
+def sequence_log_ratio(
     train_logprobs: Array, old_logprobs: Array, mask: jax.Array, completion_index: Array, num_completions: int
 ) -> jax.Array:
     """The mean log-ratio of each token's completion in value, that of the token alone in gradient; [R, L], clamped."""

@@ -26,6 +26,7 @@ class Signals(NamedTuple):
         discrepancy: [R, L] float32, delta of each token, 0 outside the mask.
         weights: [R, L] float32, what multiplies a token's loss; 0 outside the mask and on dropped tokens.
         planned_weights: [R, L] float32, the same before corrections: w_i on each sampled token.
+        centered_weights: [R, L] float32, the same with the corrections of whole completions alone.
         dropped_tokens: [N] int32, tokens of each completion that corrections leave out of the loss and of its
             denominator.
         mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over the whole batch its
@@ -37,6 +38,7 @@ class Signals(NamedTuple):
     discrepancy: jax.Array
     weights: jax.Array
     planned_weights: jax.Array
+    centered_weights: jax.Array
     dropped_tokens: jax.Array
     mean_discrepancy: Mean
     statistics: Statistics
@@ -80,6 +82,7 @@ def row_signals(
     level: Charge,
     penalty: Function,
     corrections: Sequence[Correction] = (),
+    of_completions: Sequence[Correction] = (),
     count_dropped: bool = False,
 ) -> Signals:
     """The constants of rows (Algorithm 1 from "Discrepancy" to the penalized advantage).
@@ -99,6 +102,7 @@ def row_signals(
             charge per token, the advantages hold it already. The mean discrepancy is that of tokens in any case.
         penalty: function of `penalties` that charges the discrepancy.
         corrections: functions of `corrections`, in order.
+        of_completions: those of them that give all tokens of a completion one weight, for score centering.
         count_dropped: dropped tokens count in the denominator of the loss.
 
     Returns:
@@ -120,7 +124,10 @@ def row_signals(
     tokens = tokens._replace(discrepancy=charged)
     penalized, statistics = split(penalty(tokens))
     planned = jax.lax.stop_gradient(jnp.where(mask, gather_to_tokens(weights, tokens.completion_index), 0.0))
-    dropped, corrected = jnp.zeros(completions, jnp.int32), planned
+    dropped, corrected, centered = jnp.zeros(completions, jnp.int32), planned, planned
+    if of_completions:
+        found, _ = chain(tokens, of_completions)
+        centered = jnp.where(mask & found.keep, planned * found.weights, 0.0)
     if corrections:
         found, of_corrections = chain(tokens, corrections)
         statistics = {**statistics, **of_corrections}
@@ -132,6 +139,7 @@ def row_signals(
         discrepancy=delta,
         weights=jax.lax.stop_gradient(corrected),
         planned_weights=planned,
+        centered_weights=jax.lax.stop_gradient(centered),
         dropped_tokens=dropped,
         mean_discrepancy=masked_sum(delta, mask),
         statistics=jax.lax.stop_gradient(statistics),

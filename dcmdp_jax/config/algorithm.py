@@ -11,7 +11,8 @@ from typing import Any, get_args
 
 import jax
 
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, TRUNCATIONS
+from dcmdp_jax.algorithm.centering import score_centering
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, OF_TOKENS, TRUNCATIONS
 from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
 from dcmdp_jax.algorithm.dual import BUDGET_ROOM
 from dcmdp_jax.algorithm.losses import LOSSES, Aggregation
@@ -24,9 +25,10 @@ from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_
 from dcmdp_jax.user_code import callback_error, error_place, load_function
 
 _TRACING = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.UnexpectedTracerError)
+_CENTERING = "score_centering"
 _REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "method": ("penalty", PENALTIES),
-    "corrections": ("correction", CORRECTIONS),
+    "corrections": ("correction", {**CORRECTIONS, _CENTERING: score_centering}),
     "trust_region": ("trust region", TRUST_REGIONS),
     "loss": ("loss", LOSSES),
 }
@@ -35,12 +37,17 @@ _REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Remedies:
-    """The functions that the settings name, with their parameters; see `algorithm.remedies`."""
+    """The functions that the settings name, with their parameters; see `algorithm.remedies`.
+
+    Attributes:
+        centered: with score centering the corrections that look at each token alone, and the others; else None.
+    """
 
     penalty: Function
     corrections: tuple[Function, ...]
     trust_region: Function
     loss: Function
+    centered: tuple[tuple[Function, ...], tuple[Function, ...]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +91,8 @@ class AlgorithmSettings:
             stated; docs/algorithm.md.
         corrections: Corrections for engine mismatch beside the penalty, joined by commas, parameters in
             parentheses: tis(high=2),veto; docs/remedies.md lists them. Functions of yours as
-            path.py:function(parameter=value). Source: paper: none.
+            path.py:function(parameter=value). score_centering subtracts the expected score, from
+            rollout.top_logprobs. Source: paper: none.
         correction_denominator: Tokens in the denominator of the loss: those that the corrections keep, or all.
             Source: ours: peers differ, docs/remedies.md.
         overlong_buffer: Soft overlong punishment (DAPO): over this many last tokens before
@@ -162,8 +170,13 @@ class AlgorithmSettings:
     @property
     def drops_tokens(self) -> bool:
         """Whether the `corrections` may leave tokens out of the denominator of the loss."""
-        drops = any(call.function not in TRUNCATIONS for call in self.calls("corrections"))
+        drops = any(call.function not in (*TRUNCATIONS, _CENTERING) for call in self.calls("corrections"))
         return drops and self.correction_denominator == "kept" and self.aggregation != "fixed_length"
+
+    @property
+    def centers(self) -> bool:
+        """Whether the expected score is subtracted, which takes the engine's likeliest tokens."""
+        return any(call.function == _CENTERING for call in self.calls("corrections"))
 
     def remedies(self) -> Remedies:
         """The functions that the settings name.
@@ -172,10 +185,16 @@ class AlgorithmSettings:
             UserError: in one line, naming setting, function and what is wrong.
         """
         functions = {name: tuple(_bind(name, call) for call in self.calls(name)) for name in _REMEDIES}
+        calls = [call.function for call in self.calls("corrections")]
+        corrections = [(name, one) for name, one in zip(calls, functions["corrections"]) if name != _CENTERING]  # noqa: B905
+        single, whole = (
+            tuple(one for name, one in corrections if (name in OF_TOKENS) == of_tokens) for of_tokens in (True, False)
+        )
         (penalty,), (trust_region,), (loss,) = (functions[name] for name in ("method", "trust_region", "loss"))
         if not self.calls("loss")[0].own:
             loss = functools.partial(loss, trust_region=trust_region)
-        return Remedies(penalty, functions["corrections"], trust_region, loss)
+        every = tuple(one for _, one in corrections)
+        return Remedies(penalty, every, trust_region, loss, (single, whole) if self.centers else None)
 
 
 def canonical(algorithm: AlgorithmSettings) -> AlgorithmSettings:
@@ -218,6 +237,13 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
         if call.function in {**TRUNCATIONS, **MASKS}:
             why = f"with ratio_denominator={denominator}, whose ratio weighs by p_train / p_rollout already"
             yield "algorithm.corrections", f"must be left out {why}", call.function
+    mixed = (call for call in algorithm.calls("corrections") if call.own or call.function in OF_PREFIXES)
+    for call in mixed if algorithm.centers else ():
+        why = "which needs a weight that is a token's own, or one for all tokens of a completion; leave one of them out"
+        yield "algorithm.corrections", f"with score_centering, {why}", call.function
+    if algorithm.centers and (region := algorithm.calls("trust_region")[0]).function == "vespo":
+        why = "which needs a trust region of single tokens; vespo weighs whole completions"
+        yield "algorithm.trust_region", f"with score_centering, {why}", region.function
     if algorithm.level == "reward" and denominator == "bypass":
         why = "leaves out the pass that it needs; set ratio_denominator=rollout or level=token"
         yield "algorithm.level", f"ratio_denominator=bypass {why}"

@@ -23,6 +23,7 @@ PACKING = {"limit": "rollout.max_completion_tokens", "max_completion_tokens": "r
 PACKING |= {name: f"training.{name}" for name in ("row_lengths", "segments_per_row")}
 PACKING |= {"completions": "training.prompts_per_mini_batch or rollout.group_size"}
 EPISODES = {"drop": "rollout.on_non_finite=drop", "routed_experts": "rollout.router_replay"}
+EPISODES |= {"top_logprobs": "rollout.top_logprobs"}
 EVALUATION = {"task": "evaluation.task", "samples": "evaluation.samples"}
 LORA = {"lora_rank": "model.lora_rank", "lora_targets": "model.lora_targets"}
 REWARDS = {"memory_gib": "rewards.memory_limit"}

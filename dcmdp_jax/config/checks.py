@@ -129,6 +129,9 @@ def _step_rules(config: Any) -> Broken:
         yield "rollout.router_replay", f"must be False with task.environment ({why})"
     if config.evaluation.every_steps and not config.evaluation.task:
         yield "evaluation.task", "name a task or set evaluation.every_steps=0"
+    if algorithm.centers and not config.rollout.top_logprobs:
+        why = "score_centering needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more"
+        yield "algorithm.corrections", why, algorithm.corrections
     if not config.run_dir:
         yield "run_dir", "name the directory that the run writes to"
 

@@ -96,6 +96,7 @@ def engine_arguments(
         "min_rows": rollout.min_rows,
         "settings": settings_of(rollout, kind),
         "routed_experts": rollout.router_replay,
+        "top_logprobs": rollout.top_logprobs,
         "lag": rollout.lag,
         "directory": Path(config.run_dir) / directory,
     }
@@ -112,6 +113,7 @@ def check_engine(config: Any, kind: EngineKind | None = None) -> None:
     with as_settings(of_engine(kind)):
         kind.check(arguments)
         kind.check_temperature(config.rollout.temperature)
+        kind.check_top_logprobs(config.rollout.top_logprobs)
     with as_settings({"temperature": "evaluation.temperature"}):
         kind.check_temperature(config.evaluation.temperature)
     if config.rollout.router_replay and not kind.routes:

@@ -41,6 +41,9 @@ class RolloutSettings:
         group_size: G, completions of each prompt. Source: paper [6.1]: 8.
         max_completion_tokens: Longest completion, end-of-sequence included. Source: paper [6.1]: 8192.
         temperature: Sampling temperature. Source: paper [6.1]: 1.0.
+        top_logprobs: For each sampled token also the log-probs of this many of the engine's likeliest tokens, k: for
+            exact measures of a state and for algorithm.corrections=score_centering (docs/distribution.md). 0: none.
+            Source: paper: the sampled token's alone.
         on_non_finite: A log-prob that is NaN or infinite: error stops and names the token, drop leaves the
             completion out and counts it.
         lag: Steps that sampling runs ahead: a step trains on completions of the weights this many steps older, and
@@ -65,6 +68,7 @@ class RolloutSettings:
         limit=HIGHEST_TEMPERATURE,
         why="below it log-probs reach their clamp at -10000 nats, and at 0 all completions are the same",
     )
+    top_logprobs: int = setting(0, unit="tokens", minimum=0, limit=(2**20, "no vocabulary is larger"))
     on_non_finite: str = setting("error", choices=("error", "drop"), free=True)
     lag: int = setting(0, unit="steps", minimum=0, limit=(64, "the policy of so long ago is another one"))
     router_replay: bool = setting(False)

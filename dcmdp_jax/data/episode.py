@@ -29,7 +29,7 @@ class Column:
         fill: entry of padding, and of a token that the column says nothing about.
         of_given: whether it has entries for tokens that the policy did not sample: a prompt, the output of a tool.
             Those of another column are `fill`.
-        shape: (model) -> shape of an entry, the axes after the token axis.
+        shape: (config, model) -> shape of an entry, the axes after the token axis.
         present: (config) -> whether every batch of a run of that config has it; None: present where an engine or a
             reward gives it unasked.
     """
@@ -38,8 +38,20 @@ class Column:
     dtype: type[np.generic]
     fill: int | float
     of_given: bool = False
-    shape: Callable[[Any], Shape] = lambda model: ()
+    shape: Callable[[Any, Any], Shape] = lambda config, model: ()
     present: Callable[[Any], bool] | None = None
+
+
+TOP_IDS, TOP_LOGPROBS, OLD_TOP_LOGPROBS = "top_ids", "top_logprobs", "old_top_logprobs"
+
+
+def _top(doc: str, dtype: type[np.generic], fill: int | float, *, lags: bool = False) -> Column:
+    """A column of the k likeliest ids, of runs with `rollout.top_logprobs` above 0 alone."""
+
+    def present(config: Any) -> bool:
+        return config.rollout.top_logprobs > 0 and (config.rollout.lag > 0 or not lags)
+
+    return Column(doc, dtype, fill, shape=lambda config, model: (config.rollout.top_logprobs,), present=present)
 
 
 COLUMNS: dict[str, Column] = {
@@ -53,7 +65,7 @@ COLUMNS: dict[str, Column] = {
     "routed_experts": Column(
         "[layers, k], the experts of each layer that the engine sent the token to when it read it; a forward pass uses "
         "them (router replay). -1 for a token that was not read, such as the last",
-        np.int16, -1, of_given=True, shape=lambda model: model.routing[:2],
+        np.int16, -1, of_given=True, shape=lambda config, model: model.routing[:2],
         present=lambda config: config.rollout.router_replay,
     ),
     "old_logprobs": Column(
@@ -61,6 +73,12 @@ COLUMNS: dict[str, Column] = {
         "lag behind the policy. The trainer computes it",
         np.float32, 0.0, present=lambda config: config.rollout.lag > 0,
     ),
+    TOP_IDS: _top(
+        "[k], the engine's likeliest ids in the place of the sampled token, likeliest first; -1 where it samples fewer",
+        np.int32, -1,
+    ),
+    TOP_LOGPROBS: _top("[k], nats, of these ids by the engine, under the distribution sampled from", np.float32, 0.0),
+    OLD_TOP_LOGPROBS: _top("[k], `old_logprobs` of these ids", np.float32, 0.0, lags=True),
     "teacher_logprobs": Column("nats, of the sampled token by a teacher", np.float32, 0.0),
     "token_rewards": Column("reward of the token alone, beside its completion's", np.float32, 0.0),
 }  # fmt: skip
@@ -94,7 +112,7 @@ def columns_of_run(config: Any, model: Any) -> dict[str, Shape]:
         model: its `ModelConfig`.
     """
     given = {name: column for name, column in COLUMNS.items() if column.present and column.present(config)}
-    return {name: tuple(column.shape(model)) for name, column in given.items()}
+    return {name: tuple(column.shape(config, model)) for name, column in given.items()}
 
 
 def common_columns(columns: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int]) -> dict[str, Shape]:

@@ -62,6 +62,7 @@ class EngineArguments:
         min_rows: batches of an engine that shrinks them do not get smaller; 0: its own choice.
         settings: the engine's own, an instance of the kind's `settings`.
         routed_experts: return the experts of each token with the episodes (column `routed_experts`).
+        top_logprobs: k, return the likeliest tokens and their log-probs too (columns `top_ids`, `top_logprobs`).
         directory: the engine's files, such as a log. Made by the engine.
         model: shape of the model; None while only settings are checked.
         mesh: `mesh(tensor=1, expert=1)` makes the mesh of an engine in this process. It starts JAX's devices.
@@ -80,6 +81,7 @@ class EngineArguments:
     min_rows: int = 0
     settings: Any = NoSettings()
     routed_experts: bool = False
+    top_logprobs: int = 0
     directory: Path = Path()
     model: ModelConfig | None = None
     mesh: Callable[..., Mesh] | None = None
@@ -140,6 +142,7 @@ class EngineKind:
         pushes: takes the trainer's weights. One that does not holds its own, and can't be trained with.
         scores: has `score`.
         routes: can return the experts of each token.
+        most_top_logprobs: largest `top_logprobs` that it returns; 0: none.
         own_process: computes in another process. One that does not uses JAX's devices: its rows are cut to what fits.
     """
 
@@ -156,6 +159,7 @@ class EngineKind:
     pushes: bool = True
     scores: bool = True
     routes: bool = False
+    most_top_logprobs: float = 0
     own_process: bool = True
 
     def build(self, arguments: EngineArguments) -> Engine:
@@ -232,6 +236,16 @@ class EngineKind:
         names = ("precision", "compute_dtype", "kv_cache_dtype")
         found = dict(zip(names, (self.precisions, self.compute_dtypes, self.cache_dtypes), strict=True))
         return {name: allowed for name, allowed in found.items() if allowed}
+
+    def check_top_logprobs(self, count: int) -> None:
+        """Refuse more likeliest tokens than the engine returns.
+
+        Raises:
+            UserError: naming `top_logprobs` and what is allowed.
+        """
+        if count > self.most_top_logprobs:
+            most = f"at most {self.most_top_logprobs:g} likeliest tokens" if self.most_top_logprobs else "none"
+            raise ArgumentError("top_logprobs", f"got {count}, {self.name} returns {most}")
 
     def check_temperature(self, temperature: float) -> None:
         """Refuse a temperature that the engine would change or refuse.

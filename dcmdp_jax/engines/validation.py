@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from dcmdp_jax.data.episode import Episode, collect
+from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
 
 
@@ -40,6 +40,57 @@ def broken_tokens(episode: Episode) -> np.ndarray:
     """[T] bool: sampled tokens whose log-prob is NaN, infinite or above 0 by more than rounding."""
     logprobs = episode.rollout_logprobs
     return episode.sampled_mask & (~np.isfinite(logprobs) | (logprobs > 1e-3))
+
+
+def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int) -> None:
+    """Refuse likeliest tokens that can't be the engine's: measures of whole distributions would be wrong, silently.
+
+    Args:
+        episodes: what an engine returned that was asked for them.
+        count: k.
+        vocab_size: ids are below it.
+
+    Raises:
+        EngineError: naming the first completion and token, and what is wrong.
+    """
+    for i, episode in enumerate(episodes):
+        found = [episode.columns.get(name) for name in (TOP_IDS, TOP_LOGPROBS)]
+        expected = (len(episode.token_ids), count)
+        if wrong := [x for x in found if x is None or x.shape != expected]:
+            had = "no likeliest tokens" if wrong[0] is None else f"likeliest tokens of shape {wrong[0].shape}"
+            raise EngineError(f"rollout: completion {i}: {had}, expected [tokens, k] = {expected} (`top_logprobs`)")
+        usable = np.flatnonzero(episode.sampled_mask & ~broken_tokens(episode))
+        sampled = episode.token_ids[usable], episode.rollout_logprobs[usable]
+        for said, places in _list_problems(*(x[usable] for x in found), *sampled, vocab_size):
+            if places.any():
+                place = usable[np.argmax(places)] - episode.prompt_length
+                raise EngineError(f"rollout: completion {i}, token {place}: {said} (`top_logprobs`)")
+
+
+def _list_problems(
+    ids: np.ndarray, logprobs: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, vocab_size: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(what is wrong, which of the tokens): lists [T, k], their sampled tokens [T] and log-probs."""
+    there = ids >= 0
+    ordered = np.sort(np.where(there, ids, -1 - np.arange(ids.shape[1])), axis=1)
+    yield f"a listed id is outside 0 .. {vocab_size - 1}", (ids >= vocab_size).any(axis=1)
+    yield "an id is listed twice", (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
+    yield "a listed log-prob is not finite", (there & ~np.isfinite(logprobs)).any(axis=1)
+    values = np.where(there, logprobs, -np.inf)
+    yield "the listed tokens have a probability above 1 together", np.exp(values).sum(axis=1) > 1 + _LIST_TOLERANCE
+    mine = there & (ids == tokens[:, None])
+    own = np.where(mine, logprobs, 0).sum(axis=1)
+    apart = mine.any(axis=1) & (np.abs(own - sampled) > _LIST_TOLERANCE)
+    yield "the sampled token has another log-prob in the list, as raw ones beside processed ones do", apart
+    least = np.where(there.all(axis=1), values.min(axis=1, initial=np.inf), -np.inf)
+    yield (
+        "the list lacks the sampled token, which is likelier than its last",
+        (~mine.any(axis=1) & (sampled > least + _LIST_TOLERANCE)),
+    )
+
+
+_LIST_TOLERANCE = 1e-3
+"""Nats, and probability: more than rounding."""
 
 
 def check_routed_experts(episodes: Sequence[Episode], layers: int, per_token: int, experts: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,12 +73,14 @@ def token_logprobs(
     kernel: jax.Array,
     input_ids: jax.Array,
     mask: jax.Array,
+    listed: jax.Array | None = None,
     *,
     temperature: float,
     chunk: int,
     ops: Ops,
     kernel_axes: KernelAxes = WHOLE_KERNEL,
-) -> tuple[jax.Array, jax.Array]:
+    listed_gradient: bool = False,
+) -> tuple[jax.Array, ...]:
     """log pi(token t | tokens before t) and the entropy of the distribution that token t was drawn from.
 
     With z = h_{t-1} W / temperature:
@@ -100,13 +102,16 @@ def token_logprobs(
         input_ids: [R, L] int32.
         mask: [R, L] bool, the tokens whose log-prob is wanted. The first token of a row or of a segment has no
             predecessor to come from and must be false.
+        listed: [R, L, k] int32, further ids at each token whose log-prob is wanted, from the same logits; -1 for none.
         temperature: divides the logits; the one the tokens were sampled at.
         chunk: how many tokens' logits exist at one time.
         ops: the platform's operations.
         kernel_axes: how the kernel is split.
+        listed_gradient: their gradient flows too.
 
     Returns:
-        logprobs and entropy, [R, L] float32 in nats, 0 where `mask` is false.
+        logprobs and entropy, [R, L] float32 in nats, 0 where `mask` is false; with `listed` also the log-probs of those
+        ids, [R, L, k], 0 for none.
 
     Raises:
         ValueError: if the temperature is not positive or shapes disagree.
@@ -125,12 +130,19 @@ def token_logprobs(
     gathered = jnp.pad(permute(previous.reshape(total, width), order, place), ((0, padding), (0, 0)))
     targets = jnp.pad(input_ids[:, 1:].reshape(-1)[order], (0, padding))
     count = (jnp.sum(wanted, dtype=jnp.int32) + size - 1) // size
-    options = _Options(1.0 / temperature, ops.softmax_maximum, kernel_axes)
+    options = _Options(1.0 / temperature, ops.softmax_maximum, kernel_axes, listed_gradient)
     compute = _blocked_logprobs if kernel_axes.embed is None else _pieced_logprobs
-    results = compute(gathered.reshape(blocks, size, width), targets.reshape(blocks, size), kernel, count, options)
-    results = [x.reshape(-1)[:total][place].reshape(rows, length - 1) for x in results]
-    logprobs, entropy = (jnp.pad(x, ((0, 0), (1, 0))) for x in results)
-    return jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
+    more = listed
+    if listed is not None:
+        more = jnp.pad(listed[:, 1:].reshape(total, -1)[order], ((0, padding), (0, 0))).reshape(blocks, size, -1)
+    results = compute(
+        gathered.reshape(blocks, size, width), targets.reshape(blocks, size), kernel, count, more, options
+    )
+    results = [x.reshape(blocks * size, *x.shape[2:])[:total][place] for x in results]
+    results = [x.reshape(rows, length - 1, *x.shape[1:]) for x in results]
+    logprobs, entropy, *of_listed = (jnp.pad(x, ((0, 0), (1, 0), (0, 0))[: x.ndim]) for x in results)
+    found = jnp.where(mask, logprobs, 0.0), jnp.where(mask, entropy, 0.0)
+    return (*found, *(jnp.where(mask[..., None] & (listed >= 0), x, 0.0) for x in of_listed))
 
 
 def predicting(mask: jax.Array) -> jax.Array:
@@ -153,6 +165,7 @@ class _Options(NamedTuple):
     scale: float
     maximum: Maximum
     axes: KernelAxes
+    listed_gradient: bool
 
 
 class _Residuals(NamedTuple):
@@ -161,6 +174,7 @@ class _Residuals(NamedTuple):
     Attributes:
         hidden, targets, kernel, count: its arguments.
         normalizer, entropy: [C, T] float32.
+        listed: [C, T, k], an argument too, or None.
         logits: scaled logits of a single block; None where the backward pass computes them again.
     """
 
@@ -170,6 +184,7 @@ class _Residuals(NamedTuple):
     count: Array
     normalizer: Array
     entropy: Array
+    listed: Array | None = None
     logits: Array | None = None
 
 
@@ -187,8 +202,15 @@ def _logits(hidden: jax.Array, kernel: jax.Array, scale: float) -> jax.Array:
     return jnp.matmul(hidden, kernel, precision=precision, preferred_element_type=jnp.float32) * scale
 
 
-def _block(logits: jax.Array, targets: jax.Array, options: _Options) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probs, entropy and normalizer."""
+def _at(logits: jax.Array, own: jax.Array, axes: KernelAxes) -> jax.Array:
+    """Logits at ids counted from this device's part, [..., k]; summed over the devices where `vocab` is split."""
+    inside = (own >= 0) & (own < logits.shape[-1])
+    found = jnp.take_along_axis(logits, jnp.clip(own, 0, logits.shape[-1] - 1), axis=-1)
+    return found if axes.vocab is None else lax.psum(jnp.where(inside, found, 0.0), axes.vocab)
+
+
+def _block(logits: jax.Array, targets: jax.Array, listed: jax.Array | None, options: _Options) -> tuple[jax.Array, ...]:
+    """Normalizer, log-probs, entropy, and log-probs of `listed` where it is there."""
     axes, size = options.axes, logits.shape[-1]
     largest, own = options.maximum(logits), _own_targets(targets, size, axes)
     if axes.vocab is not None:
@@ -198,49 +220,56 @@ def _block(logits: jax.Array, targets: jax.Array, options: _Options) -> tuple[ja
     if axes.vocab is not None:
         chosen = lax.psum(jnp.where((own >= 0) & (own < size), chosen, 0.0), axes.vocab)
     expected = _across_vocab(jnp.sum(jnp.exp(logits - normalizer[..., None]) * logits, axis=-1), axes)
-    return chosen - normalizer, normalizer - expected, normalizer
+    found = normalizer, chosen - normalizer, normalizer - expected
+    if listed is None:
+        return found
+    return *found, _at(logits, _own_targets(listed, size, axes), axes) - normalizer[..., None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _blocked_logprobs(
-    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, options: _Options
-) -> tuple[jax.Array, jax.Array]:
-    """`hidden` [C, T, D], `targets` [C, T]; blocks from `count` on are not computed and give 0."""
-    return _blocked_forward(hidden, targets, kernel, count, options)[0]
+    hidden: Array, targets: Array, kernel: Array, count: Array, listed: Array | None, options: _Options
+) -> tuple[jax.Array, ...]:
+    """`hidden` [C, T, D], `targets` [C, T], `listed` [C, T, k]; blocks from `count` on are not computed and give 0."""
+    return _blocked_forward(hidden, targets, kernel, count, listed, options)[0]
 
 
 def _blocked_forward(
-    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, options: _Options
-) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+    hidden: Array, targets: Array, kernel: Array, count: Array, listed: Array | None, options: _Options
+) -> tuple[tuple[jax.Array, ...], _Residuals]:
     whole = kernel.astype(hidden.dtype)
     if len(hidden) == 1:
         # A single block may keep the logits that each of several would have to compute again.
         logits = _logits(hidden, whole, options.scale)
-        logprobs, entropy, normalizer = _block(logits, targets, options)
-        return (logprobs, entropy), _Residuals(hidden, targets, kernel, count, normalizer, entropy, logits)
+        normalizer, *results = _block(logits, targets, listed, options)
+        return tuple(results), _Residuals(hidden, targets, kernel, count, normalizer, results[1], listed, logits)
 
     def body(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        block = _block(_logits(hidden[i], whole, options.scale), targets[i], options)
+        more = None if listed is None else listed[i]
+        block = _block(_logits(hidden[i], whole, options.scale), targets[i], more, options)
         return tuple(result.at[i].set(value) for result, value in zip(results, block, strict=True))
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
+    start = (zeros, zeros, zeros) if listed is None else (zeros, zeros, zeros, jnp.zeros(listed.shape, jnp.float32))
     with jax.named_scope(CHUNKS):
-        logprobs, entropy, normalizer = lax.fori_loop(0, count, body, (zeros, zeros, zeros))
-    return (logprobs, entropy), _Residuals(hidden, targets, kernel, count, normalizer, entropy)
+        normalizer, *results = lax.fori_loop(0, count, body, start)
+    return tuple(results), _Residuals(hidden, targets, kernel, count, normalizer, results[1], listed)
 
 
-def _blocked_backward(options: _Options, saved: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Array, ...]:
-    hidden, targets, kernel, count, normalizer, entropy, kept = saved
+def _blocked_backward(options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]) -> tuple[Any, ...]:
+    hidden, targets, kernel, count, normalizer, entropy, listed, kept = saved
     axes = options.axes
     whole = kernel.astype(hidden.dtype)
     # A shard_map without vma divides the cotangents of replicated results by the devices that hold them.
-    logprob_bar, entropy_bar = (_across_vocab(x, axes) for x in cotangents)
+    logprob_bar, entropy_bar, *listed_bar = (_across_vocab(x, axes) for x in cotangents)
     own = _own_targets(targets, kernel.shape[-1], axes)
+    further = _further(listed, listed_bar, kernel.shape[-1], options)
 
     def pulled(i: jax.Array | int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The gradients of block i's hidden states and, from it, of the kernel."""
         block = hidden[i]
-        logits_bar = _logits_bar(logits, own[i], normalizer[i], entropy[i], logprob_bar[i], entropy_bar[i])
+        more = [x[i] for x in further]
+        logits_bar = _logits_bar(logits, own[i], normalizer[i], entropy[i], logprob_bar[i], entropy_bar[i], *more)
         logits_bar = (logits_bar * options.scale).astype(block.dtype)
         tokens = tuple(range(block.ndim - 1))
         precision = precision_of(block.dtype)
@@ -260,21 +289,47 @@ def _blocked_backward(options: _Options, saved: _Residuals, cotangents: tuple[Ar
         zeros = jnp.zeros_like(hidden), jnp.zeros(whole.shape, jnp.float32)
         with jax.named_scope(CHUNKS):
             hidden_bar, kernel_bar = lax.fori_loop(0, count, body, zeros)
-    none = np.zeros(targets.shape, jax.dtypes.float0)
-    return hidden_bar, none, kernel_bar.astype(kernel.dtype), np.zeros((), jax.dtypes.float0)
+    return hidden_bar, _none(targets), kernel_bar.astype(kernel.dtype), _none(count), _none(listed)
 
 
 _blocked_logprobs.defvjp(_blocked_forward, _blocked_backward)
 
 
+def _none(integers: Array | None) -> np.ndarray | None:
+    """The cotangent of an argument that has none."""
+    return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
+
+
+def _further(listed: Array | None, bar: list[Array], size: int, options: _Options) -> tuple[Array, ...]:
+    """Ids of `listed` counted from this device's first column, and their cotangents; () where no gradient flows."""
+    if listed is None or not options.listed_gradient:
+        return ()
+    return _own_targets(listed, size, options.axes), bar[0]
+
+
 def _logits_bar(
-    logits: Array, own: Array, normalizer: Array, entropy: Array, logprob_bar: Array, entropy_bar: Array
+    logits: Array,
+    own: Array,
+    normalizer: Array,
+    entropy: Array,
+    logprob_bar: Array,
+    entropy_bar: Array,
+    listed: Array | None = None,
+    listed_bar: Array | None = None,
 ) -> jax.Array:
     """Gradient of scaled logits [T, V]: d logprob / d z = onehot - p, d entropy / d z = -p (log p + entropy)."""
     centered = logits - normalizer[..., None]
     pull = logprob_bar[..., None] + entropy_bar[..., None] * (centered + entropy[..., None])
+    if listed is not None:
+        pull = pull + jnp.sum(listed_bar, axis=-1, keepdims=True)
     onehot = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == own[..., None]
-    return jnp.where(onehot, logprob_bar[..., None], 0.0) - jnp.exp(centered) * pull
+    found = jnp.where(onehot, logprob_bar[..., None], 0.0) - jnp.exp(centered) * pull
+    if listed is None:
+        return found
+    size = logits.shape[-1]
+    places = jnp.where((listed >= 0) & (listed < size), listed, size)
+    tokens = jnp.broadcast_to(jnp.arange(len(listed))[:, None], listed.shape)
+    return found.at[tokens, places].add(listed_bar, mode="drop")
 
 
 class _Running(NamedTuple):
@@ -285,12 +340,14 @@ class _Running(NamedTuple):
         mass: sum of exp(z - m).
         weighted: sum of exp(z - m) z.
         chosen: the logit of the target, 0 before its piece.
+        listed: those of further ids, [C, T, k], or None.
     """
 
     largest: jax.Array
     mass: jax.Array
     weighted: jax.Array
     chosen: jax.Array
+    listed: jax.Array | None = None
 
 
 def _gathered_piece(kernel: jax.Array, piece: jax.Array, dtype: jnp.dtype, embed: str) -> jax.Array:
@@ -300,62 +357,74 @@ def _gathered_piece(kernel: jax.Array, piece: jax.Array, dtype: jnp.dtype, embed
     return lax.all_gather(own.astype(dtype), embed, axis=0, tiled=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _pieced_logprobs(
-    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, options: _Options
-) -> tuple[jax.Array, jax.Array]:
+    hidden: Array, targets: Array, kernel: Array, count: Array, listed: Array | None, options: _Options
+) -> tuple[jax.Array, ...]:
     """`_blocked_logprobs` of a kernel whose width is split over devices, by a softmax that runs over the pieces."""
-    return _pieced_forward(hidden, targets, kernel, count, options)[0]
+    return _pieced_forward(hidden, targets, kernel, count, listed, options)[0]
 
 
 def _pieced_forward(
-    hidden: jax.Array, targets: jax.Array, kernel: jax.Array, count: jax.Array, options: _Options
-) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+    hidden: Array, targets: Array, kernel: Array, count: Array, listed: Array | None, options: _Options
+) -> tuple[tuple[jax.Array, ...], _Residuals]:
     axes, vocab = options.axes, kernel.shape[-1]
     pieces, own = _pieces(vocab), _own_targets(targets, vocab, axes)
+    further = None if listed is None else _own_targets(listed, vocab, axes)
 
     def piece(p: jax.Array, running: _Running) -> _Running:
         part = _gathered_piece(kernel, p, hidden.dtype, axes.embed)
         width = part.shape[-1]
 
         def block(i: jax.Array, running: _Running) -> _Running:
-            before = _Running(*(x[i] for x in running))
+            before = jax.tree.map(lambda x: x[i], running)
             logits, place = _logits(hidden[i], part, options.scale), own[i] - p * width
             largest = jnp.maximum(before.largest, options.maximum(logits)[..., 0])
             shrink, exponentials = jnp.exp(before.largest - largest), jnp.exp(logits - largest[..., None])
-            found = jnp.take_along_axis(logits, jnp.clip(place, 0, width - 1)[..., None], axis=-1)[..., 0]
+
+            def found(places: jax.Array) -> jax.Array:
+                logit = jnp.take_along_axis(logits, jnp.clip(places, 0, width - 1), axis=-1)
+                return jnp.where((places >= 0) & (places < width), logit, 0.0)
+
             after = _Running(
                 largest,
                 before.mass * shrink + jnp.sum(exponentials, axis=-1),
                 before.weighted * shrink + jnp.sum(exponentials * logits, axis=-1),
-                before.chosen + jnp.where((place >= 0) & (place < width), found, 0.0),
+                before.chosen + found(place[..., None])[..., 0],
+                None if further is None else before.listed + found(further[i] - p * width),
             )
-            return _Running(*(x.at[i].set(value) for x, value in zip(running, after, strict=True)))
+            return jax.tree.map(lambda x, value: x.at[i].set(value), running, after)
 
         with jax.named_scope(CHUNKS):
             return lax.fori_loop(0, count, block, running)
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    running = lax.fori_loop(0, pieces, piece, _Running(jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros))
+    start = _Running(jnp.full_like(zeros, -jnp.inf), zeros, zeros, zeros)
+    if listed is not None:
+        start = start._replace(listed=jnp.zeros(listed.shape, jnp.float32))
+    running = lax.fori_loop(0, pieces, piece, start)
     largest = running.largest
     if axes.vocab is not None:
         # Once, after the last piece.
         largest = lax.pmax(running.largest, axes.vocab)
         shrink = jnp.exp(running.largest - largest)
-        sums = running.mass * shrink, running.weighted * shrink, running.chosen
+        sums = running.mass * shrink, running.weighted * shrink, running.chosen, running.listed
         running = _Running(largest, *lax.psum(sums, axes.vocab))
     normalizer = largest + jnp.log(running.mass)
     logprobs, entropy = running.chosen - normalizer, normalizer - running.weighted / running.mass
     computed = (jnp.arange(len(targets)) < count)[:, None]
+    of_listed = () if listed is None else (jnp.where(computed[..., None], running.listed - normalizer[..., None], 0.0),)
     logprobs, entropy, normalizer = (jnp.where(computed, x, 0.0) for x in (logprobs, entropy, normalizer))
-    return (logprobs, entropy), _Residuals(hidden, targets, kernel, count, normalizer, entropy)
+    saved = _Residuals(hidden, targets, kernel, count, normalizer, entropy, listed)
+    return (logprobs, entropy, *of_listed), saved
 
 
-def _pieced_backward(options: _Options, saved: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Array, ...]:
-    hidden, targets, kernel, count, normalizer, entropy, _ = saved
+def _pieced_backward(options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]) -> tuple[Any, ...]:
+    hidden, targets, kernel, count, normalizer, entropy, listed, _ = saved
     axes, vocab = options.axes, kernel.shape[-1]
-    logprob_bar, entropy_bar = (_across_vocab(x, axes) for x in cotangents)
+    logprob_bar, entropy_bar, *listed_bar = (_across_vocab(x, axes) for x in cotangents)
     own = _own_targets(targets, vocab, axes)
+    further = _further(listed, listed_bar, vocab, options)
 
     def piece(p: jax.Array, grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         part = _gathered_piece(kernel, p, hidden.dtype, axes.embed)
@@ -365,6 +434,8 @@ def _pieced_backward(options: _Options, saved: _Residuals, cotangents: tuple[Arr
             hidden_bar, part_bar = grads
             logits = _logits(hidden[i], part, options.scale)
             bars = normalizer[i], entropy[i], logprob_bar[i], entropy_bar[i]
+            if further:
+                bars = (*bars, further[0][i] - p * width, further[1][i])
             logits_bar = (_logits_bar(logits, own[i] - p * width, *bars) * options.scale).astype(hidden.dtype)
             precision = precision_of(hidden.dtype)
             pulled = jnp.matmul(logits_bar, part.T, precision=precision, preferred_element_type=jnp.float32)
@@ -381,8 +452,8 @@ def _pieced_backward(options: _Options, saved: _Residuals, cotangents: tuple[Arr
 
     zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
     hidden_bar, kernel_bar = lax.fori_loop(0, _pieces(vocab), piece, zeros)
-    none = np.zeros(targets.shape, jax.dtypes.float0)
-    return hidden_bar.astype(hidden.dtype), none, kernel_bar.astype(kernel.dtype), np.zeros((), jax.dtypes.float0)
+    hidden_bar, kernel_bar = hidden_bar.astype(hidden.dtype), kernel_bar.astype(kernel.dtype)
+    return hidden_bar, _none(targets), kernel_bar, _none(count), _none(listed)
 
 
 _pieced_logprobs.defvjp(_pieced_forward, _pieced_backward)

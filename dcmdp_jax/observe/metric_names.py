@@ -55,6 +55,18 @@ displacement/abs_mean | nats | logit p_train - logit p_engine of the sampled tok
 displacement/abs_p50 | nats | logit p_train - logit p_engine of the sampled token: 50th percentile of the absolute value
 displacement/abs_p95 | nats | logit p_train - logit p_engine of the sampled token: 95th percentile of the absolute value
 displacement/abs_p99 | nats | logit p_train - logit p_engine of the sampled token: 99th percentile of the absolute value
+distribution/total_variation | probability | mean over states of the total variation of the two distributions, the tail
+    as one token; recorded, as all of these, with rollout.top_logprobs
+distribution/total_variation_bound | probability | how much larger it can be: mean of the smaller tail
+distribution/kl_engine | nats | mean over states of KL(engine || train), the tail as one token
+distribution/kl_engine_bound | nats | how much larger it can be where no tail token's log-ratio is above 20
+distribution/kl_trainer | nats | mean over states of KL(train || engine), the tail as one token
+distribution/kl_trainer_bound | nats | how much larger it can be where no tail token's log-ratio is above 20
+distribution/expected_discrepancy | discrepancy | mean over states of the engine's expectation of delta, which
+    discrepancy/mean estimates from the sampled tokens
+distribution/expected_discrepancy_bound | discrepancy | how much larger it can be by the tail
+distribution/sampling_noise | discrepancy | standard deviation of discrepancy/mean about that expectation, by sampling
+distribution/head_mass | probability | mean mass of the k likeliest tokens, by the engine
 mismatch/k1 | nats | mean of rollout - train log-probs: KL(rollout || train), unbiased, may be negative
 mismatch/k3 | nats | the same KL by the non-negative low-variance estimator
 mismatch/pearson | correlation | Pearson correlation of train and rollout token probabilities

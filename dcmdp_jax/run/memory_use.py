@@ -371,6 +371,9 @@ def _step_parts(
     return parts
 
 
+_COLUMN_SETTING = {"routed_experts": "rollout.router_replay=False"}
+
+
 def _batch_parts(
     config: Config, model: ModelConfig, mesh: Mesh, packing: RowShapes, machine: Machine, completions: int
 ) -> list[MemoryPart]:
@@ -389,5 +392,5 @@ def _batch_parts(
         tokens = completions * np.dtype(COLUMNS[name].dtype).itemsize * math.prod(columns[name])
         parts.append(MemoryPart(f"{name.replace('_', ' ')} of the completions' tokens",
                           host=tokens * config.max_total_tokens, phases=frozenset({"sample", "step"}),
-                          lower=f"{lower}, or rollout.router_replay=False"))  # fmt: skip
+                          lower=f"{lower}, or {_COLUMN_SETTING.get(name, 'rollout.top_logprobs')}"))  # fmt: skip
     return parts

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.data.episode import TOP_IDS
 from dcmdp_jax.engines.sidecar.weights import Probe
 from dcmdp_jax.models import decoder, logprobs, quantize
 from dcmdp_jax.models.config import ModelConfig
@@ -39,11 +40,13 @@ class RowOutputs(NamedTuple):
         logprobs, entropy: [R, L] float32 nats, of the completion tokens.
         router: `moe.router_sums` of each layer over the positions that predict a completion token, stacked; empty of a
             dense model.
+        top_logprobs: [R, L, k] float32 nats, of the ids of the column `top_ids`; None where the rows have none.
     """
 
     logprobs: jax.Array
     entropy: jax.Array
     router: Aux
+    top_logprobs: jax.Array | None = None
 
 
 RowLogprobs = Callable[[Params, Rows], RowOutputs]
@@ -58,6 +61,7 @@ def make_row_logprobs(
     mesh: Mesh | None,
     scheme: Scheme = FULL,
     head_dtype: str = "compute",
+    top_gradient: bool = False,
 ) -> RowLogprobs:
     """The training stack's forward pass on rows. Every log-prob of training comes from here.
 
@@ -70,14 +74,14 @@ def make_row_logprobs(
         mesh: the run's, or None for one device. The result is for `accumulate` and `map_rows` on this mesh.
         scheme: roundings of the engine that the forward pass repeats; gradients pass straight through.
         head_dtype: "compute", or "float32" for the product of the output layer.
+        top_gradient: the gradient of `top_logprobs` flows too.
     """
     pin: dict[str, Any] = {"mesh": mesh}
     if not data_parallel_only(mesh):
         pin |= {"constrain": constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh)}
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    token_logprobs = functools.partial(
-        logprobs.token_logprobs, temperature=temperature, chunk=compute.logprob_chunk, ops=choose_ops(platform)
-    )
+    how = {"temperature": temperature, "chunk": compute.logprob_chunk, "listed_gradient": top_gradient}
+    token_logprobs = functools.partial(logprobs.token_logprobs, ops=choose_ops(platform), **how)
     if not data_parallel_only(mesh):
         token_logprobs = _over_model_axes(token_logprobs, model, mesh)
 
@@ -98,14 +102,16 @@ def make_row_logprobs(
         )  # fmt: skip
         if head_dtype != "compute":
             hidden = hidden.astype(head_dtype)
-        return RowOutputs(*token_logprobs(hidden, output, rows.input_ids, rows.completion_mask), router)
+        listed = (rows.columns[TOP_IDS],) if TOP_IDS in rows.columns else ()
+        of_tokens, entropy, *of_top = token_logprobs(hidden, output, rows.input_ids, rows.completion_mask, *listed)
+        return RowOutputs(of_tokens, entropy, router, *of_top)
 
     return row_logprobs
 
 
 def without_replay(rows: Rows) -> Rows:
-    """Rows whose experts are the router's choice: those of another policy than the one that sampled."""
-    return rows.without_columns("routed_experts")
+    """Rows for another policy than the one that sampled: experts are its router's choice, and no likeliest tokens."""
+    return rows.without_columns("routed_experts", TOP_IDS)
 
 
 def kernel_axes(model: ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
@@ -138,8 +144,13 @@ def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mes
     axes = kernel_axes(model, mesh)
     rows = P(("fsdp", "expert"))
     sharded = functools.partial(token_logprobs, kernel_axes=axes)
-    specs = (rows, P(*axes), rows, rows)
-    return shard_map_over_model_axes(sharded, mesh, in_specs=specs, out_specs=(rows, rows))
+
+    def mapped(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        further = (rows,) * (len(arguments) - 4)
+        specs = {"in_specs": (rows, P(*axes), rows, rows, *further), "out_specs": (rows, rows, *further)}
+        return shard_map_over_model_axes(sharded, mesh, **specs)(*arguments)
+
+    return mapped
 
 
 def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:

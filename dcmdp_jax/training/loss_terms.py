@@ -19,11 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from dcmdp_jax.algorithm.advantages import has_signal, overlong_penalty
+from dcmdp_jax.algorithm.centering import centering_loss
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
+from dcmdp_jax.algorithm.distribution import Head, distribution_statistics
 from dcmdp_jax.algorithm.losses import policy_loss
 from dcmdp_jax.algorithm.masked import completion_means
 from dcmdp_jax.algorithm.numerics import clamped_log_ratio
-from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, split
+from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
 from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
@@ -43,21 +45,40 @@ def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
 def signals_of(settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array) -> Signals:
     """The constants of rows as the settings have them; see `row_signals`."""
     functions = {"penalty": remedies.penalty, "corrections": remedies.corrections}
+    functions["of_completions"] = remedies.centered[1] if remedies.centered else ()
     how = {"measure": measure_of(settings), "level": settings.level}
     return row_signals(tokens, weights, **functions, **how, count_dropped=settings.correction_denominator == "all")
 
 
+_ANCHORS = {"train": "old_logprobs", "proximal": "start_logprobs"}
+
+
 def loss_of(
-    settings: AlgorithmSettings, remedies: Remedies, signals: Signals, train_logprobs: Array
+    settings: AlgorithmSettings, remedies: Remedies, signals: Signals, train_logprobs: Array, head: Head | None
 ) -> tuple[Mean, Statistics]:
-    """The loss of rows as the settings have it, left unreduced; see `policy_loss`."""
+    """The loss of rows as the settings have it, left unreduced; see `policy_loss` and `centering_loss`."""
     tokens, weights = signals.tokens, signals.weights
-    anchors = {"train": tokens.old_logprobs, "proximal": tokens.start_logprobs}
-    anchor = anchors.get(settings.ratio_denominator, tokens.rollout_logprobs)
+    anchor = _ANCHORS.get(settings.ratio_denominator, "rollout_logprobs")
     if settings.ratio_denominator == "proximal":
         weights = weights * proximal_weights(tokens)
-    tokens = tokens._replace(train_logprobs=train_logprobs, anchor_logprobs=anchor)
-    return policy_loss(tokens, weights, loss=remedies.loss, ratio_level=settings.ratio_level)
+    tokens = tokens._replace(train_logprobs=train_logprobs, anchor_logprobs=getattr(tokens, anchor))
+    how = {"loss": remedies.loss, "ratio_level": settings.ratio_level}
+    loss, statistics = policy_loss(tokens, weights, **how)
+    if remedies.centered is not None:
+        single = remedies.centered[0] + (_proximal,) * (settings.ratio_denominator == "proximal")
+        less = centering_loss(tokens, signals.centered_weights, head, anchor=anchor, corrections=single, **how)
+        loss = loss._replace(total=loss.total - less)
+    return loss, statistics
+
+
+def _proximal(tokens: Tokens) -> Corrected:
+    """`proximal_weights` as a correction."""
+    return Corrected(proximal_weights(tokens), jnp.ones_like(tokens.completion_mask))
+
+
+def head_statistics(settings: AlgorithmSettings, head: Head | None, mask: Array) -> Statistics:
+    """Statistics of the engine's likeliest tokens; none where the rows do not have them."""
+    return {} if head is None else distribution_statistics(head, mask, measure_of(settings))
 
 
 def proximal_weights(tokens: Tokens) -> jax.Array:

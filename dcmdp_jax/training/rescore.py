@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.stats import Mean
+from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TOP_LOGPROBS
 from dcmdp_jax.parallel.backend import compiler_options
 from dcmdp_jax.run.row_logprobs import RowLogprobs
 from dcmdp_jax.training.accumulate import map_rows
@@ -22,24 +24,28 @@ OLD_LOGPROBS = "old_logprobs"
 """Column of rows that lag: p^Train of the weights that sampled them."""
 START_LOGPROBS = "start_logprobs"
 """Column of rows in a step: p^Train at its start, where a pass of its own computed it."""
+START_TOP_LOGPROBS = "start_top_logprobs"
+"""The same of the engine's likeliest tokens, in rows that have them."""
 
 
-def batch_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None) -> tuple[jax.Array, ...]:
-    """p^Train of the whole batch, no gradient: [M, A, R, L] float32 for each bucket, 0 outside completions."""
+def with_logprobs(
+    params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None, name: str, of_top: str
+) -> Batch:
+    """The batch with p^Train of its tokens in the column `name`, and in `of_top` that of the engine's likeliest ones.
 
-    def logprobs(params: Params, rows: Rows) -> jax.Array:
-        return row_logprobs(params, rows).logprobs
+    No gradient; [M, A, R, L] float32 for each bucket, 0 outside completions.
+    """
 
-    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
+    def logprobs(params: Params, rows: Rows) -> tuple[jax.Array, ...]:
+        outputs = row_logprobs(params, rows)
+        return (outputs.logprobs,) if outputs.top_logprobs is None else (outputs.logprobs, outputs.top_logprobs)
+
+    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[Any, ...]]:
         return None, map_rows(logprobs, params, *xs, mesh=mesh)
 
-    return lax.scan(mini_batch, None, (batch.rows, jnp.asarray(batch.micro_batches)))[1]
-
-
-def with_column(batch: Batch, name: str, values: tuple[jax.Array, ...]) -> Batch:
-    """The batch with a column of its rows added or replaced; `values` has an array for each bucket."""
-    buckets = zip(batch.rows, values, strict=True)
-    return batch._replace(rows=tuple(bucket.with_columns(**{name: column}) for bucket, column in buckets))
+    _, values = lax.scan(mini_batch, None, (batch.rows, jnp.asarray(batch.micro_batches)))
+    named = [dict(zip((name, of_top), columns, strict=False)) for columns in values]
+    return batch._replace(rows=tuple(rows.with_columns(**new) for rows, new in zip(batch.rows, named, strict=True)))
 
 
 def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
@@ -51,12 +57,12 @@ def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[P
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def rescore(params: Params, batch: Batch) -> tuple[Batch, jax.Array]:
-        logprobs = batch_logprobs(params, batch, row_logprobs, mesh)
+        rescored = with_logprobs(params, batch, row_logprobs, mesh, "rollout_logprobs", TOP_LOGPROBS)
         differences = Mean(jnp.float32(0), jnp.float32(0))
-        for bucket, train in zip(batch.rows, logprobs, strict=True):
-            delta = token_discrepancy(train, bucket.rollout_logprobs, measure="diff", sided="two")
+        for bucket, train in zip(batch.rows, rescored.rows, strict=True):
+            delta = token_discrepancy(train.rollout_logprobs, bucket.rollout_logprobs, measure="diff", sided="two")
             differences = differences.merge(masked.masked_sum(delta, bucket.completion_mask))
-        return with_column(batch, "rollout_logprobs", logprobs), differences.value()
+        return rescored, differences.value()
 
     return rescore
 
@@ -70,7 +76,7 @@ def make_old_logprobs(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callab
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def old_logprobs(params: Params, batch: Batch) -> Batch:
-        return with_column(batch, OLD_LOGPROBS, batch_logprobs(params, batch, row_logprobs, mesh))
+        return with_logprobs(params, batch, row_logprobs, mesh, OLD_LOGPROBS, OLD_TOP_LOGPROBS)
 
     return old_logprobs
 

@@ -17,7 +17,13 @@ from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.config.arguments import EPISODES, REWARDS, as_settings
 from dcmdp_jax.data.episode import Episode, in_prompt_order
 from dcmdp_jax.engines.protocol import EngineError
-from dcmdp_jax.engines.validation import broken_tokens, check_routed_experts, sample_alone, unusable_completions
+from dcmdp_jax.engines.validation import (
+    broken_tokens,
+    check_routed_experts,
+    check_top_logprobs,
+    sample_alone,
+    unusable_completions,
+)
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.protocol import TrainerState
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring
@@ -138,6 +144,8 @@ class StepRollouts:
             dropped = unusable_completions(rollout.episodes, drop=run.config.rollout.on_non_finite == "drop")
             if run.config.rollout.router_replay:
                 check_routed_experts(rollout.episodes, *run.model.routing)
+            if count := run.config.rollout.top_logprobs:
+                check_top_logprobs(rollout.episodes, count, run.model.vocab_size)
         return dataclasses.replace(rollout, dropped=dropped)
 
 

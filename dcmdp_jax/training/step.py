@@ -15,10 +15,12 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.advantages import group_advantages
+from dcmdp_jax.algorithm.distribution import Head
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.signals import Signals, charge_share
 from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
+from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.lora import adapted
 from dcmdp_jax.models.moe import Aux
@@ -28,7 +30,7 @@ from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.run.row_logprobs import RowLogprobs, RowOutputs, without_replay
 from dcmdp_jax.training import loss_terms
 from dcmdp_jax.training.accumulate import accumulate
-from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS, batch_logprobs, lags, with_column
+from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS, START_TOP_LOGPROBS, lags, with_logprobs
 from dcmdp_jax.training.state import Learner, apply_update, update_dual
 from dcmdp_jax.training.step_metrics import Metrics, TokenValues, Updates, recorded_tokens, step_metrics
 from dcmdp_jax.types import Array, Batch, DualState, Params, Rows, TrainState
@@ -200,6 +202,9 @@ def _train_step(parts: StepParts, state: TrainState, batch: Batch, frozen: Param
     if parts.remedies.corrections:
         mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
         metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
+    if variance := totals.get("distribution/discrepancy_variance"):
+        noise = jnp.sqrt(metrics.pop("distribution/discrepancy_variance") / jnp.maximum(variance.weight, 1.0))
+        metrics["distribution/sampling_noise"] = noise
     if parts.record_tokens:
         metrics |= recorded_tokens(updates)
     return TrainState(state.step + 1, dual=next_dual, **learner._asdict()), metrics
@@ -218,8 +223,9 @@ def _recompute(parts: StepParts, params: Params, batch: Batch) -> Batch:
         if len(batch.rewards) == 1 or bypass:
             return batch
         computed = jnp.asarray(computed).at[0].set(0)
-    logprobs = batch_logprobs(params, batch._replace(micro_batches=computed), parts.row_logprobs, parts.mesh)
-    return with_column(batch, START_LOGPROBS, logprobs)
+    rows = batch._replace(micro_batches=computed)
+    scored = with_logprobs(params, rows, parts.row_logprobs, parts.mesh, START_LOGPROBS, START_TOP_LOGPROBS)
+    return scored._replace(micro_batches=batch.micro_batches)
 
 
 def _update(
@@ -266,7 +272,7 @@ def _terms(parts: StepParts, inputs: _Inputs, batch: Batch, normalize: Callable[
     balances, counts = bool(settings.router_aux_loss), settings.drops_tokens
 
     def count(inputs: _Inputs, rows: Rows) -> tuple[Any, tuple[()]]:
-        outputs, signals = _forward(parts, *inputs, rows)
+        outputs, signals, _ = _forward(parts, *inputs, rows)
         return (Sum(outputs.router) if balances else None, Sum(signals.dropped_tokens) if counts else None), ()
 
     router = dropped = None
@@ -292,8 +298,8 @@ def _objective(
     Times the loss scale, if there is one.
     """
     settings = parts.settings
-    (train_logprobs, entropy, router), signals = _forward(parts, params, constants, rows)
-    loss, of_loss = loss_terms.loss_of(settings, parts.remedies, signals, train_logprobs)
+    (train_logprobs, entropy, router, _), signals, head = _forward(parts, params, constants, rows)
+    loss, of_loss = loss_terms.loss_of(settings, parts.remedies, signals, train_logprobs, head)
     total, kl = loss.total, jnp.zeros(())
     if settings.kl_coefficient:
         reference = lax.stop_gradient(parts.row_logprobs(constants.frozen, without_replay(rows)).logprobs)
@@ -308,6 +314,7 @@ def _objective(
     statistics = {
         **signals.statistics,
         **of_loss,
+        **loss_terms.head_statistics(settings, head, rows.completion_mask),
         "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), rows.completion_mask),
         "discrepancy/mean": signals.mean_discrepancy,
         "dual/charge_share": charge_share(signals.tokens, uncharged, signals.weights),
@@ -317,12 +324,22 @@ def _objective(
     return total, (sums, statistics, TokenValues(signals.tokens.old_logprobs, signals.discrepancy, start_logprobs))
 
 
-def _forward(parts: StepParts, params: Params, constants: _Constants, rows: Rows) -> tuple[RowOutputs, Signals]:
-    """The forward pass of a micro-batch, and what is constant to its gradient."""
+def _forward(
+    parts: StepParts, params: Params, constants: _Constants, rows: Rows
+) -> tuple[RowOutputs, Signals, Head | None]:
+    """The forward pass of a micro-batch, what is constant to its gradient, and the engine's likeliest tokens."""
     outputs = parts.row_logprobs(parts.policy(params, constants.frozen), rows)
-    start_logprobs = rows.columns.get(START_LOGPROBS, outputs.logprobs)
-    if START_LOGPROBS in rows.columns and not parts.always_recompute:
-        start_logprobs = jnp.where(constants.first, outputs.logprobs, start_logprobs)
+
+    def at_start(now: Array, name: str) -> Array:
+        if name in rows.columns and not parts.always_recompute:
+            return jnp.where(constants.first, now, rows.columns[name])
+        return rows.columns.get(name, now)
+
+    start_logprobs, head = at_start(outputs.logprobs, START_LOGPROBS), None
+    if outputs.top_logprobs is not None:
+        start = lax.stop_gradient(at_start(outputs.top_logprobs, START_TOP_LOGPROBS))
+        old = rows.columns.get(OLD_TOP_LOGPROBS, start)
+        head = Head(rows.columns[TOP_IDS], rows.columns[TOP_LOGPROBS], outputs.top_logprobs, old, start)
     tokens = Tokens(
         train_logprobs=outputs.logprobs,
         old_logprobs=rows.columns.get(OLD_LOGPROBS, start_logprobs),
@@ -334,4 +351,4 @@ def _forward(parts: StepParts, params: Params, constants: _Constants, rows: Rows
         num_completions=len(constants.advantages),
         **constants.dual._asdict(),
     )
-    return outputs, loss_terms.signals_of(parts.settings, parts.remedies, tokens, constants.weights)
+    return outputs, loss_terms.signals_of(parts.settings, parts.remedies, tokens, constants.weights), head

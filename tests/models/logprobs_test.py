@@ -198,20 +198,21 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
     kernel = rng.normal(size=(WIDTH, vocab)).astype(np.float32)
     ids, mask = rng.integers(0, vocab, (8, LENGTH)).astype(np.int32), rng.random((8, LENGTH)) < 0.6
     mask[:, 0], mask[3] = False, False
-    bars = rng.normal(size=(2, 8, LENGTH)).astype(np.float32)
+    bars = *rng.normal(size=(2, 8, LENGTH)).astype(np.float32), rng.normal(size=(8, LENGTH, 3)).astype(np.float32)
+    listed = rng.integers(-1, vocab, (8, LENGTH, 3)).astype(np.int32)
     axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
     split = shard_map_over_model_axes(
-        functools.partial(token_logprobs, temperature=0.7, chunk=1, ops=CPU, kernel_axes=axes),
+        functools.partial(token_logprobs, temperature=0.7, chunk=1, ops=CPU, kernel_axes=axes, listed_gradient=True),
         mesh,
-        in_specs=(rows, P(*axes), rows, rows),
-        out_specs=(rows, rows),
+        in_specs=(rows, P(*axes), rows, rows, rows),
+        out_specs=(rows, rows, rows),
     )
-    whole = functools.partial(token_logprobs, temperature=0.7, chunk=5, ops=CPU)
+    whole = functools.partial(token_logprobs, temperature=0.7, chunk=5, ops=CPU, listed_gradient=True)
 
     def run(function):
         def objective(hidden, kernel):
-            results = function(hidden, kernel, jnp.asarray(ids), jnp.asarray(mask))
+            results = function(hidden, kernel, jnp.asarray(ids), jnp.asarray(mask), jnp.asarray(listed))
             return sum(jnp.sum(bar * x) for bar, x in zip(bars, results, strict=True)), results
 
         (_, results), grads = jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(hidden, kernel)
@@ -228,3 +229,38 @@ def test_blocks_of_tokens():
     assert token_blocks(100, 10, 48, KernelAxes("fsdp")) == (2, 50)
     # 31 is prime: one piece.
     assert token_blocks(100, 10, 31, KernelAxes("fsdp")) == (10, 10)
+
+
+@pytest.mark.parametrize("chunk", [1000, 7])
+def test_listed_ids_have_values_and_gradients_of_float64(chunk):
+    """Five ids a token, one of them absent, one twice: log-probs, and gradients beside those of the token's own."""
+    x, temperature = _inputs(), 0.7
+    rng = np.random.default_rng(5)
+    listed = rng.integers(0, VOCAB, (ROWS, LENGTH, 5)).astype(np.int32)
+    listed[..., 3], listed[..., 4] = -1, listed[..., 0]
+    bars = rng.normal(size=listed.shape).astype(np.float32)
+
+    def objective(hidden, kernel):
+        options = {"temperature": temperature, "chunk": chunk, "ops": CPU, "listed_gradient": True}
+        given = (jnp.asarray(each) for each in (x["input_ids"], x["mask"], listed))
+        logprobs, entropy, of_listed = token_logprobs(hidden, kernel, *given, **options)
+        total = jnp.sum(x["logprob_bar"] * logprobs + x["entropy_bar"] * entropy) + jnp.sum(bars * of_listed)
+        return total, of_listed
+
+    (_, found), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(x["hidden"], x["kernel"])
+    _, _, hidden_bar, kernel_bar = _reference(x, temperature)
+    hidden, kernel = x["hidden"].astype(np.float64), x["kernel"].astype(np.float64)
+    expected = np.zeros(listed.shape)
+    for row, t in zip(*np.nonzero(x["mask"]), strict=True):
+        z = hidden[row, t - 1] @ kernel / temperature
+        log_p = z - np.log(np.sum(np.exp(z)))
+        z_bar = np.zeros(VOCAB)
+        for place in (0, 1, 2, 4):
+            token = listed[row, t, place]
+            expected[row, t, place] = log_p[token]
+            z_bar += bars[row, t, place] * (np.eye(VOCAB)[token] - np.exp(log_p))
+        hidden_bar[row, t - 1] += kernel @ z_bar / temperature
+        kernel_bar += np.outer(hidden[row, t - 1], z_bar) / temperature
+    np.testing.assert_allclose(found, expected, atol=ROUNDING)
+    for mine, want in zip(grads, (hidden_bar, kernel_bar), strict=True):
+        np.testing.assert_allclose(mine, want, atol=ROUNDING)

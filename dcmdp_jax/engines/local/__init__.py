@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from dcmdp_jax.engines.kind import EngineArguments, EngineKind, EnginePlan, Workload
@@ -38,7 +39,7 @@ class LocalKind(EngineKind):
     cache_dtypes = ("auto", "fp8")
     quantized = emulated = _QUANTIZED
     emulated_caches = ("fp8",)
-    routes, own_process = True, False
+    routes, own_process, most_top_logprobs = True, False, math.inf
 
     def check(self, arguments: EngineArguments) -> None:
         if arguments.compute_dtype == "float16" and arguments.precision in _QUANTIZED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ def first_tokens(
     *,
     program: Program,
     mode: str,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """Sample the first token of each row from the hidden state of its prompt.
 
     Args:
@@ -107,15 +107,17 @@ def first_tokens(
         program: static arguments.
 
     Returns:
-        [R] int32 tokens and [R] float32 log-probs.
+        [R] int32 tokens and [R] float32 log-probs; of the likeliest tokens, where the program lists them, ids and
+        log-probs [R, k].
     """
 
-    def local(weights: Params, rows: jax.Array, keys: jax.Array, *draw: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def local(weights: Params, rows: jax.Array, keys: jax.Array, *draw: jax.Array) -> tuple[Any, ...]:
         words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
-        return sample_tokens(program.own_weights(weights), rows, words, *draw, mode, program)
+        tokens, logprobs, *top = sample_tokens(program.own_weights(weights), rows, words, *draw, mode, program)
+        return tokens, logprobs, tuple(top)
 
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
-    return on_devices(program, local, (ROWS, ROWS, P(), P()), (ROWS, ROWS))(
+    return on_devices(program, local, (ROWS, ROWS, P(), P()), (ROWS, ROWS, ROWS))(
         weights, rows, keys, inverse_temperature, top_p
     )
 
@@ -131,6 +133,7 @@ class Decoded(NamedTuple):
         sampled, done: [R], see `RowState`.
         routed_experts: None, or [W, R, layers, k] int16; entry (i, r) are the experts of the token before that of
             `tokens`, which was read to sample it.
+        top: ids and log-probs of the likeliest tokens, [W, R, k] each, where the program lists them; else ().
     """
 
     tokens: jax.Array
@@ -139,6 +142,7 @@ class Decoded(NamedTuple):
     sampled: jax.Array
     done: jax.Array
     routed_experts: jax.Array | None = None
+    top: tuple[jax.Array, ...] = ()
 
 
 _State = tuple[Cache, jax.Array, Decoded]
@@ -205,7 +209,7 @@ def decode(
     rows = jax.lax.with_sharding_constraint(rows, program.rows)
     options = {"program": program, "prompt_slots": prompt_slots, "prefix_slots": prefix_slots, "mode": mode}
     sampled, whole = P(None, ROW_AXES), P()
-    decoded = Decoded(sampled, sampled, whole, ROWS, ROWS, sampled)
+    decoded = Decoded(sampled, sampled, whole, ROWS, ROWS, sampled, sampled)
     local = functools.partial(_decode_local, **options)
     return on_devices(program, local, (CACHE, ROWS, whole, whole), (CACHE, decoded))(weights, cache, rows, limits, draw)
 
@@ -257,7 +261,7 @@ def _decode_local(
         if routed is not None:
             routed = decoded.routed_experts.at[step].set(routed[:, 0])
         words = token_words(rows.keys, sampled)
-        tokens, logprobs = sample_tokens(weights, hidden, words, inverse_temperature, top_p, mode, program)
+        tokens, logprobs, *top = sample_tokens(weights, hidden, words, inverse_temperature, top_p, mode, program)
         return (
             cache,
             tokens,
@@ -268,6 +272,7 @@ def _decode_local(
                 sampled + ~decoded.done,
                 decoded.done | jnp.any(tokens[:, None] == stop_ids, axis=-1),
                 routed,
+                tuple(whole.at[step].set(one) for whole, one in zip(decoded.top, top, strict=True)),
             ),
         )
 
@@ -279,7 +284,10 @@ def _decode_local(
     routed = None
     if program.routed_experts:
         routed = jnp.zeros((*shape, *config.routing[:2]), jnp.int16)
-    state = cache, rows.last, Decoded(*empty, rows.sampled, rows.done, routed)
+    top = ()
+    if count := program.listed(mode):
+        top = jnp.zeros((*shape, count), jnp.int32), jnp.zeros((*shape, count), jnp.float32)
+    state = cache, rows.last, Decoded(*empty, rows.sampled, rows.done, routed, top)
     if program.row_shards == 1:
         cache, _, decoded = until(state, steps, live_floor)
         return cache, decoded

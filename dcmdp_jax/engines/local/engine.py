@@ -129,7 +129,8 @@ class LocalEngine:
         draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32))
         routed = self.config.routing[:2] if self._program.routed_experts else None
         first_row = first_prompt * group
-        sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, routed_shape=routed)
+        asked = {"routed_shape": routed, "top": self._program.listed(mode)}
+        sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, **asked)
         size = batch_rows(self._max_rows, group, len(prompts) * group, 1)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
         weights = self.weights
@@ -147,6 +148,7 @@ class LocalEngine:
                 member=row % group,
                 finish_reason="stop" if int(tokens[-1]) in stops else "length",
                 routed_experts=sampled.routed_of(row),
+                **sampled.top_of(row),
             )
 
         def groups() -> Iterator[list[Episode]]:

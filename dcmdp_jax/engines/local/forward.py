@@ -117,18 +117,19 @@ def sample_tokens(
     top_p: jax.Array,
     mode: str,
     program: Program,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """`choose_tokens` for the device's rows [R, D]. Where the vocabulary is split, devices of a tensor group take an
     equal share of their rows each, with all of the vocabulary."""
     output, hidden = convert_late({"output": output_kernel(weights)}, hidden, program)
     values = logits(output, hidden)
+    draw = inverse_temperature, top_p, mode, program.listed(mode)
     if not program.splits_vocab:
-        return choose_tokens(values, words, inverse_temperature, top_p, mode)
+        return choose_tokens(values, words, *draw)
     # [R, V / ways] -> [R / ways, V]
     values = jax.lax.all_to_all(values, TENSOR, split_axis=0, concat_axis=1, tiled=True)
     share = values.shape[0]
     words = jax.lax.dynamic_slice_in_dim(words, share * jax.lax.axis_index(TENSOR), share)
-    chosen = choose_tokens(values, words, inverse_temperature, top_p, mode)
+    chosen = choose_tokens(values, words, *draw)
     return tuple(jax.lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in chosen)
 
 

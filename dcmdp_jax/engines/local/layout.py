@@ -50,6 +50,7 @@ class Program:
         cache_dtype: dtype of stored keys and values; attention reads the stored ones, also within a prompt.
         mesh: engine mesh, see `engine_mesh`.
         routed_experts: also return the experts that each token was sent to.
+        top_logprobs: also return the likeliest tokens and their log-probs, this many; see `listed`.
     """
 
     config: ModelConfig
@@ -57,12 +58,18 @@ class Program:
     cache_dtype: str
     mesh: Mesh
     routed_experts: bool = False
+    top_logprobs: int = 0
+
+    def listed(self, mode: str) -> int:
+        """Number of likeliest tokens to return: none of a greedy draw, whose log-probs are another distribution's."""
+        return 0 if mode == "greedy" else self.top_logprobs
 
     @classmethod
     def of(cls, arguments: EngineArguments, mesh: Mesh) -> Program:
         """The static arguments of an engine."""
         cache = FLOAT8 if arguments.kv_cache_dtype == "fp8" else arguments.compute_dtype
-        return cls(arguments.model, arguments.compute_dtype, cache, mesh, arguments.routed_experts)
+        more = arguments.routed_experts, arguments.top_logprobs
+        return cls(arguments.model, arguments.compute_dtype, cache, mesh, *more)
 
     @property
     def rows(self) -> NamedSharding:

@@ -79,6 +79,12 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
             MemoryPart("engine's record of them", host=load.completions * limit * of_token, phases=sample,
                  lower="`max_completion_tokens`, or `routed_experts`=False"),
         ]  # fmt: skip
+    if count := arguments.top_logprobs:
+        of_token = 8 * count
+        decoded = machine.on_each(limit * own * of_token, devices)
+        lists = {"phases": sample, "lower": f"{fewer}, or `top_logprobs`"}
+        found.append(MemoryPart("likeliest tokens of decoded ones", **decoded, **lists))
+        found.append(MemoryPart("engine's lists of them", host=load.completions * limit * of_token, **lists))
     scores = min(sizes.ATTENTION_ELEMENTS, own * model.num_heads // tensor * longest**2)
     logits = own * model.vocab_size // tensor * 4 * LOGITS_HELD
     working = machine.on_each(logits + 4 * scores, devices)

@@ -77,8 +77,8 @@ def nucleus(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def choose_tokens(
-    logits: jax.Array, words: jax.Array, inverse_temperature: jax.Array, top_p: jax.Array, mode: str
-) -> tuple[jax.Array, jax.Array]:
+    logits: jax.Array, words: jax.Array, inverse_temperature: jax.Array, top_p: jax.Array, mode: str, top: int = 0
+) -> tuple[jax.Array, ...]:
     """Sample one token for each row and return the log-prob it was sampled with.
 
     Tokens are split into blocks of 128. One word selects a block by the cumulative sum of block masses, the other
@@ -95,9 +95,11 @@ def choose_tokens(
         top_p: [] float32; used by "nucleus" only.
         mode: "sample" (full support), "nucleus" (top-p, renormalized) or "greedy" (the most likely token, ties: the
             first; its log-prob at temperature 1).
+        top: k, also list the likeliest tokens of the distribution; not of "greedy". 0: none.
 
     Returns:
-        tokens [R] int32 and log-probs [R] float32 nats; NaN where a row's logits hold a NaN or +inf.
+        tokens [R] int32 and log-probs [R] float32 nats; NaN where a row's logits hold a NaN or +inf. With `top` also
+        [R, k] of both, likeliest first: id -1 and 0 nats for what has probability 0.
 
     Raises:
         ValueError: for another mode.
@@ -111,17 +113,26 @@ def choose_tokens(
     if mode == "nucleus":
         scaled = jnp.where(nucleus(scaled, top_p), scaled, -jnp.inf)
     rows, vocab = logits.shape
-    top = jnp.max(scaled, axis=-1, keepdims=True)
+    top_logit = jnp.max(scaled, axis=-1, keepdims=True)
     width = min(_BLOCK, vocab)
     blocks = -(-vocab // width)
-    centered = jnp.pad(scaled - top, ((0, 0), (0, blocks * width - vocab)), constant_values=-jnp.inf)
+    centered = jnp.pad(scaled - top_logit, ((0, 0), (0, blocks * width - vocab)), constant_values=-jnp.inf)
     centered = centered.reshape(rows, blocks, width)
     masses = jnp.sum(jnp.exp(centered), axis=-1)
     block = _invert(masses, words[:, 0])
     within = jnp.take_along_axis(centered, block[:, None, None], axis=1)[:, 0]
     place = _invert(jnp.exp(within), words[:, 1])
     chosen = jnp.take_along_axis(within, place[:, None], axis=1)[:, 0]
-    return block * width + place, chosen - jnp.log(jnp.sum(masses, axis=-1))
+    normalizer = jnp.log(jnp.sum(masses, axis=-1))
+    return block * width + place, chosen - normalizer, *_likeliest(scaled - top_logit, normalizer, top)
+
+
+def _likeliest(centered: jax.Array, normalizer: jax.Array, top: int) -> tuple[jax.Array, ...]:
+    if not top:
+        return ()
+    values, ids = jax.lax.top_k(centered, top)
+    possible = values != -jnp.inf
+    return jnp.where(possible, ids, -1), jnp.where(possible, values - normalizer[:, None], 0.0)
 
 
 def _invert(masses: jax.Array, words: jax.Array) -> jax.Array:

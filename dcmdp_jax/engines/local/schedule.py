@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.engines.local import decode as programs
 from dcmdp_jax.engines.local.cache import Cache, insert, slots_of, take
 from dcmdp_jax.engines.local.layout import Program
@@ -56,6 +57,7 @@ class Completions:
         routed_experts: [N, limit, layers, k] int16, of the tokens that were read, all but a row's last; None if no one
             asked.
         prompt_routed_experts: the same of each prompt, [P, layers, k].
+        top: ids and log-probs of the likeliest tokens, [N, limit, k] each; () if no one asked.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Completions:
         *,
         first_row: int,
         routed_shape: tuple[int, int] | None = None,
+        top: int = 0,
     ) -> None:
         self._finished: list[int] = []
         count = len(prompts) * group
@@ -79,6 +82,7 @@ class Completions:
         self.prompt_lengths = np.repeat(np.asarray([prompt.size for prompt in prompts], np.int32), group)
         self.routed_experts = None if routed_shape is None else np.empty((count, limit, *routed_shape), np.int16)
         self.prompt_routed_experts: dict[int, np.ndarray] = {}
+        self.top = tuple(np.empty((count, limit, top), dtype) for dtype in (np.int32, np.float32) if top)
         self.prompts, self.group = prompts, group
 
     def add(
@@ -88,17 +92,24 @@ class Completions:
         logprobs: np.ndarray,
         sampled: np.ndarray,
         routed: np.ndarray | None = None,
+        top: Sequence[np.ndarray] = (),
     ) -> None:
         """Append [steps, rows] tokens; `sampled` is each row's new length, tokens beyond it are undefined.
 
-        `routed` are the experts of the tokens before them.
+        `routed` are the experts of the tokens before them, `top` the likeliest tokens in their places.
         """
         places = self.sampled[rows][:, None] + np.arange(tokens.shape[0])
         self.tokens[rows[:, None], places] = tokens.T
         self.logprobs[rows[:, None], places] = logprobs.T
         if routed is not None:
             self.routed_experts[rows[:, None], places - 1] = routed.swapaxes(0, 1)
+        for whole, values in zip(self.top, top, strict=True):
+            whole[rows[:, None], places] = values.swapaxes(0, 1)
         self.sampled[rows] = sampled
+
+    def top_of(self, row: int) -> dict[str, np.ndarray]:
+        """The columns of the likeliest tokens of a row."""
+        return {name: whole[row, : self.sampled[row]] for name, whole in zip((TOP_IDS, TOP_LOGPROBS), self.top)}  # noqa: B905
 
     def routed_of(self, row: int) -> np.ndarray | None:
         """[P + C - 1, layers, k], the experts of a row's prompt and completion without its last token."""
@@ -264,7 +275,8 @@ class Scheduler:
         decoded = jax.device_get(decoded)
         steps, of = int(decoded.steps), places[live]
         routed = None if decoded.routed_experts is None else decoded.routed_experts[:steps, live]
-        completions.add(of, decoded.tokens[:steps, live], decoded.logprobs[:steps, live], decoded.sampled[live], routed)
+        tokens, logprobs, *top = (x[:steps, live] for x in (decoded.tokens, decoded.logprobs, *decoded.top))
+        completions.add(of, tokens, logprobs, decoded.sampled[live], routed, top)
         ended = decoded.done[live] | (completions.sampled[of] == self._sizes.limit)
         places[live] = np.where(ended, -1, of)
         completions.finish(of[ended])
@@ -310,7 +322,7 @@ class Scheduler:
         kept = _QueuedCache(cache, len(members))
         for start in range(0, rows.size, self._sizes.rows):
             part, prompts = rows[start : start + self._sizes.rows], of[start : start + self._sizes.rows]
-            tokens, logprobs = jax.device_get(
+            tokens, logprobs, top = jax.device_get(
                 programs.first_tokens(
                     self._weights,
                     hidden,
@@ -323,7 +335,8 @@ class Scheduler:
                 )
             )
             tokens, logprobs = tokens[: part.size], logprobs[: part.size]
-            completions.add(part, tokens[None], logprobs[None], np.ones(part.size, np.int32))
+            top = [values[None, : part.size] for values in top]
+            completions.add(part, tokens[None], logprobs[None], np.ones(part.size, np.int32), top=top)
             going = ~np.isin(tokens, draw.stop_ids) & (self._sizes.limit > 1)
             completions.finish(part[~going])
             pairs = zip(prompts[going].tolist(), part[going].tolist(), strict=True)

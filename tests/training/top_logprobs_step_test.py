@@ -1,0 +1,126 @@
+"""A step on a batch with the engine's likeliest tokens: its measures in float64, and its centred gradient."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dcmdp_jax.models import decoder
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.parallel.mesh import make_mesh
+from tests.support import step_runs
+from tests.support.sampling import Rollout
+
+V = step_runs.MODEL.vocab_size
+SETTINGS = dataclasses.replace(step_runs.ALGORITHM, method="grpo", aggregation="seq_mean_token_mean")
+
+
+@dataclasses.dataclass
+class Listed(Rollout):
+    """A rollout whose engine lists its k likeliest tokens: `tables` [T, V] log q of each completion."""
+
+    tables: list = ()
+    k: int = V
+
+    @property
+    def episodes(self):
+        found = []
+        for episode, table in zip(super().episodes, self.tables, strict=True):
+            ids = np.argsort(-table, axis=1)[:, : self.k]
+            values = np.take_along_axis(table, ids, axis=1)
+            whole = {
+                name: np.zeros((len(episode.token_ids), self.k), x.dtype) for name, x in (("i", ids), ("v", values))
+            }
+            whole["i"][episode.sampled_mask], whole["v"][episode.sampled_mask] = ids, values
+            columns = {"top_ids": whole["i"].astype(np.int32), "top_logprobs": whole["v"].astype(np.float32)}
+            found.append(episode.with_columns(**columns))
+        return found
+
+
+@jax.jit
+def _tables(params, ids):
+    """log pi of the whole vocabulary in the place of every token after the first, one completion a row."""
+    positions = jnp.tile(jnp.arange(ids.shape[1]), (len(ids), 1))
+    hidden = decoder.hidden_states(params, step_runs.MODEL, ids, positions, jnp.ones_like(ids), Compute())
+    return jax.nn.log_softmax(hidden[:, :-1] @ decoder.output_kernel(params) / step_runs.TEMPERATURE)
+
+
+@functools.cache
+def _rollout(k=V):
+    """The tests' rollout with an engine whose logits are the trainer's and noise; log p [T, V] of each completion."""
+    rollout, rewards = step_runs.make_rollout()
+    ids, spans = step_runs.padded(rollout)
+    log_p = [
+        np.asarray(row[a - 1 : b - 1], np.float64)
+        for row, (a, b) in zip(_tables(step_runs.make_params(), ids), spans, strict=True)
+    ]  # noqa: E501
+    rng = np.random.default_rng(2)
+    noisy = [x + rng.normal(0, 0.3, x.shape) for x in log_p]
+    log_q = [x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in noisy]
+    chosen = [x[np.arange(len(c)), c].astype(np.float32) for x, c in zip(log_q, rollout.completion_ids, strict=True)]
+    listed = dataclasses.replace(rollout, rollout_logprobs=chosen)
+    return (
+        Listed(**{f.name: getattr(listed, f.name) for f in dataclasses.fields(Rollout)}, tables=log_q, k=k),
+        rewards,
+        log_p,
+    )
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2, 2, 1)], ids=str)
+def test_measures_of_the_whole_vocabulary_are_float64_sums(shape):
+    """Two mini-batches: of the second the distributions are those at the start of the step too."""
+    rollout, rewards, log_p = _rollout()
+    mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:8])
+    _, (metrics,), _ = step_runs.run_steps(settings=SETTINGS, rollout=(rollout, rewards), mesh=mesh)
+    p, q = np.exp(np.concatenate(log_p)), np.exp(np.concatenate(rollout.tables))
+    delta, log_ratio = np.abs(p - q), np.log(p / q)
+    expected = (q * delta).sum(-1)
+    wanted = {
+        "total_variation": delta.sum(-1).mean() / 2,
+        "kl_engine": -(q * log_ratio).sum(-1).mean(),
+        "kl_trainer": (p * log_ratio).sum(-1).mean(),
+        "expected_discrepancy": expected.mean(),
+        "head_mass": 1.0,
+        "sampling_noise": np.sqrt(((q * delta**2).sum(-1) - expected**2).sum()) / len(p),
+    }
+    for name, value in wanted.items():
+        assert metrics[f"distribution/{name}"] == pytest.approx(value, abs=1e-6), name
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2, 2, 1)], ids=str)
+def test_the_centred_gradient_is_autodiffs_of_all_logits(shape):
+    """-A (log p_y - sum_v sg(q_v) log p_v), with f = tis: sg(f) in both. One mini-batch: its norm before the update."""
+    settings = dataclasses.replace(SETTINGS, corrections="tis(high=1.1),score_centering")
+    rollout, rewards, log_p = _rollout()
+    mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:8])
+    options = {"rollout": (rollout, rewards), "mini_batches": 1, "mesh": mesh}
+    _, (metrics,), _ = step_runs.run_steps(settings=settings, **options)
+    groups = rewards.reshape(step_runs.PROMPTS, step_runs.GROUP)
+    deviation = groups.std(axis=1, ddof=1, keepdims=True) + settings.std_epsilon
+    advantages = ((groups - groups.mean(axis=1, keepdims=True)) / deviation).reshape(-1)
+    ids, spans = step_runs.padded(rollout)
+    slopes = np.zeros((*ids[:, 1:].shape, V))
+    for i, ((a, b), x, y, tokens) in enumerate(zip(spans, log_p, rollout.tables, rollout.completion_ids, strict=True)):
+        weight = np.minimum(np.exp(x - y), 1.1)
+        one = np.eye(V)[tokens] * weight - np.exp(y) * weight
+        slopes[i, a - 1 : b - 1] = -advantages[i] * one / len(tokens) / len(rewards)
+    gradient = jax.jit(lambda p: jax.vjp(lambda p: _tables(p, ids), p)[1](jnp.asarray(slopes, jnp.float32))[0])(
+        step_runs.make_params()
+    )
+    norm = np.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(gradient)))
+    assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    _, (plain,), _ = step_runs.run_steps(settings=dataclasses.replace(settings, corrections="tis(high=1.1)"), **options)
+    assert plain["optimizer/grad_norm"] != pytest.approx(norm, rel=1e-3)
+
+
+def test_without_centring_the_column_changes_no_update():
+    """k = 4: what is trained is what a step without the column trains, to rounding."""
+    rollout, rewards, _ = _rollout(4)
+    plain = Rollout(**{f.name: getattr(rollout, f.name) for f in dataclasses.fields(Rollout)})
+    with_column, without = (step_runs.run_steps(settings=SETTINGS, rollout=(x, rewards)) for x in (rollout, plain))
+    for a, b in zip(*(jax.tree.leaves(run[0].params) for run in (with_column, without)), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    assert not any(name.startswith("distribution/") for name in without[1][0])
