@@ -21,6 +21,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import build, declared, nearest_name, parse_text, replace_value, setting
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.models.config import ALL_LINEAR, Lora
+from dcmdp_jax.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -45,7 +46,7 @@ class Architecture:
         moe_intermediate_size: Width of an expert.
     """
 
-    model_type: str = setting("qwen3", choices=("llama", "qwen2", "qwen3", "qwen3_moe"))
+    model_type: str = setting("qwen3", choices=tuple(FAMILIES))
     hidden_size: int = setting(128, minimum=1)
     intermediate_size: int = setting(384, minimum=1)
     num_layers: int = setting(4, minimum=1)

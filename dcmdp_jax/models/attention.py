@@ -25,8 +25,8 @@ _SHORT = 192
 # Of cuDNN's packed layout, whose backward pass keeps a float32 value of each token and head for each segment of a row.
 _MOST_SEGMENTS = 32
 
-AttendRows = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""(query [R, L, H, h], key [R, L, K, h], value, segment_ids [R, L]) -> [R, L, H, h]."""
+AttendRows = Callable[..., jax.Array]
+"""(query [R, L, H, h], key [R, L, K, h], value, segment_ids [R, L]) -> [R, L, H, h]; scalars may follow."""
 
 
 def choose_kernel(setting: str, dtype: jnp.dtype, platform: str, length: int = _SPLASH_BLOCK) -> str:
@@ -66,8 +66,12 @@ def row_attention(
     ops: Ops,
     segments: int = 0,
     mesh: Mesh | None = None,
+    window: int = 0,
+    slides: jax.Array | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v, each token seeing the tokens of its own segment up to itself.
+
+    With a window w, those of them at most w - 1 tokens before it.
 
     Args:
         query: [R, L, H, h].
@@ -80,6 +84,8 @@ def row_attention(
         ops: the platform's operations; its attention is the kernel "xla".
         mesh: the devices that rows and heads are split over, for all but xla; None where the arguments are one
             device's own.
+        window: w, at least 1; 0 for none.
+        slides: [] bool, whether the window holds, for layers of a scan that differ in it; None: it does.
 
     Returns:
         [R, L, H, h], the dtype of `query`.
@@ -90,11 +96,30 @@ def row_attention(
             "cudnn": functools.partial(_cudnn, one_segment=one_segment, segments=segments),
             "splash": splash_attention,
         }[kernel]
-        return shard_map_over_rows_and_heads(attend, mesh)(query, key, value, segment_ids)
+        attend = _windowed(attend, window, traced=kernel == "blockwise") if window else attend
+        flags = () if slides is None else (slides,)
+        return shard_map_over_rows_and_heads(attend, mesh)(query, key, value, segment_ids, *flags)
     visible = jnp.tril(jnp.ones((query.shape[1], query.shape[1]), bool))[None]
+    if window:
+        near = jnp.triu(visible, 1 - window)
+        visible = near if slides is None else jnp.where(slides, near, visible)
     if not one_segment:
         visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
     return ops.attention(query, key, value, visible)
+
+
+def _windowed(attend: Callable[..., jax.Array], window: int, *, traced: bool) -> AttendRows:
+    """A kernel with a window that holds where `slides`. One that takes no traced window runs in either of two forms."""
+
+    def attended(*arguments: jax.Array) -> jax.Array:
+        inputs, flags = arguments[:4], arguments[4:]
+        if not flags:
+            return attend(*inputs, window=window)
+        if traced:
+            return attend(*inputs, window=jnp.where(flags[0], window, inputs[0].shape[1]))
+        return jax.lax.cond(flags[0], functools.partial(attend, window=window), attend, *inputs)
+
+    return attended
 
 
 def has_scores(kernel: str, rows: int, length: int, heads: int, mesh: Mesh | None) -> bool:
@@ -136,7 +161,9 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
     if mesh is None or mesh.size == 1:
         return attend
 
-    def mapped(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    def mapped(
+        query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *flags: jax.Array
+    ) -> jax.Array:
         ways, heads, kv_heads = mesh.shape["tensor"], query.shape[2], key.shape[2]
         if heads % ways:
             raise UserError(f"mesh tensor: got {ways}, attention needs a divisor of the {heads} query heads")
@@ -145,19 +172,28 @@ def shard_map_over_rows_and_heads(attend: AttendRows, mesh: Mesh | None) -> Atte
         key, value = (jnp.repeat(x, copies, axis=2) for x in (key, value))
         rows = _free_rows(mesh)
         split = P(rows, None, "tensor", None)
-        specs = {"in_specs": (split, split, split, P(rows, None)), "out_specs": split}
-        return shard_map_over(free_axes(mesh), attend, mesh, **specs)(query, key, value, segment_ids)
+        specs = {"in_specs": (split, split, split, P(rows, None), *(P() for _ in flags)), "out_specs": split}
+        return shard_map_over(free_axes(mesh), attend, mesh, **specs)(query, key, value, segment_ids, *flags)
 
     return mapped
 
 
 def _cudnn(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, one_segment: bool, segments: int
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    one_segment: bool,
+    segments: int,
+    window: int = 0,
 ) -> jax.Array:
     if not one_segment and 2 <= segments <= _MOST_SEGMENTS:
-        return packed_attention(query, key, value, segment_ids, segments=segments)
+        return packed_attention(query, key, value, segment_ids, segments=segments, window=window)
     mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     scale = 1.0 / math.sqrt(query.shape[-1])
+    # JAX counts the tokens before a query.
+    local = (window - 1, 0) if window else None
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, scale=scale, implementation="cudnn"
+        query, key, value, mask=mask, is_causal=True, scale=scale, local_window_size=local, implementation="cudnn"
     )

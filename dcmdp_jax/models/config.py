@@ -1,4 +1,4 @@
-"""The shape of a Llama, Qwen2, Qwen3 or Qwen3-MoE model, read from its Hugging Face config.json."""
+"""The shape of a model of one of `families.FAMILIES`, read from its Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ from typing import Any
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import read_json_object, shorten
+from dcmdp_jax.models.families import FAMILIES, MISSING, Family
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 # Rotary scaling -> the fields it must have, and those it may have.
 _ROPE_FIELDS = {
     "linear": (("factor",), ()),
@@ -36,12 +31,17 @@ _WHOLE = {
     "head_dim": (2, 2**31 - 1),
     "max_position_embeddings": (2, 2**31 - 1),
     "original_max_position_embeddings": (1, 2**31 - 1),
+    "sliding_window": (1, 2**31 - 1),
+    "query_pre_attn_scalar": (1, 2**31 - 1),
+    "sliding_window_pattern": (1, 10_000),
+    "no_rope_layer_interval": (1, 10_000),
     "num_experts": (1, 100_000),
     "num_experts_per_tok": (1, 100_000),
     "moe_intermediate_size": (1, 2**31 - 1),
 }
 _REAL = {
     "rope_theta": (1.001, 1e15),
+    "rope_local_base_freq": (1.001, 1e15),
     "rms_norm_eps": (1e-30, 1.0),
     "initializer_range": (0.0, 100.0),
     "factor": (1.0, 1e6),
@@ -58,7 +58,10 @@ _MOST_PARAMS = 10**13
 _REFUSED_FLAGS = {
     "use_sliding_window": "full attention is",
     "mlp_bias": "MLPs without biases are",
+    "use_bidirectional_attention": "causal attention is",
 }
+_GATES = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +121,8 @@ class ModelConfig:
     """Shape of a decoder. Field names follow config.json where it has one.
 
     Attributes:
-        model_type: "llama", "qwen2" (biases on q, k, v), "qwen3" (RMS norm on the heads of q and k) or "qwen3_moe"
-            (as qwen3, with a mixture of experts in place of each MLP).
+        model_type: the family, of `families.FAMILIES`; `qwen2` has biases on q, k and v, `qwen3_moe` a mixture of
+            experts in place of each MLP.
         vocab_size: rows of the embedding, padding rows included.
         hidden_size, intermediate_size: residual and MLP width; a mixture of experts does not use the latter.
         num_layers, num_heads, num_kv_heads, head_dim: decoder depth and attention shape.
@@ -133,6 +136,11 @@ class ModelConfig:
         num_experts_per_tok: experts that compute each token.
         moe_intermediate_size: width of an expert.
         norm_topk_prob: divide the probabilities of a token's experts by their sum.
+        sliding_window: tokens that a token of a sliding layer sees, itself included; 0 without such layers.
+        sliding_layers: their indices.
+        sliding_rope_theta: base of their rotary embedding, which is not scaled; 0: theirs is that of other layers.
+        rope_free_layers: indices of layers without rotary embedding.
+        query_pre_attn_scalar: scores are divided by its square root; 0: by that of head_dim.
     """
 
     model_type: str
@@ -154,10 +162,17 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = True
+    sliding_window: int = 0
+    sliding_layers: tuple[int, ...] = ()
+    sliding_rope_theta: float = 0.0
+    rope_free_layers: tuple[int, ...] = ()
+    query_pre_attn_scalar: int = 0
 
     def __post_init__(self) -> None:
-        if self.model_type not in _ARCHITECTURES:
-            raise UserError(f"model_type: got {self.model_type!r}, supported are {', '.join(sorted(_ARCHITECTURES))}")
+        if self.model_type not in FAMILIES:
+            raise UserError(f"model_type: got {self.model_type!r}, supported are {', '.join(sorted(FAMILIES))}")
+        for name in ("sliding_layers", "rope_free_layers"):  # lists in a saved record
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: got {getattr(self, name)}, must be at least 1")
@@ -182,14 +197,21 @@ class ModelConfig:
             )
 
     @property
-    def architecture(self) -> str:
-        """The class of transformers and vLLM."""
-        return _ARCHITECTURES[self.model_type]
+    def family(self) -> Family:
+        """What its family has."""
+        return FAMILIES[self.model_type]
 
     @property
-    def qk_norm(self) -> bool:
-        """Qwen3 normalizes each head of q and k."""
-        return self.model_type in ("qwen3", "qwen3_moe")
+    def layer_ropes(self) -> tuple[str, ...]:
+        """Rotary embedding of each layer: "global" (`rope_theta` with its scaling), "sliding" (its own) or "none"."""
+        sliding = "sliding" if self.sliding_rope_theta else "global"
+        special = dict.fromkeys(self.sliding_layers, sliding) | dict.fromkeys(self.rope_free_layers, "none")
+        return tuple(special.get(index, "global") for index in range(self.num_layers))
+
+    def layer_windows(self, length: int) -> tuple[int, ...]:
+        """Window of each layer in rows of `length` tokens; 0 where it hides nothing of them."""
+        window = self.sliding_window if self.sliding_window < length else 0
+        return tuple(window * (index in self.sliding_layers) for index in range(self.num_layers))
 
     @property
     def output_bias(self) -> bool:
@@ -226,7 +248,7 @@ def _number(name: str, value: Any) -> int | float:
     raise UserError(f"config.json: {name} is {shorten(value)}, must be {kind} in [{low:g}, {high:.10g}]")
 
 
-def _rope(fields: Mapping[str, Any], max_position_embeddings: int) -> tuple[float, RopeScaling]:
+def _rope(fields: Mapping[str, Any], max_position_embeddings: int, base: float = 10000.0) -> tuple[float, RopeScaling]:
     """Base and scaling from either spelling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
 
     As transformers: an empty section counts as absent, `rope_theta` and `original_max_position_embeddings` may stand
@@ -236,14 +258,16 @@ def _rope(fields: Mapping[str, Any], max_position_embeddings: int) -> tuple[floa
     for name in sections:
         if not isinstance(fields[name], dict):
             raise UserError(f"config.json: {name} is {shorten(fields[name])}, must be an object or null")
-    found = {name: _rope_section(name, fields, max_position_embeddings) for name in sections if fields[name]}
+    found = {name: _rope_section(name, fields, max_position_embeddings, base) for name in sections if fields[name]}
     if len(set(found.values())) > 1:
         said = " and ".join(f"{name} {shorten(fields[name])} (base {found[name][0]:g})" for name in found)
         raise UserError(f"config.json: {said} disagree; keep the one that the model was trained with")
-    return next(iter(found.values()), None) or _rope_section("rope_scaling", fields, max_position_embeddings)
+    return next(iter(found.values()), None) or _rope_section("rope_scaling", fields, max_position_embeddings, base)
 
 
-def _rope_section(section: str, fields: Mapping[str, Any], max_position_embeddings: int) -> tuple[float, RopeScaling]:
+def _rope_section(
+    section: str, fields: Mapping[str, Any], max_position_embeddings: int, base: float
+) -> tuple[float, RopeScaling]:
     raw = dict(fields.get(section) or {})
     for name in ("rope_theta", "original_max_position_embeddings", "partial_rotary_factor"):
         outside, inside = fields.get(name), raw.get(name)
@@ -257,7 +281,7 @@ def _rope_section(section: str, fields: Mapping[str, Any], max_position_embeddin
             )
         if outside is not None:
             raw[name] = outside
-    theta = _number("rope_theta", raw.pop("rope_theta", fields.get("rope_theta", 10000.0)))
+    theta = _number("rope_theta", raw.pop("rope_theta", fields.get("rope_theta", base)))
     kind, older = raw.pop("rope_type", None), raw.pop("type", None)
     if None not in (kind, older) and kind != older:
         raise UserError(f"config.json: {section} has rope_type {shorten(kind)} and type {shorten(older)}; keep one")
@@ -300,11 +324,18 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
             malformed or out of range, or sizes do not fit each other.
     """
     model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
-        supported = ", ".join(sorted(_ARCHITECTURES))
-        raise UserError(f"config.json: model_type is {shorten(model_type)}, supported are {supported}")
-    if (act := fields.get("hidden_act", "silu")) != "silu":
-        raise UserError(f"config.json: hidden_act is {shorten(act)}, only 'silu' is supported")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        needs = f" which needs {MISSING[model_type]};" if str(model_type) in MISSING else ""
+        supported = ", ".join(sorted(FAMILIES))
+        raise UserError(f"config.json: model_type is {shorten(model_type)},{needs} supported are {supported}")
+    family = FAMILIES[model_type]
+    fields = {**family.defaults, **fields}
+    gate, spelled = _GATES[family.gate], "hidden_activation" if "hidden_activation" in fields else "hidden_act"
+    if (act := fields.get(spelled, gate)) != gate:
+        raise UserError(f"config.json: {spelled} is {shorten(act)}, only {gate!r} is supported")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.get(name) is not None:
+            raise UserError(f"config.json: {name} is {shorten(fields[name])}, only null is supported")
 
     def flag(name: str) -> bool:
         value = fields.get(name, False)
@@ -322,15 +353,12 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
         if flag(name):
             raise UserError(f"config.json: {name} is true, only {reason} supported")
     heads, hidden_size = number("num_attention_heads"), number("hidden_size")
-    # Absent: Llama's config has no default other than null, the others' has one that fits few models.
-    absent = None if model_type == "llama" else 0
-    kv_heads = heads if fields.get("num_key_value_heads", absent) is None else number("num_key_value_heads")
+    kv_heads = heads if fields.get("num_key_value_heads", 0) is None else number("num_key_value_heads")
     if heads % kv_heads:
         raise UserError(
             f"config.json: num_attention_heads is {heads}, must be a multiple of num_key_value_heads={kv_heads}"
         )
-    # Absent: what transformers' configs take. Null: derived.
-    head_dim = fields.get("head_dim", 128 if model_type == "qwen3" else None)
+    head_dim = fields.get("head_dim")
     if head_dim is None:
         if hidden_size % heads:
             raise UserError(
@@ -341,25 +369,26 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
     head_dim = _number("head_dim", head_dim)
     if head_dim % 2:
         raise UserError(f"config.json: head_dim is {head_dim}, must be even (rotary embedding pairs dimensions)")
-    max_positions = number("max_position_embeddings", 2048 if model_type == "llama" else 32768)
-    theta, scaling = _rope(fields, max_positions)
+    max_positions = number("max_position_embeddings", 32768)
+    layers = number("num_hidden_layers")
     config = ModelConfig(
         model_type=model_type,
         vocab_size=number("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=number("intermediate_size"),
-        num_layers=number("num_hidden_layers"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope_theta=theta,
-        rope_scaling=scaling,
+        **layer_pattern(fields, family, layers),
+        **_ropes(fields, family, max_positions),
         rms_norm_eps=number("rms_norm_eps", 1e-6),
         tie_word_embeddings=flag("tie_word_embeddings"),
         # Qwen2 always has the biases and no field for them.
         attention_bias=model_type == "qwen2" or flag("attention_bias"),
         max_position_embeddings=max_positions,
         initializer_range=number("initializer_range", 0.02),
+        query_pre_attn_scalar=number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else 0,
         **(_experts(fields, number, flag) if model_type == "qwen3_moe" else {}),
     )
     # The matrices alone, by multiplication: a count of declared parameters would walk a billion layers.
@@ -374,6 +403,65 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
             f"layers make {matrices:.2g} parameters, more than {_MOST_PARAMS:.0e}; one of the sizes is wrong"
         )
     return config
+
+
+def _ropes(fields: Mapping[str, Any], family: Family, max_position_embeddings: int) -> dict[str, Any]:
+    """Rotary embedding of all layers, and of sliding ones where the family's have their own.
+
+    transformers 5 writes `rope_parameters` of such a family by kind of layer.
+    """
+    kinds = fields.get("rope_parameters")
+    by_kind = family.sliding_rope and isinstance(kinds, dict) and bool({_SLIDING, _FULL} & set(kinds))
+    full = {**fields, "rope_parameters": kinds.get(_FULL)} if by_kind else fields
+    theta, scaling = _rope(full, max_position_embeddings, family.rope_theta)
+    found = {"rope_theta": theta, "rope_scaling": scaling}
+    if not family.sliding_rope:
+        return found
+    local = fields.get("rope_local_base_freq")
+    own = {"rope_parameters": kinds.get(_SLIDING)} if by_kind else {}
+    base = theta if local is None else _number("rope_local_base_freq", local)
+    sliding, unscaled = _rope(own, max_position_embeddings, base)
+    if unscaled != RopeScaling():
+        raise UserError(f"config.json: rope_parameters of {_SLIDING} is scaled ({unscaled.kind}), must be default")
+    return found if (sliding, unscaled) == (theta, scaling) else found | {"sliding_rope_theta": sliding}
+
+
+def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dict[str, Any]:
+    """Which layers slide and over how many tokens, and which have no rotary embedding, as `ModelConfig` has them.
+
+    Args:
+        fields: of config.json.
+        family: the model's; its period holds where config.json names no layers.
+        layers: how many layers there are.
+
+    Raises:
+        UserError: for a kind of layer that is not there, or a list that does not name every layer.
+    """
+
+    def chosen(name: str, values: tuple[Any, ...], period: int) -> list[Any]:
+        """`name` of each layer: values[1] every `period` layers and values[0] between, where config.json has none."""
+        found = fields.get(name)
+        if found is None:
+            return [values[bool(period) and (index + 1) % period == 0] for index in range(layers)]
+        if not isinstance(found, list) or len(found) < layers or any(value not in values for value in found):
+            wrong = [value for value in found if value not in values] if isinstance(found, list) else [found]
+            said = shorten(wrong[0]) if wrong else f"{len(found)} entries"
+            allowed = " or ".join(map(repr, values))
+            raise UserError(f"config.json: {name} has {said}, must have {allowed} for each of {layers} layers")
+        return found[:layers]
+
+    pattern: dict[str, Any] = {}
+    window = fields.get("sliding_window")
+    if family.full_every is not None and window is not None:
+        period = _number("sliding_window_pattern", fields.get("sliding_window_pattern") or family.full_every or 1)
+        kinds = chosen("layer_types", (_SLIDING, _FULL), period if family.full_every else 0)
+        sliding = tuple(index for index, kind in enumerate(kinds) if kind == _SLIDING)
+        pattern |= {"sliding_window": _number("sliding_window", window) if sliding else 0, "sliding_layers": sliding}
+    if family.rope_free_every:
+        period = _number("no_rope_layer_interval", fields.get("no_rope_layer_interval") or family.rope_free_every)
+        has_rope = chosen("no_rope_layers", (1, 0), period)
+        pattern["rope_free_layers"] = tuple(index for index, has in enumerate(has_rope) if not has)
+    return pattern
 
 
 def _experts(fields: Mapping[str, Any], number: Callable[..., Any], flag: Callable[[str], bool]) -> dict[str, Any]:
@@ -408,7 +496,7 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         dtype: "float32" or "bfloat16", the dtype of the saved tensors.
     """
     fields: dict[str, Any] = {
-        "architectures": [config.architecture],
+        "architectures": [config.family.architecture],
         "model_type": config.model_type,
         "torch_dtype": dtype,
         "vocab_size": config.vocab_size,
@@ -418,7 +506,7 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": _GATES[config.family.gate],
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_word_embeddings,
@@ -428,8 +516,10 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     }
     if config.model_type == "llama":
         fields["mlp_bias"] = False
-    else:
+    elif config.family.full_every is None:
         fields["use_sliding_window"] = False
+    else:
+        fields["sliding_window"] = config.sliding_window or None
     if config.model_type != "qwen2":
         fields["attention_bias"] = config.attention_bias
     if config.num_experts:
@@ -442,6 +532,26 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         changed = [name for name in optional if getattr(scaling, name) != getattr(RopeScaling(), name)]
         values = {name: getattr(scaling, name) for name in (*needed, *changed)}
         fields["rope_scaling"] = {"rope_type": scaling.kind, **values}
+    return fields | _layer_fields(config, fields.get("rope_scaling"))
+
+
+def _layer_fields(config: ModelConfig, scaling: dict[str, Any] | None) -> dict[str, Any]:
+    """The fields of `to_hf` that differ by layer or belong to a family."""
+    fields: dict[str, Any] = {}
+    family = config.family
+    if family.full_every:
+        sliding = set(config.sliding_layers)
+        fields["layer_types"] = [_SLIDING if index in sliding else _FULL for index in range(config.num_layers)]
+    if family.sliding_rope:
+        local = {"rope_type": "default", "rope_theta": config.sliding_rope_theta or config.rope_theta}
+        full = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
+        fields["rope_parameters"] = {_SLIDING: local, _FULL: full}
+    if family.rope_free_every:
+        fields["no_rope_layers"] = [int(rope != "none") for rope in config.layer_ropes]
+    if family.defaults.get("pad_token_id", 0) >= config.vocab_size:
+        fields["pad_token_id"] = None  # transformers' default, which is no token of a small vocabulary
+    if config.query_pre_attn_scalar:
+        fields |= {"query_pre_attn_scalar": config.query_pre_attn_scalar, "hidden_activation": _GATES[family.gate]}
     return fields
 
 

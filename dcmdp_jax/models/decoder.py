@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Qwen3-MoE decoders.
+"""The decoder of all families of `families.py`.
 
 Flax NNX modules declare their parameters and are used as pure functions of them.
 Parameters are a plain nested dict with the layers stacked on the leading axis, which optax, Orbax and the sharding
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,10 @@ from jax.sharding import Mesh
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
-from dcmdp_jax.models.layers import MLP, Linear, LoraKernel, RMSNorm, rotary_tables
+from dcmdp_jax.models.layers import MLP, Linear, LoraKernel, RMSNorm, all_rotary_tables, embedding_scale
 from dcmdp_jax.models.logprobs import KernelAxes
 from dcmdp_jax.models.moe import Aux, MoE, router_sums
 from dcmdp_jax.models.ops import Ops, choose_ops
-from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.models.scheme_products import round_cache, with_scheme
 from dcmdp_jax.types import Params
@@ -97,9 +97,13 @@ class Attention(nnx.Module):
             self.q = Linear((embed, width), query, hf_name=f"{hf_name}.q_proj", bias=bias, **options)
             self.k = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.k_proj", bias=bias, **options)
             self.v = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.v_proj", bias=bias, **options)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.q_norm", stacks=stacks)
-            self.k_norm = RMSNorm(config.head_dim, eps, axis="head_dim", hf_name=f"{hf_name}.k_norm", stacks=stacks)
+        if config.family.qk_norm:
+            whole, head = config.family.qk_norm == "width", (config.head_dim, "head_dim")
+            norm = {"eps": eps, "stacks": stacks, "family": config.family}
+            size, axis = (width, "heads") if whole else head
+            self.q_norm = RMSNorm(size, axis=axis, hf_name=f"{hf_name}.q_norm", **norm)
+            size, axis = (kv_width, "kv_heads") if whole else head
+            self.k_norm = RMSNorm(size, axis=axis, hf_name=f"{hf_name}.k_norm", **norm)
         outward = ("heads", "embed")
         self.o = Linear((width, embed), outward, hf_name=f"{hf_name}.o_proj", bias=config.output_bias, **options)
 
@@ -108,25 +112,33 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         config = self.config
         heads = (*x.shape[:2], -1, config.head_dim)
-        scales = [None, None]
-        if config.qk_norm:
+        widths = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        scales: list[jax.Array | None] = [None, None]
+        if config.family.qk_norm == "head":
             counts = config.num_heads, config.num_kv_heads
             scales = [
-                jnp.broadcast_to(norm.scale.get_value(), (count, config.head_dim))
+                jnp.broadcast_to(norm.factors, (count, config.head_dim))
                 for norm, count in zip((self.q_norm, self.k_norm), counts, strict=True)
             ]
         if self.fused:
+            both, value = ops.split(self.qkv(x), sum(widths), 2)
+        if self.fused and config.family.qk_norm != "width":
             # Norm and rotation treat queries and keys alike, so they take them as one array.
-            width = (config.num_heads + config.num_kv_heads) * config.head_dim
-            both, value = ops.split(self.qkv(x), width, 2)
-            both = self._rotated(both.reshape(heads), jnp.concatenate(scales) if config.qk_norm else None, rotary, ops)
-            query, key = ops.split(both, config.num_heads, 2)
+            scale = None if scales[0] is None else jnp.concatenate(scales)
+            query, key = ops.split(self._rotated(both.reshape(heads), scale, rotary, ops), config.num_heads, 2)
         else:
+            query, key = ops.split(both, widths[0], 2) if self.fused else (self.q(x), self.k(x))
+            if config.family.qk_norm == "width":
+                query, key = self.q_norm(query), self.k_norm(key)
             query, key = (
-                self._rotated(layer(x).reshape(heads), scale, rotary, ops)
-                for layer, scale in zip((self.q, self.k), scales, strict=True)
+                self._rotated(part.reshape(heads), scale, rotary, ops)
+                for part, scale in zip((query, key), scales, strict=True)
             )
+        if not self.fused:
             value = self.v(x)
+        if config.query_pre_attn_scalar not in (0, config.head_dim):
+            # Kernels divide by sqrt(h).
+            query = query * jnp.asarray(math.sqrt(config.head_dim / config.query_pre_attn_scalar), query.dtype)
         attended, cache = attend(query, key, value.reshape(heads))
         return self.o(attended.reshape(*x.shape[:2], -1)), cache
 
@@ -135,11 +147,16 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         if scale is None:
             return ops.rotate(x, rotary)
-        return ops.norm_and_rotate(x, scale, rotary, self.config.rms_norm_eps)
+        return ops.norm_and_rotate(self.q_norm.read(x), scale, rotary, self.config.rms_norm_eps).astype(x.dtype)
 
 
 class Block(nnx.Module):
-    """One pre-norm decoder layer; the same for training rows and for decoding with a cache."""
+    """One decoder layer; the same for training rows and for decoding with a cache.
+
+    Attributes:
+        attention_norm, attention_out_norm, mlp_norm, mlp_out_norm: norms before and after the sub-layers, or None; see
+            `families.Family`.
+    """
 
     def __init__(
         self,
@@ -150,12 +167,18 @@ class Block(nnx.Module):
         fused_mlp: bool = False,
     ) -> None:
         prefix = "model.layers.{layers}"
-        norm = {"size": config.hidden_size, "eps": config.rms_norm_eps, "axis": "norm", "stacks": stacks}
-        self.attention_norm = RMSNorm(hf_name=f"{prefix}.input_layernorm", **norm)
+        options = {"eps": config.rms_norm_eps, "axis": "norm", "stacks": stacks, "family": config.family}
+
+        def norm(place: str) -> RMSNorm | None:
+            name = config.family.norms.get(place)
+            return name and RMSNorm(config.hidden_size, hf_name=f"{prefix}.{name}", **options)
+
+        self.attention_norm = norm("attention_norm")
         self.attention = Attention(config, hf_name=f"{prefix}.self_attn", stacks=stacks, fused=fused_attention)
-        self.mlp_norm = RMSNorm(hf_name=f"{prefix}.post_attention_layernorm", **norm)
+        self.attention_out_norm, self.mlp_norm = norm("attention_out_norm"), norm("mlp_norm")
         feed_forward = MoE if config.num_experts else MLP
         self.mlp = feed_forward(config, hf_name=f"{prefix}.mlp", stacks=stacks, fused=fused_mlp)
+        self.mlp_out_norm = norm("mlp_out_norm")
 
     def __call__(
         self,
@@ -172,7 +195,7 @@ class Block(nnx.Module):
 
         Args:
             x: [B, T, D] residual stream.
-            rotary: `rotary_tables(config, positions)`.
+            rotary: `rotary_tables` of the layer.
             attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None.
             ops: the platform's operations.
             mesh, replayed: see `moe.MoE`.
@@ -184,12 +207,18 @@ class Block(nnx.Module):
             The residual stream after the layer, the cache that `attend` returned, and what the layer reports.
         """
         reduce = reduce or (lambda partial: partial)
-        attended, cache = self.attention(self.attention_norm(x), rotary, attend, ops)
-        x = x + reduce(attended)
+        attended, cache = self.attention(_normed(self.attention_norm, x), rotary, attend, ops)
+        x = x + _normed(self.attention_out_norm, reduce(attended))
+        read, aux = _normed(self.mlp_norm, x), {}
         if isinstance(self.mlp, MLP):
-            return x + reduce(self.mlp(self.mlp_norm(x), ops)), cache, {}
-        y, aux = self.mlp(self.mlp_norm(x), ops, mesh, replayed)
-        return x + reduce(y), cache, aux
+            y = self.mlp(read, ops)
+        else:
+            y, aux = self.mlp(read, ops, mesh, replayed)
+        return x + _normed(self.mlp_out_norm, reduce(y)), cache, aux
+
+
+def _normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
 
 
 class Decoder(nnx.Module):
@@ -202,9 +231,13 @@ class Decoder(nnx.Module):
         normal, shape = jax.nn.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
         self.embedding = parameter(shape, ("vocab", "embed"), init=normal, hf_name=HF_EMBEDDING)
         self.layers = Block(config, stacks=(Stack("layers", config.num_layers),))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, axis="norm", hf_name="model.norm")
+        self.norm = _last_norm(config)
         if not config.tie_word_embeddings:
             self.output = parameter(shape[::-1], ("embed", "vocab"), init=normal, hf_name=HF_OUTPUT, transposed=True)
+
+
+def _last_norm(config: ModelConfig) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, axis="norm", hf_name="model.norm", family=config.family)
 
 
 @functools.lru_cache(maxsize=32)
@@ -255,21 +288,30 @@ def hidden_states_and_aux(
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     kernel, ops = choose_kernel(compute.attention, dtype, platform, input_ids.shape[1]), choose_ops(platform)
     counted = segment_ids > 0 if counted is None else counted
-    # The barrier keeps XLA from recomputing cosines in every layer's fusion.
-    rotary = jax.lax.optimization_barrier(rotary_tables(config, position_ids))
+    tables, ropes = all_rotary_tables(config, position_ids), config.layer_ropes
+    windows = config.layer_windows(input_ids.shape[1])
+    # What differs by layer travels with the layers of the scan.
+    own: dict[str, jax.Array] = {}
+    if len(tables) > 1:
+        stacked = jax.tree.map(lambda *kinds: jnp.stack(kinds), *tables.values())
+        own["rope"] = jnp.asarray([list(tables).index(rope) for rope in ropes])
+    if min(windows) < max(windows):
+        own["slides"] = jnp.asarray(windows) > 0
     # Heads that are split over devices stay in matrices of their own: a fused one would have to be dealt out again.
     # Adapters are matrices of their own.
     fuse = ops.fuse_qkv and (mesh is None or mesh.shape["tensor"] == 1) and not has_adapters(params)
     axes = ("rows", "length", "hidden")
     how = {"kernel": kernel, "ops": ops, "mesh": mesh}
-    how |= {"one_segment": compute.one_segment, "segments": compute.segments}
+    how |= {"one_segment": compute.one_segment, "segments": compute.segments, "window": max(windows)}
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-        key, value = (round_cache(x, scheme.cache) for x in (key, value))
-        return row_attention(query, key, value, segment_ids, **how), None
+    def layer(x: jax.Array, xs: tuple[Params, jax.Array | None, dict[str, jax.Array]]) -> tuple[jax.Array, Aux]:
+        layer_params, replayed, own = xs
+        rotary = jax.tree.map(lambda x: x[own["rope"]], stacked) if "rope" in own else tables[ropes[0]]
 
-    def layer(x: jax.Array, xs: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
-        layer_params, replayed = xs
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+            key, value = (round_cache(x, scheme.cache) for x in (key, value))
+            return row_attention(query, key, value, segment_ids, slides=own.get("slides"), **how), None
+
         used = fuse_projections(layer_params, mlp=False) if fuse else layer_params
         used = with_scheme(used, scheme)
         x, _, aux = block_of(used, config)(x, rotary, attend, ops, mesh=mesh, replayed=replayed)
@@ -281,9 +323,9 @@ def hidden_states_and_aux(
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
     table = params["embedding"]
     found = look_up(table, input_ids) if look_up else constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
-    x = constrain(found, axes)
+    x = constrain(embedding_scale(config, found), axes)
     replayed = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
-    x, aux = jax.lax.scan(layer, x, (params["layers"], replayed), unroll=compute.scan_unroll)
+    x, aux = jax.lax.scan(layer, x, (params["layers"], replayed, own), unroll=compute.scan_unroll)
     return final_norm(params, config, x), aux
 
 
@@ -373,4 +415,6 @@ def block_of(layer_params: Params, config: ModelConfig) -> Block:
 
 def final_norm(params: Params, config: ModelConfig, x: jax.Array) -> jax.Array:
     """The norm before the output layer, for callers of `block_of`."""
-    return rms_norm(x, params["norm"]["scale"], config.rms_norm_eps)
+    norm = _last_norm(config)
+    norm.scale.set_value(params["norm"]["scale"])
+    return norm(x)

@@ -203,7 +203,7 @@ def _check_layers(directory: Path, config: ModelConfig, located: dict[str, Path]
     if not found:
         raise UserError(
             f"{next(iter(located.values()), directory)}: holds no tensor model.layers.0..., names must be those of "
-            f"transformers' {config.architecture}"
+            f"transformers' {config.family.architecture}"
         )
     if found != config.num_layers and max(layers) == found - 1:
         raise UserError(

@@ -13,6 +13,7 @@ from flax import nnx
 
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.declare import Stack, parameter
+from dcmdp_jax.models.families import FAMILIES, Family
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.models.quantize import QuantizedKernel, quantized_matmul
@@ -98,27 +99,48 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`rms_norm` with learned weights, initially 1."""
+    """`family_norm` with learned weights, which multiply by 1 initially."""
 
-    def __init__(self, size: int, eps: float, *, axis: str, hf_name: str, stacks: tuple[Stack, ...] = ()) -> None:
-        self.scale = parameter((size,), (axis,), init=_ones, hf_name=f"{hf_name}.weight", stacks=stacks)
-        self.eps = eps
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        axis: str,
+        hf_name: str,
+        stacks: tuple[Stack, ...] = (),
+        family: Family = FAMILIES["llama"],
+    ) -> None:
+        init = _zeros if family.unit_offset else _ones
+        self.scale = parameter((size,), (axis,), init=init, hf_name=f"{hf_name}.weight", stacks=stacks)
+        self.eps, self.unit_offset, self.float32 = eps, family.unit_offset, family.float32_norm
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.scale.get_value(), self.eps)
+        return rms_norm(self.read(x), self.factors, self.eps).astype(x.dtype)
+
+    @property
+    def factors(self) -> jax.Array:
+        """What the normed vector is multiplied by: w, or 1 + w in float32."""
+        scale = self.scale.get_value()
+        return scale.astype(jnp.float32) + 1 if self.unit_offset else scale
+
+    def read(self, x: jax.Array) -> jax.Array:
+        """`x` in the dtype that the norm multiplies in."""
+        return x.astype(jnp.float32) if self.float32 else x
 
 
 class MLP(nnx.Module):
-    """W_down (silu(W_gate x) * W_up x).
+    """W_down (act(W_gate x) * W_up x), with silu or the tanh form of GELU as `act`.
 
     Attributes:
+        silu: whether it is silu.
         fused: W_gate and W_up are one matrix `gate_up`; see `decoder.fuse_projections`.
     """
 
     def __init__(
         self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = (), fused: bool = False
     ) -> None:
-        self.fused, self.width = fused, config.intermediate_size
+        self.fused, self.width, self.silu = fused, config.intermediate_size, config.family.gate == "silu"
         inward, outward = (config.hidden_size, self.width), (self.width, config.hidden_size)
         options = {"std": config.initializer_range, "stacks": stacks}
         if fused:
@@ -134,11 +156,11 @@ class MLP(nnx.Module):
             gate, up = both[..., : self.width], both[..., self.width :]
         else:
             gate, up = self.gate(x), self.up(x)
-        return self.down(ops.swiglu(gate, up))
+        return self.down(ops.swiglu(gate, up) if self.silu else jax.nn.gelu(gate, approximate=True) * up)
 
 
-def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Inverse frequencies of the rotary embedding and the factor on cos and sin.
+def rotary_frequencies(config: ModelConfig, rope: str = "global") -> tuple[np.ndarray, float]:
+    """Inverse frequencies of a rotary embedding of `ModelConfig.layer_ropes` and the factor on cos and sin.
 
     The unscaled frequencies are theta^(-2i/h). "linear" divides all by `factor`; "yarn" (Peng et al. 2023,
     arXiv:2309.00071, eq. 20-23) divides the slow ones and ramps between; "llama3" likewise by wavelength. The
@@ -148,6 +170,10 @@ def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     Returns:
         [head_dim / 2] float32, radians per position, and the attention factor.
     """
+    if rope == "none":  # angles of zero turn nothing
+        return np.zeros(config.head_dim // 2, np.float32), 1.0
+    if rope == "sliding":
+        config = dataclasses.replace(config, rope_theta=config.sliding_rope_theta, rope_scaling=RopeScaling())
     scaling, dim, one = config.rope_scaling, config.head_dim, np.float32(1)
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     periods = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
@@ -191,14 +217,28 @@ def yarn_attention_factor(scaling: RopeScaling) -> float:
     return scale(1.0)
 
 
-def rotary_tables(config: ModelConfig, position_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the rotary angles, for `Ops.rotate`.
+def rotary_tables(config: ModelConfig, position_ids: jax.Array, rope: str = "global") -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines of the angles of one of `ModelConfig.layer_ropes`, for `Ops.rotate`.
 
     Returns:
         (cos, cos) and (-sin, sin) for the two halves of a head: float32 `[..., 2, head_dim / 2]` for position_ids
         `[...]`.
     """
-    frequencies, factor = rotary_frequencies(config)
+    frequencies, factor = rotary_frequencies(config, rope)
     angles = position_ids[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles) * factor, jnp.sin(angles) * factor
     return jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)
+
+
+def all_rotary_tables(config: ModelConfig, position_ids: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """`rotary_tables` of each rotary embedding that the model has.
+
+    The barrier keeps XLA from recomputing cosines in every layer's fusion.
+    """
+    ropes = dict.fromkeys(config.layer_ropes)
+    return jax.lax.optimization_barrier({rope: rotary_tables(config, position_ids, rope) for rope in ropes})
+
+
+def embedding_scale(config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Looked up embeddings as the first layer reads them: times sqrt(D), rounded to their dtype, in some families."""
+    return x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype) if config.family.scaled_embedding else x

@@ -20,6 +20,21 @@ _QWEN3 = _OTHERS | {"model_type": "qwen3", "head_dim": 128, "rope_theta": 100000
 _QWEN3["max_position_embeddings"] = 40960
 _MOE = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _QWEN2 = _OTHERS | {"model_type": "qwen2", "rope_theta": 10000, "max_position_embeddings": 131072}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+_LLAMA3["original_max_position_embeddings"] = 8192
+_LLAMA = {"model_type": "llama", "vocab_size": 128256, "rope_theta": 500000, "rope_scaling": _LLAMA3}
+_LLAMA |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False}
+_MISTRAL = {"model_type": "mistral", "vocab_size": 32000, "rope_theta": 10000, "sliding_window": 4096}
+_MISTRAL |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "tie_word_embeddings": False}
+_SMOLLM3 = {"model_type": "smollm3", "vocab_size": 128256, "rope_theta": 5000000, "no_rope_layer_interval": 4}
+_SMOLLM3 |= {"use_sliding_window": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 65536}
+_YARN = {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1}
+_OLMO3 = {"model_type": "olmo3", "vocab_size": 100278, "rope_theta": 500000, "sliding_window": 4096}
+_OLMO3 |= {"rope_scaling": _YARN | {"attention_factor": 1.2079441541679836}, "max_position_embeddings": 65536}
+_OLMO3 |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 262144, "head_dim": 256, "query_pre_attn_scalar": 256}
+_GEMMA3 |= {"sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000}
+_GEMMA3 |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
 
 
 def _config(base: dict[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
@@ -32,6 +47,12 @@ PUBLISHED = {
     "Qwen3-8B": _config(_QWEN3, 4096, 12288, 36, 32, 8),
     "Qwen3-30B-A3B": _config(_QWEN3 | _MOE, 2048, 6144, 48, 32, 4, model_type="qwen3_moe"),
     "DeepSeek-R1-Distill-Qwen-1.5B": _config(_QWEN2, 1536, 8960, 28, 12, 2),
+    "Llama-3.1-8B-Instruct": _config(_LLAMA, 4096, 14336, 32, 32, 8),
+    "Mistral-7B-Instruct-v0.1": _config(_MISTRAL, 4096, 14336, 32, 32, 8),
+    "SmolLM3-3B": _config(_SMOLLM3, 2048, 11008, 36, 16, 4),
+    "Olmo-3-7B-Instruct": _config(_OLMO3, 4096, 11008, 32, 32, 32),
+    "gemma-3-270m-it": _config(_GEMMA3, 640, 2048, 18, 4, 1),
+    "gemma-3-1b-it": _config(_GEMMA3, 1152, 6912, 26, 4, 1),
 }
 """Name of the model's directory -> fields of its config.json."""
 

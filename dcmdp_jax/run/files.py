@@ -29,7 +29,8 @@ from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_tasks
-from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.config import ModelConfig, layer_pattern, read_model_config
+from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.peft_files import Adapter, read_adapter
@@ -84,12 +85,18 @@ def path_of_model(config: Config) -> Path:
 
 
 def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
-    """The model of `model.architecture`, with the tokenizer's vocabulary."""
+    """The model of `model.architecture`, with the tokenizer's vocabulary.
+
+    Sliding layers see a quarter of the longest row, so that small runs have windows as large ones do.
+    """
+    shape = config.model.architecture
+    fields = {"sliding_window": max(1, config.max_total_tokens // 4)}
     try:
         return ModelConfig(
             vocab_size=len(tokenizer),
             max_position_embeddings=config.max_total_tokens,
-            **dataclasses.asdict(config.model.architecture),
+            **dataclasses.asdict(shape),
+            **layer_pattern(fields, FAMILIES[shape.model_type], shape.num_layers),
             rope_theta=10000.0,
             tie_word_embeddings=True,
         )

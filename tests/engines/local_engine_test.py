@@ -11,10 +11,12 @@ from scipy import stats
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.local.layout import check_mesh
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import unusable_completions
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.config import ModelConfig, layer_pattern
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.types import Params
@@ -113,6 +115,42 @@ def test_sampled_logprobs_are_the_training_stacks(config, precision):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
     # Nine tokens at a spread of several nats: wrong by a position they would differ by more than 1e-4.
     assert np.std(np.concatenate(rollout.rollout_logprobs)) > 0.5
+
+
+def _family(model_type: str, **fields) -> ModelConfig:
+    """Four layers with the family's pattern, or one of three layers, and a window of 5 tokens."""
+    pattern = layer_pattern({"sliding_window": 5, "sliding_window_pattern": 3}, FAMILIES[model_type], 4)
+    return dataclasses.replace(QWEN3, model_type=model_type, num_layers=4, rope_theta=1e4, **pattern, **fields)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        _family("gemma3_text", sliding_rope_theta=100.0, query_pre_attn_scalar=12),
+        _family("olmo3", tie_word_embeddings=False),
+        _family("smollm3"),
+        _family("mistral"),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_rows_longer_than_a_window_have_the_training_stacks_logprobs(config):
+    """Prompts of 1 to 16 tokens and 16 more, in a cache that grows and goes round while 15 rows pass six places."""
+    sampling = SamplingParams(group_size=3, max_completion_tokens=16, temperature=0.8, stop_token_ids=(3, 4))
+    rollout = sample(engine(config, max_rows=6, min_rows=2, cache_block=4), prompts(), sampling, seed=1, step=2)
+    theirs = teacher_forced(config, params(config), rollout, 0.8)
+    for mine, other in zip(rollout.rollout_logprobs, theirs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=1e-4)
+    assert max(ids.size for ids in rollout.completion_ids) == 16
+    # Without windows the last tokens differ.
+    whole = dataclasses.replace(config, sliding_window=0, sliding_layers=(), sliding_rope_theta=0.0)
+    blind = teacher_forced(whole, params(config), rollout, 0.8)
+    differ = max(np.abs(a - b).max() for a, b in zip(theirs, blind, strict=True))
+    assert differ > 1e-2 or not config.sliding_layers
+
+
+def test_a_tensor_group_can_not_norm_all_heads_together():
+    with pytest.raises(ValueError, match="got 2, must be 1: olmo3 norms all heads of q and k together"):
+        check_mesh(_family("olmo3"), 2, 1)
 
 
 def test_rollout_is_ordered_by_prompt_then_member():

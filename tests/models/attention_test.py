@@ -90,10 +90,23 @@ def test_gradients_of_packed_rows(ops):
         np.testing.assert_allclose(mine, theirs, atol=3e-6)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 4), (2, 1, 4)])
-def test_splash_equals_xla(monkeypatch, shape):
+@both
+def test_a_window_hides_what_is_before_it(ops):
+    """Scores of zero: each token gets the mean of what it sees. Window 3 with segments 1 1 1 1 2, values 1 2 3 4 5."""
+    zero, value = jnp.zeros((1, 5, 1, 2)), jnp.broadcast_to(jnp.arange(1.0, 6)[None, :, None, None], (1, 5, 1, 2))
+    segments = jnp.asarray([[1, 1, 1, 1, 2]])
+    how = {"kernel": "xla", "one_segment": False, "ops": ops, "window": 3}
+    for slides, fourth in ((None, 3), (True, 3), (False, 2.5)):  # (2 + 3 + 4) / 3; (1 + 2 + 3 + 4) / 4
+        out = row_attention(zero, zero, value, segments, slides=None if slides is None else jnp.asarray(slides), **how)
+        np.testing.assert_allclose(out[0, :, 0, 0], [1, 1.5, 2, fourth, 5], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "slides"), [((1, 1, 1), 0, None), ((1, 2, 4), 9, True), ((2, 1, 4), 9, False)], ids=str
+)
+def test_splash_equals_xla(monkeypatch, shape, window, slides):
     """The TPU kernel, interpreted: grouped queries, segments, gradients; two key heads over four devices; rows split
-    by a shard_map around it."""
+    by a shard_map around it; a window that a traced flag turns on and off."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     interpreted = functools.partial(splash_attention_kernel.make_splash_mha, interpret=True)
@@ -104,7 +117,8 @@ def test_splash_equals_xla(monkeypatch, shape):
     mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
 
     def loss(kernel, query, key, value):
-        attend = functools.partial(row_attention, kernel=kernel, one_segment=False, ops=CPU, mesh=mesh)
+        how = {"kernel": kernel, "one_segment": False, "ops": CPU, "mesh": mesh, "window": window}
+        attend = functools.partial(row_attention, slides=None if slides is None else jnp.asarray(slides), **how)
         attend = shard_map_over_data(attend, mesh, in_specs=(P("data"),) * 4, out_specs=P("data"))
         attended = attend(query, key, value, segment_ids)
         return jnp.sum(attended**2 * weights) / 1e4

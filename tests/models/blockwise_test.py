@@ -52,9 +52,9 @@ def _evaluate(attend, segment_ids, inputs):
 _reference = functools.partial(row_attention, kernel="xla", one_segment=False, ops=REFERENCE)
 
 
-def _compare(attend, segment_ids, inputs, rounding=2e-6):
-    ids = jnp.asarray(segment_ids, jnp.int32)
-    for have, want in zip(_evaluate(attend, ids, inputs), _evaluate(_reference, ids, inputs), strict=True):
+def _compare(attend, segment_ids, inputs, rounding=2e-6, window=0):
+    ids, reference = jnp.asarray(segment_ids, jnp.int32), functools.partial(_reference, window=window)
+    for have, want in zip(_evaluate(attend, ids, inputs), _evaluate(reference, ids, inputs), strict=True):
         np.testing.assert_allclose(have, want, atol=rounding * max(1.0, float(np.abs(want).max())))
 
 
@@ -81,10 +81,12 @@ def test_blocks_give_what_whole_rows_give(rows, heads):
 @given(
     st.lists(st.lists(st.integers(-9, 23).filter(bool), max_size=8), min_size=3, max_size=3),
     st.sampled_from([4, 7, 16, 256]),
+    st.sampled_from([0, 1, 5, 16, 100]),
 )
-def test_any_segments_and_any_block(rows, block):
+def test_any_segments_any_block_and_any_window(rows, block, window):
     ids = [_row(*lengths, total=200)[:40] for lengths in rows]
-    _compare(functools.partial(blockwise.attention, block=block), ids, _inputs((3, 40), 2, 1, 4))
+    attend = functools.partial(blockwise.attention, block=block, window=window)
+    _compare(attend, ids, _inputs((3, 40), 2, 1, 4), window=window)
 
 
 @pytest.mark.parametrize("length", [192, 304, 1100])

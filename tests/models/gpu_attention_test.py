@@ -42,12 +42,12 @@ class _StandIn:
         else:
             assert options["is_training"]
             shapes, arguments = (query, statistics), ()
-        run = functools.partial(_run, self._backward, options["scale"])
+        run = functools.partial(_run, self._backward, options["scale"], options["sliding_window_length"])
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes]
         return jax.pure_callback(run, shapes, query, key, value, lengths, offsets, key_offsets, *arguments)
 
 
-def _run(backward, scale, *arrays):
+def _run(backward, scale, window, *arrays):
     query, key, value, lengths, offsets, key_offsets, *rest = (np.asarray(x) for x in arrays)
     heads, kv_heads, width = query.shape[2], key.shape[2], query.shape[3]
     results = [np.full(x.size, np.nan) for x in ((query, key, value) if backward else (query,))]
@@ -63,7 +63,9 @@ def _run(backward, scale, *arrays):
             continue
         q, k, v = read(query, offset, tokens), read(key, key_offset, tokens), read(value, key_offset, tokens)
         k, v = (np.repeat(x, heads // kv_heads, axis=1) for x in (k, v))
-        scores = scale * np.einsum("qhd,khd->hqk", q, k) + np.where(np.tri(tokens, dtype=bool), 0, -np.inf)
+        # cuDNN's window holds the query itself.
+        seen = np.tri(tokens, dtype=bool) & ~np.tri(tokens, k=-(window or tokens), dtype=bool)
+        scores = scale * np.einsum("qhd,khd->hqk", q, k) + np.where(seen, 0, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e30))
         weights /= weights.sum(axis=-1, keepdims=True)
         if not backward:
@@ -104,8 +106,8 @@ _ROWS = [[1, 1, 1, 2, 3, 3, 3, 3, 0, 0], [0, 0, 1, 1, 0, 2, 2, 2, 2, 2], [1] * 1
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (6, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("mesh", [None, (2, 1, 2)], ids=str)
-def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh):
+@pytest.mark.parametrize(("mesh", "window"), [(None, 0), ((2, 1, 2), 2)], ids=str)
+def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh, window):
     """Values and gradients of the reference; with fewer key heads than query heads, whose offsets JAX scales wrongly
     before 0.12; each device with the offsets of its own rows and heads. NaN reaches nothing."""
     mesh = mesh and make_mesh(*mesh, devices=jax.devices()[: int(np.prod(mesh))])
@@ -114,7 +116,7 @@ def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh):
     real = (ids > 0)[..., None, None]
 
     def evaluate(**options):
-        attend = functools.partial(row_attention, one_segment=False, **options)
+        attend = functools.partial(row_attention, one_segment=False, window=window, **options)
         if options.get("mesh"):
             attend = shard_map_over_data(attend, options["mesh"], in_specs=(P("data"),) * 4, out_specs=P("data"))
 

@@ -99,8 +99,8 @@ _DIRECTORIES = {
     "digits_without_end": (_text('{"hidden_size": ' + "9" * 10_000 + "}"), ["config.json: not valid JSON", "4300"]),
     "absent": (lambda directory: (directory / "config.json").unlink(), ["no config.json, not a Hugging Face model"]),
     # Its fields.
-    "no_family": (_fields(model_type=_ABSENT), ["model_type is None, supported are llama, qwen2, qwen3, qwen3_moe"]),
-    "family": (_fields(model_type="gemma"), ["model_type is 'gemma', supported are llama, qwen2, qwen3"]),
+    "no_family": (_fields(model_type=_ABSENT), ["model_type is None, supported are gemma3_text, llama, mistral"]),
+    "family": (_fields(model_type="gemma"), ["model_type is 'gemma', supported are gemma3_text"]),
     "family_list": (_fields(model_type=["qwen3"]), ["model_type is ['qwen3'], supported"]),
     "family_long": (_fields(model_type="x" * 10**6), ["model_type is 'xxx", "... (1,000,000 characters), supported"]),
     "activation": (_fields(hidden_act="gelu"), ["hidden_act is 'gelu', only 'silu'"]),

@@ -15,7 +15,7 @@ from dcmdp_jax.engines.local.forward import embed, forward_rows, on_devices, rou
 from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late
 from dcmdp_jax.engines.local.sampler import token_words
 from dcmdp_jax.models.decoder import block_of, final_norm
-from dcmdp_jax.models.layers import rotary_tables
+from dcmdp_jax.models.layers import all_rotary_tables
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
 from dcmdp_jax.models.products import in_compute_dtype
@@ -33,6 +33,8 @@ class RowState(NamedTuple):
         last: [R] int32, last sampled token; its key and value are not in the cache yet.
         sampled: [R] int32, tokens of the completion so far, at least 1.
         done: [R] bool, a stop token was sampled, or the slot is empty.
+        held: [R, prefix_slots - prompt_slots] int32, the token of the completion that each slot of the prefix holds: a
+            window that went round begins anywhere. None without sliding layers, which alone read it.
     """
 
     keys: jax.Array
@@ -40,6 +42,7 @@ class RowState(NamedTuple):
     last: jax.Array
     sampled: jax.Array
     done: jax.Array
+    held: jax.Array | None = None
 
 
 @functools.partial(jax.jit, static_argnames=("program", "groups"))
@@ -224,7 +227,8 @@ def _decode_local(
     config = program.part
     weights = program.own_weights(weights)
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
-    tables = jax.lax.optimization_barrier(rotary_tables(config, slots))
+    tables = all_rotary_tables(config, slots)
+    spans = config.layer_windows(slots_of(cache))
     # A row attends to a slot if it has sampled at least this many tokens in the window, excluding the last.
     ages_before = jnp.where(slots < prompt_slots, slots_of(cache), -1)
 
@@ -235,17 +239,25 @@ def _decode_local(
         ages = jnp.where(slots < prefix_slots, ages_before, (slot - slots) % window)
         entered = sampled - 1 - (prefix_slots - prompt_slots)
         seen = (slots < rows.prompt_lengths[:, None]) | (ages <= entered[:, None])
-        bias = jnp.where(seen, 0.0, HIDDEN)
-        rotary = tuple(table[rows.prompt_lengths + sampled - 1][:, None] for table in tables)
+        biases = {0: jnp.where(seen, 0.0, HIDDEN)}
+        position = (rows.prompt_lengths + sampled - 1)[:, None]
+        if max(spans):
+            # How many tokens ago a row's slot was written.
+            of_prompt = position - slots[:prompt_slots]
+            of_window = jnp.broadcast_to(ages[prefix_slots:], (sampled.size, window))
+            distances = jnp.concatenate([of_prompt, (sampled - 1)[:, None] - rows.held, of_window], axis=1)
+            biases[max(spans)] = jnp.where(seen & (distances < max(spans)), 0.0, HIDDEN)
+        rotary = jax.tree.map(lambda table: table[position], tables)
         x = embed(weights, last, program)[:, None]
         kept, reports = [], []
-        for layer, held in zip(weights["layers"], cache, strict=True):
+        parts = zip(weights["layers"], cache, config.layer_ropes, spans, strict=True)
+        for layer, held, rope, span in parts:
             layer, x = convert_late(layer, x, program)
             attend = functools.partial(
-                _attend_cached, cache=held, slot=slot, bias=bias, dtype=program.cache_dtype, ops=program.ops
+                _attend_cached, cache=held, slot=slot, bias=biases[span], dtype=program.cache_dtype, ops=program.ops
             )
             x, held, aux = block_of(layer, config)(
-                x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
+                x, rotary[rope], attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
             )
             kept.append(held)
             reports.append(aux)

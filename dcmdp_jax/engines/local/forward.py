@@ -18,7 +18,7 @@ from dcmdp_jax.engines.local.layout import ROWS, TENSOR, Program, convert_late, 
 from dcmdp_jax.engines.local.sampler import choose_tokens
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.decoder import block_of, final_norm, output_kernel
-from dcmdp_jax.models.layers import rotary_tables
+from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
 from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.products import in_compute_dtype
 from dcmdp_jax.models.quantize import QuantizedKernel
@@ -54,20 +54,23 @@ def forward_rows(
     length = tokens.shape[1]
     kernel = choose_kernel("auto", dtype, program.platform, length)
     segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
-    # The barrier keeps XLA from recomputing cosines in every layer's fusion.
-    rotary = jax.lax.optimization_barrier(rotary_tables(config, jnp.arange(length)[None]))
+    tables = all_rotary_tables(config, jnp.arange(length)[None])
+    how = {"kernel": kernel, "one_segment": True, "ops": program.ops}
 
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def attend(
+        query: jax.Array, key: jax.Array, value: jax.Array, *, window: int
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         stored = store(key, program.cache_dtype), store(value, program.cache_dtype)
         read = (load(x, dtype) for x in stored)
-        return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=True, ops=program.ops), stored
+        return row_attention(query, *read, segment_ids, window=window, **how), stored
 
     x = embed(weights, tokens, program).astype(dtype)
     stored, reports = [], []
-    for layer in weights["layers"]:
+    for layer, rope, window in zip(weights["layers"], config.layer_ropes, config.layer_windows(length), strict=True):
         layer, x = convert_late(layer, x, program)
+        own = functools.partial(attend, window=window)
         x, kept, aux = block_of(layer, config)(
-            x, rotary, attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
+            x, tables[rope], own, program.ops, mesh=program.expert_mesh, reduce=program.reduce
         )
         stored.append(kept)
         reports.append(aux)
@@ -94,11 +97,12 @@ def own_tokens(tokens: jax.Array, program: Program) -> tuple[jax.Array, jax.Arra
 
 
 def embed(weights: Params, tokens: jax.Array, program: Program) -> jax.Array:
-    """Look up embeddings: [..., D] for `tokens` [...]."""
+    """Look up embeddings as the first layer reads them: [..., D] for `tokens` [...]."""
     tokens, ours = own_tokens(tokens, program)
     tied = "embedding" not in weights
     x = jnp.moveaxis(weights["output"][:, tokens], 0, -1) if tied else weights["embedding"][tokens]
-    return x if ours is True else jax.lax.psum(jnp.where(ours[..., None], x, 0), TENSOR)
+    x = x if ours is True else jax.lax.psum(jnp.where(ours[..., None], x, 0), TENSOR)
+    return embedding_scale(program.config, x)
 
 
 def logits(weights: Params, hidden: jax.Array) -> jax.Array:

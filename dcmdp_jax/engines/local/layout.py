@@ -176,6 +176,10 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
     for name, size in sizes.items():
         if size % tensor:
             raise ArgumentError("tensor", f"got {tensor}, must divide the model's {name}={size}")
+    if tensor > 1 and config.family.qk_norm == "width":
+        raise ArgumentError(
+            "tensor", f"got {tensor}, must be 1: {config.model_type} norms all heads of q and k together"
+        )
     if expert > 1 and (not config.num_experts or config.num_experts % expert):
         raise ArgumentError(
             "expert", f"got {expert}, must divide the model's num_experts={config.num_experts}, or be 1"

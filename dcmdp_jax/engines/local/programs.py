@@ -46,7 +46,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     group, bucket = load.group_size, sizes.length_bucket(max(load.prompt_lengths))
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, engine.size)
     slots = bucket + load.max_completion_tokens
-    cache, *decoded = _decode_arguments(program, rows, slots, 1, sharded=True)
+    cache, *decoded = _decode_arguments(program, rows, slots, 0, 1, sharded=True)
     cache_bytes = bytes_per_device(cache)
 
     def by_row(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -92,12 +92,14 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     return EnginePlan(programs, held["engine's weights"], cache_bytes, rows, slots, rows < load.completions)
 
 
-def _decode_arguments(program: Program, rows: int, slots: int, stops: int, *, sharded: bool) -> tuple[Any, ...]:
+def _decode_arguments(
+    program: Program, rows: int, slots: int, sampled: int, stops: int, *, sharded: bool
+) -> tuple[Any, ...]:
     """Shapes of the arguments of `decode` after the weights: cache, rows, limits, draw.
 
     Args:
         program: static arguments.
-        rows, slots, stops: rows, cache slots of each, stop tokens.
+        rows, slots, sampled, stops: rows, cache slots of each, those of the prefix after the prompt, stop tokens.
         sharded: with shardings, for a mesh that is not here. A call has NumPy arrays but for the cache.
     """
     of_rows, whole = (program.rows, NamedSharding(program.mesh, P())) if sharded else (None, None)
@@ -107,9 +109,10 @@ def _decode_arguments(program: Program, rows: int, slots: int, stops: int, *, sh
 
     by_row = functools.partial(given, sharding=of_rows)
     number, real, integers = given("int32"), given("float32"), by_row("int32", rows)
+    held = by_row("int32", rows, sampled) if program.config.sliding_window else None
     return (
         abstract(program.config, rows, slots, dtype=program.cache_dtype, sharding=program.cache),
-        decode.RowState(by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows)),
+        decode.RowState(by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows), held),
         decode.Limits(number, number, number),
         decode.Draw(real, real, given("int32", stops)),
     )
@@ -175,7 +178,7 @@ def decoding_program(
     """
     rows, slots, prefix_slots = shape
     tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights)
-    given = _decode_arguments(program, rows, slots, stops, sharded=False)
+    given = _decode_arguments(program, rows, slots, prefix_slots - prompt_slots, stops, sharded=False)
     fixed = {"program": program, "prompt_slots": prompt_slots, "prefix_slots": prefix_slots, "mode": mode}
     lower = functools.partial(decode.decode.lower, tree, *given, **fixed)
     return lambda: lower().compile()

@@ -58,6 +58,7 @@ class Completions:
             asked.
         prompt_routed_experts: the same of each prompt, [P, layers, k].
         top: ids and log-probs of the likeliest tokens, [N, limit, k] each; () if no one asked.
+        held: [N, limit] int32, the token that each cache slot after the prompt holds; see `decode.RowState`.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Completions:
         self.tokens = np.empty((count, limit), np.int32)
         self.logprobs = np.empty((count, limit), np.float32)
         self.sampled = np.zeros(count, np.int32)
+        self.held = np.zeros((count, limit), np.int32)
         rows = first_row + np.arange(count, dtype=np.uint32)
         self.keys = np.asarray(row_keys(np.uint32(seed), np.uint32(step), rows))
         self.prompt_lengths = np.repeat(np.asarray([prompt.size for prompt in prompts], np.int32), group)
@@ -263,6 +265,7 @@ class Scheduler:
             last=completions.tokens[places, sampled - 1],
             sampled=sampled,
             done=places < 0,
+            held=completions.held[places, : prefix - self._bucket] if self._program.config.sliding_window else None,
         )
         half = round_up(-(-places.size // 2), self._devices)
         shrinkable = self._sizes.min_rows <= half < min(places.size, live.size)
@@ -274,6 +277,8 @@ class Scheduler:
         )  # fmt: skip
         decoded = jax.device_get(decoded)
         steps, of = int(decoded.steps), places[live]
+        written = prefix - self._bucket + (clock + np.arange(steps)) % (slots_of(cache) - prefix)
+        completions.held[of[:, None], written] = sampled[live][:, None] - 1 + np.arange(steps)
         routed = None if decoded.routed_experts is None else decoded.routed_experts[:steps, live]
         tokens, logprobs, *top = (x[:steps, live] for x in (decoded.tokens, decoded.logprobs, *decoded.top))
         completions.add(of, tokens, logprobs, decoded.sampled[live], routed, top)

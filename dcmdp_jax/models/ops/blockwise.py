@@ -26,7 +26,13 @@ def block_size(length: int) -> int:
 
 
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, block: int | None = None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    block: int | None = None,
+    window: int | jax.Array = 0,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v, each token seeing the tokens of its own segment up to itself.
 
@@ -42,6 +48,7 @@ def attention(
         segment_ids: [R, L] integers. Tokens of a segment are consecutive. 0 is padding: its outputs and gradients are
             zero, and no time is spent on it.
         block: queries and keys of a block; None: `block_size`.
+        window: tokens that a token sees, itself included; 0: all before it. Blocks of keys outside are skipped.
 
     Returns:
         [R, L, H, h], the dtype of `query`.
@@ -52,7 +59,7 @@ def attention(
     query = query * jnp.asarray(1.0 / math.sqrt(width), query.dtype)
     grouped = query.reshape(total, kv_heads, heads // kv_heads, width)
     key, value = (x.reshape(total, kv_heads, width) for x in (key, value))
-    attended = _attended(grouped, key, value, _segments(segment_ids, size), size, length)
+    attended = _attended(grouped, key, value, _segments(segment_ids, size, window), size, length)
     return attended.reshape(query.shape)
 
 
@@ -60,7 +67,7 @@ class _Segments(NamedTuple):
     """Where segments lie in the T tokens of all rows.
 
     Attributes:
-        first: [T] int32, the first token of a token's segment; padding counts as a segment.
+        first: [T] int32, the first token that a token sees, of its segment; padding counts as a segment.
         after: [T] int32, the token after the block of queries that begins here.
         real: [T + 1] int32, the first token at or after this one that is not padding; T if there is none.
     """
@@ -70,7 +77,7 @@ class _Segments(NamedTuple):
     real: jax.Array
 
 
-def _segments(segment_ids: jax.Array, size: int) -> _Segments:
+def _segments(segment_ids: jax.Array, size: int, window: int | jax.Array) -> _Segments:
     total, ids = segment_ids.size, segment_ids.reshape(-1)
     index = jnp.arange(total, dtype=jnp.int32)
     begins = (index % segment_ids.shape[1] == 0) | (ids != jnp.roll(ids, 1))
@@ -79,6 +86,8 @@ def _segments(segment_ids: jax.Array, size: int) -> _Segments:
     reach = jnp.minimum(index + size, total)
     whole = jnp.concatenate([first, end])[reach]
     real = lax.cummin(jnp.where(ids != 0, index, total), reverse=True)
+    if not (isinstance(window, int) and window == 0):
+        first = jnp.maximum(first, index - window + 1)
     return _Segments(first, jnp.where(whole > index, whole, reach), jnp.concatenate([real, end]))
 
 

@@ -32,7 +32,7 @@ class _Sequences(NamedTuple):
 
 
 def packed_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, segments: int
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, segments: int, window: int = 0
 ) -> jax.Array:
     """Causal attention of packed rows within their segments, on one device; see `attention.row_attention`.
 
@@ -42,6 +42,7 @@ def packed_attention(
     Args:
         query, key, value, segment_ids: see `attention.row_attention`; tokens of a segment are consecutive. Padding's
             outputs and gradients are zero.
+        window: tokens that a token sees, itself included; 0: all before it.
         segments: M, segments of a row at most, at least 2. All outputs are NaN if the rows have more together.
 
     Raises:
@@ -52,7 +53,7 @@ def packed_attention(
         taken = f"cuDNN's packed attention takes fewer than {2**31 // (heads * width)}"
         raise UserError(f"micro-batch: got {rows * length} tokens on a device, {taken}")
     sequences = _sequences(segment_ids, segments, heads * width, key.shape[2] * width)
-    attended = _attended(query, key, value, sequences)
+    attended = _attended(query, key, value, sequences, window or None)
     return jnp.where(sequences.excess, jnp.nan, jnp.where(sequences.real[..., None, None], attended, 0))
 
 
@@ -77,21 +78,25 @@ def _sequences(segment_ids: jax.Array, segments: int, query_stride: int, key_str
     return _Sequences(lengths, starts * query_stride, starts * key_stride, segment_ids != 0, excess)
 
 
-@jax.custom_vjp
-def _attended(query: jax.Array, key: jax.Array, value: jax.Array, sequences: _Sequences) -> jax.Array:
-    return _attended_forward(query, key, value, sequences)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attended(
+    query: jax.Array, key: jax.Array, value: jax.Array, sequences: _Sequences, window: int | None
+) -> jax.Array:
+    return _attended_forward(query, key, value, sequences, window)[0]
 
 
 def _attended_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, sequences: _Sequences
+    query: jax.Array, key: jax.Array, value: jax.Array, sequences: _Sequences, window: int | None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    attended, statistics = _bind("fwd", query, key, value, sequences, is_training=True)
+    attended, statistics = _bind("fwd", query, key, value, sequences, window=window, is_training=True)
     return attended, (query, key, value, sequences, statistics, attended)
 
 
-def _attended_backward(saved: tuple[Any, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+def _attended_backward(
+    window: int | None, saved: tuple[Any, ...], cotangent: jax.Array
+) -> tuple[jax.Array | None, ...]:
     *inputs, statistics, attended = saved
-    gradients = _bind("bwd", *inputs, statistics, attended, cotangent)
+    gradients = _bind("bwd", *inputs, statistics, attended, cotangent, window=window)
     real = inputs[3].real[..., None, None]
     return *(jnp.where(real, gradient, 0) for gradient in gradients[:3]), None
 
@@ -106,6 +111,7 @@ def _bind(
     value: jax.Array,
     sequences: _Sequences,
     *saved: jax.Array,
+    window: int | None,
     **options: bool,
 ) -> list[jax.Array]:
     """Bind JAX's primitive itself: its public function scales the offsets, and asks for the GPU while tracing."""
@@ -116,7 +122,7 @@ def _bind(
     options |= {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in _parameters(abstract)}
     unused, lengths = jnp.zeros(0, query.dtype), sequences.lengths
     options |= {"scale": 1.0 / math.sqrt(query.shape[-1]), "seed": 42, "dropout_rate": 0.0}
-    options |= {"variadic_args": (False, False), "sliding_window_length": None}
+    options |= {"variadic_args": (False, False), "sliding_window_length": window}
     options |= {"mask_type": cudnn.MaskType.PADDING_CAUSAL, "layout": cudnn.AttentionLayout.BTNH.value}
     where = lengths, lengths, sequences.query_offsets, sequences.key_offsets
     bind = getattr(cudnn, f"_dot_product_attention_{direction}_p").bind

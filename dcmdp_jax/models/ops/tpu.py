@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from dcmdp_jax.errors import UserError
 
 
-def splash_attention(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def splash_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array, *, window: int = 0
+) -> jax.Array:
     """Causal attention of packed rows within their segments, on one device; see `attention.row_attention`.
 
     Raises:
@@ -26,7 +28,9 @@ def splash_attention(query: jax.Array, key: jax.Array, value: jax.Array, segment
     sides = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"
     sizes = splash.BlockSizes(**{f"block_{side}": block for side in sides})
     query = query * jnp.asarray(1.0 / math.sqrt(query.shape[-1]), query.dtype)
-    mask = masks.MultiHeadMask([masks.CausalMask((length, length)) for _ in range(heads)])
+    square = length, length
+    own = masks.LocalMask(square, (window - 1, 0), 0) if window else masks.CausalMask(square)
+    mask = masks.MultiHeadMask([own for _ in range(heads)])
     kernel = splash.make_splash_mha(mask=mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
     # The multi-head kernel serves grouped queries too: query head i reads key head i // (H / K).
     swapped = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))

@@ -1,0 +1,111 @@
+"""Decoder families as rows of data: what differs between them, declared once; modules and engines read it here.
+
+Every switch is one that a layer has in place of another. A family that needs more is named in `MISSING`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+_PRE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_POST = {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"}
+_SANDWICH = _POST | {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
+
+
+class Family(NamedTuple):
+    """Switches of a decoder family; the defaults are Llama's.
+
+    Attributes:
+        architecture: class of transformers and vLLM.
+        norms: norm of a layer -> its name in Hugging Face's files. `attention_norm` and `mlp_norm` are before a
+            sub-layer, `attention_out_norm` and `mlp_out_norm` after it, before it is added to the residual stream.
+        qk_norm: RMS norm of queries and keys: "" for none, "head" for each head, "width" for all heads together.
+        float32_norm: norms multiply by their weights in float32, and round once.
+        unit_offset: norms multiply by 1 + w; w begins at 0.
+        gate: activation of the MLP's gate, "silu" or "gelu_tanh".
+        scaled_embedding: embeddings are multiplied by sqrt(hidden_size).
+        full_every: every n-th layer sees all tokens before it, the others a sliding window. 0: all layers slide where
+            config.json has a window; None: none does.
+        rope_free_every: every n-th layer has no rotary embedding; 0: all have it.
+        sliding_rope: sliding layers have an unscaled rotary embedding of their own.
+        rope_theta: rotary base where config.json has none.
+        defaults: other fields of config.json -> the value of one that is absent, as in transformers.
+    """
+
+    architecture: str
+    norms: Mapping[str, str] = _PRE
+    qk_norm: str = ""
+    float32_norm: bool = False
+    unit_offset: bool = False
+    gate: str = "silu"
+    scaled_embedding: bool = False
+    full_every: int | None = None
+    rope_free_every: int = 0
+    sliding_rope: bool = False
+    rope_theta: float = 10000.0
+    defaults: Mapping[str, Any] = {}
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", defaults={"num_key_value_heads": None, "max_position_embeddings": 2048}),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", defaults={"head_dim": 128}),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head"),
+    "mistral": Family(
+        "MistralForCausalLM",
+        full_every=0,
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        rope_free_every=4,
+        rope_theta=2e6,
+        defaults={"tie_word_embeddings": True, "num_key_value_heads": 4, "pad_token_id": 128004},
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        norms=_POST,
+        qk_norm="width",
+        float32_norm=True,
+        full_every=4,
+        sliding_rope=True,
+        rope_theta=500000.0,
+        defaults={
+            "sliding_window": 4096, "num_key_value_heads": None, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+        },
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        norms=_SANDWICH,
+        qk_norm="head",
+        float32_norm=True,
+        unit_offset=True,
+        gate="gelu_tanh",
+        scaled_embedding=True,
+        full_every=6,
+        sliding_rope=True,
+        rope_theta=1e6,
+        defaults={
+            "sliding_window": 4096, "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 131072,
+            "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0, "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
+}  # fmt: skip
+"""`model_type` of config.json -> the family."""
+
+MISSING = {
+    "qwen3_5": "recurrent layers (gated delta rule)",
+    "qwen3_next": "recurrent layers (gated delta rule)",
+    "deepseek_v2": "multi-head latent attention (MLA)",
+    "deepseek_v3": "multi-head latent attention (MLA)",
+    "kimi_k2": "multi-head latent attention (MLA)",
+    "gpt_oss": "attention sinks and biased, clamped experts",
+    "gemma2": "soft caps of logits and scores",
+    "gemma3": "images; a text-only Gemma 3 has model_type gemma3_text",
+    "mixtral": "Mixtral's experts",
+    "phi3": "fused projections and longrope",
+    "glm4_moe": "sigmoid routing with shared experts",
+    "nemotron_h": "state-space layers",
+}
+"""`model_type` of a family that is not there -> what its decoder has and this one has not."""
