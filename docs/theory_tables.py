@@ -1,4 +1,4 @@
-"""The tables of theory.md: the direction of the token's charge, and two steps with a way out.
+"""The tables of theory.md: the direction of the token's charge, two steps with a way out, budgets and confidence.
 
     python -m docs.theory_tables          # prints both
 
@@ -53,6 +53,19 @@ is above it: a charge that is equal for all actions has expected gradient 0 only
 While delta stays as it is, theta follows
 
     theta + sinh theta = theta_0 + sinh theta_0 + u s / 4    after steps of summed size s.
+
+**Which budget can be met by growing sure?** The same two ways, but only the first action of the noisy way is right, so
+that it earns 1 or 0: reward alone leads there and makes phi grow. Both actions have |eps| = |logit y - logit z| = d
+whatever phi is, and delta = |y - z| -> 0. Each completion is charged its mean (`sequence`), its tokens being the first,
+which has no discrepancy, and the second. With V = x (1 - g) + (1 - x) z, h = lambda m / 2 and m = delta or d,
+
+    E[d theta] = 1/2 x (1 - x) (1 - g - z + h)
+    E[d phi]   = 1/2 (1 - x) (z (1 - y) (1 - V - h) + (1 - z) y (V + h))
+    lambda'    = max(lambda + eta (spent - c), 0)
+
+with spent = (1 - x) m / 2, the mean over tokens, or their 95th percentile: m where (1 - x) / 2 > 0.05, else 0. At rest
+spent = c and h = z - (1 - g) -> g, so lambda = 2 g / m: for m = d that is 2 g / d at x = 1 - 2 c / d, and with the
+percentile at x = 0.9. For m = delta the mean is below c for every x once phi is large: lambda is 0, and x -> 0.
 """
 
 from __future__ import annotations
@@ -301,6 +314,55 @@ def way_out_page() -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
+def budget_path(
+    start: TwoSteps, measure: str, budget: str, tolerance: float, *, rate: float, steps: int, size: float = 1.0
+) -> np.ndarray:
+    """lambda, x, phi, mean delta and mean |eps| per token before each of `steps` expected updates, [steps, 5] float64.
+
+    Args:
+        start: problem and first policy; the group's size is not used.
+        measure: "diff" or "logit".
+        budget: "mean" or "p95", over tokens.
+        tolerance: c.
+        rate: eta; 0 leaves lambda at 0, reward alone.
+        steps, size: of the policy.
+    """
+    theta, phi, multiplier, path = start.theta, start.phi, 0.0, []
+    for _ in range(steps):
+        x, y, z = expit(theta), expit(phi), expit(phi + start.shift)
+        charged = abs(y - z) if measure == "diff" else abs(start.shift)
+        path.append((multiplier, x, phi, (1 - x) * abs(y - z) / 2, (1 - x) * abs(start.shift) / 2))
+        value, half = x * (1 - start.price) + (1 - x) * z, multiplier * charged / 2
+        theta += size * x * (1 - x) * (1 - start.price - z + half) / 2
+        phi += size * (1 - x) * (z * (1 - y) * (1 - value - half) + (1 - z) * y * (value + half)) / 2
+        spent = (1 - x) * charged / 2 if budget == "mean" else charged * ((1 - x) / 2 > 0.05)
+        multiplier = max(multiplier + rate * (spent - tolerance), 0.0)
+    return np.array(path)
+
+
+BUDGETS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "none": ("diff", "mean", 0.0, 0.0),
+        "mean delta, half of the first": ("diff", "mean", 0.0058, 0.5),
+        "mean \\|eps\\|, half of the first": ("logit", "mean", 0.125, 0.05),
+        "95th percentile of \\|eps\\|, half of the first": ("logit", "p95", 0.5, 0.01),
+    }
+)
+"""Row of the table: measure, statistic, c and eta."""
+SURE_START = TwoSteps(theta=0.0, phi=2.5, shift=1.0, price=0.1)
+
+
+def budget_page() -> list[str]:
+    """The documentation's table of budgets, lines of Markdown; means of the second half of 4,000 steps."""
+    rows = [["budget", "c", "lambda", "clean way", "delta", "\\|eps\\|"], ["---"] * 6]
+    for name, (measure, budget, tolerance, rate) in BUDGETS.items():
+        path = budget_path(SURE_START, measure, budget, tolerance, rate=rate, steps=4000)
+        multiplier, x, _, delta, eps = path[2000:].mean(axis=0)
+        shown = f"{tolerance:g}" if rate else ""
+        rows.append([name, shown, f"{multiplier:.3f}", f"{x:.3f}", f"{delta:.4f}", f"{eps:.3f}"])
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
 def _check(charge: str) -> None:
     if charge not in CHARGES:
         raise ValueError(f"charge = {charge!r}: allowed are {', '.join(CHARGES)}")
@@ -316,4 +378,4 @@ def direction_page() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join([*direction_page(), "", *way_out_page()]))
+    print("\n".join([*direction_page(), "", *way_out_page(), "", *budget_page()]))

@@ -4,12 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.special import softmax
+from scipy.special import expit, log_expit, softmax
 from scipy.stats import norm
 
+from dcmdp_jax.algorithm.discrepancy import token_discrepancy
+from dcmdp_jax.algorithm.dual import dual_update
 from docs.theory_tables import (
     CHARGES,
+    SURE_START,
     TwoSteps,
+    budget_path,
     charge_direction,
     direction_page,
     discrepancy_slope,
@@ -54,6 +58,37 @@ def test_lambda_has_no_scale_inside_a_normalized_reward():
     assert expected_update(TwoSteps(), "reward", 1000.0)[0] == pytest.approx(
         10_000 * expected_update(TwoSteps(), "reward", 0.1)[0]
     )
+
+
+def test_one_state_is_sure_enough_for_any_mean_delta_and_for_no_displacement():
+    d, c = 0.7, 1e-4
+    phi = np.log((1 - np.exp(-d)) / c) + np.array([0.0, 1.0, 3.0])
+    pairs = [[log_expit(s * logit) for s in (1, -1)] for logit in (phi, phi + d)]  # log-probs of both actions
+    p, q = (np.float32(x) for x in pairs)
+    mean = lambda measure: (np.exp(q) * token_discrepancy(p, q, measure=measure)).sum(axis=0)  # noqa: E731
+    assert (np.asarray(mean("diff")) <= c * 1.001).all()
+    np.testing.assert_allclose(mean("logit"), d, rtol=2e-3)
+
+
+def test_only_a_budget_on_the_displacement_changes_it():
+    reward, delta, eps, tail = (
+        budget_path(SURE_START, measure, budget, c, rate=rate, steps=4000)
+        for measure, budget, c, rate in (
+            ("diff", "mean", 0.0, 0.0), ("diff", "mean", 0.0058, 0.5), ("logit", "mean", 0.125, 0.05),
+            ("logit", "p95", 0.5, 0.01),
+        )
+    )  # fmt: skip
+    # x = 1/2 and d = 1: |eps| is 1/4 a token; delta is sigma(3.5) - sigma(2.5) = 0.970688 - 0.924142 on a quarter.
+    assert reward[0, 3:] == pytest.approx((0.046546 / 4, 0.25), rel=1e-4)
+    assert delta[0, 3] > 0.0058 > 10 * delta[-1, 3] and delta[-1, 0] == 0  # met, and lambda is 0 again
+    np.testing.assert_allclose(delta[-1, 3:], reward[-1, 3:], rtol=0.02)  # as without a budget: |eps| near d / 2
+    assert delta[-1, 4] > 0.49
+    for path, clean in ((eps, 1 - 2 * 0.125), (tail, 0.9)):
+        assert path[2000:, 1].mean() == pytest.approx(clean, abs=0.01)
+        assert path[2000:, 0].mean() == pytest.approx(2 * SURE_START.price, rel=0.15)
+    # One step by hand from lambda 0: V = 0.45 + 0.970688 / 2 = 0.935344 and d theta = 1/8 (0.9 - 0.970688).
+    assert expit(0.125 * (0.9 - 0.970688)) == pytest.approx(eps[1, 1], rel=1e-5)
+    assert float(dual_update(0.0, 0.25, tolerance=0.125, learning_rate=0.05)) == pytest.approx(eps[1, 0])
 
 
 @pytest.mark.parametrize("charge", CHARGES)

@@ -25,7 +25,7 @@ from dcmdp_jax.algorithm.require import require_number, require_option, require_
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
 
-Measure = Literal["diff", "ratio", "log"]
+Measure = Literal["diff", "ratio", "log", "logit"]
 Sided = Literal["two", "one"]
 Level = Literal["token", "sequence"]
 Charge = Literal["token", "sequence", "reward"]
@@ -49,20 +49,25 @@ def token_discrepancy(
 
         diff   |p - q|        ratio   min(|p / q - 1|, 10)        log   |log p - log q|,
 
-    the distance from agreement of the three signals of Eq. 2; `diff` is Eq. 3, the paper's choice. One-sided charges
-    only tokens the training stack finds likelier, p > q: d is replaced by max(d, 0).
+    the distance from agreement of the three signals of Eq. 2; `diff` is Eq. 3, the paper's choice. Ours is
 
-    Finite for every input but NaN: `diff` is at most 1 (log-probs above 0 count as 0), `log` at most 20, `ratio` at
-    most `RATIO_LIMIT`, without which one token of q near 0 would be charged up to e^20 - 1 = 4.85e8. So q = 0 (-inf)
-    gives p, 10, 20; -inf in both gives 0. NaN stays NaN. `diff` is formed as max(p, q) (1 - e^-|d|), which keeps
-    float32's relative precision when p and q nearly agree.
+        logit  min(|logit p - logit q|, 20),        logit p = log(p / (1 - p)),
+
+    the size of the `displacement`, which confidence does not shrink. Its ends are those of `log_odds`: p and q are held
+    at 1 - 2^-24 at most, so that a token that float32 calls certain on both sides costs 0, and on one side at most 20.
+    One-sided charges only tokens the training stack finds likelier, p > q: d is replaced by max(d, 0).
+
+    Finite for every input but NaN: `diff` is at most 1 (log-probs above 0 count as 0), `log` and `logit` at most 20,
+    `ratio` at most `RATIO_LIMIT`, without which one token of q near 0 would be charged up to e^20 - 1 = 4.85e8. So
+    q = 0 (-inf) gives p, 10, 20, 20; -inf in both gives 0. NaN stays NaN. `diff` is formed as max(p, q) (1 - e^-|d|),
+    which keeps float32's relative precision when p and q nearly agree.
 
     Args:
         train_logprobs: any shape, nats, training stack, weights that made the batch: log p^Train.
         rollout_logprobs: same shape, nats, inference engine: log p^Inf.
         completion_mask: same shape, true (or 1) on sampled tokens; elsewhere the result is 0 and what is given is
             ignored. None: all are.
-        measure: "diff", "ratio" or "log".
+        measure: "diff", "ratio", "log" or "logit".
         sided: "two" or "one".
 
     Returns:
@@ -78,6 +83,8 @@ def token_discrepancy(
     train_logprobs, rollout_logprobs = as_float(train_logprobs), as_float(rollout_logprobs)
     if measure == "diff":
         train_logprobs, rollout_logprobs = jnp.minimum(train_logprobs, 0.0), jnp.minimum(rollout_logprobs, 0.0)
+    if measure == "logit":
+        train_logprobs, rollout_logprobs = log_odds(train_logprobs), log_odds(rollout_logprobs)
     log_ratio = clamped_log_ratio(train_logprobs, rollout_logprobs)
     if sided == "one":
         log_ratio = jnp.maximum(log_ratio, 0.0)
@@ -151,7 +158,7 @@ def completions_over_tolerance(
 
 
 def log_odds(logprobs: Array) -> jax.Array:
-    """log(p / (1 - p)) = x - log1p(-exp(x)) of each log-prob x, elementwise, in float32.
+    """log(p / (1 - p)) = x - log1p(-exp(x)) of each log-prob x, elementwise.
 
     p is held at 1 - 2^-24 at most, the largest float32 below 1, where the log-odds are 16.6: a token that float32 calls
     certain has finite ones. At the other end x is held at -1e4 nats. NaN stays NaN.
@@ -160,9 +167,9 @@ def log_odds(logprobs: Array) -> jax.Array:
         logprobs: any shape, nats.
 
     Returns:
-        Same shape, float32, finite but for NaN. No gradient flows.
+        Same shape, float32 (float64 for float64 with x64), finite but for NaN. No gradient flows.
     """
-    x = jnp.clip(jax.lax.stop_gradient(jnp.asarray(logprobs, jnp.float32)), -LOGPROB_LIMIT, -(2.0**-24))
+    x = jnp.clip(jax.lax.stop_gradient(as_float(logprobs)), -LOGPROB_LIMIT, -(2.0**-24))
     return x - jnp.log(-jnp.expm1(x))  # -expm1(x) is 1 - p to float32's precision where exp(x) rounds to 1
 
 

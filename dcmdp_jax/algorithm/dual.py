@@ -6,6 +6,8 @@ No optimizer, decay or gradient clipping touches it.
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,9 @@ import jax.numpy as jnp
 from dcmdp_jax.algorithm.masked import masked_quantile
 from dcmdp_jax.algorithm.require import require_number, require_rank, require_same_shape
 from dcmdp_jax.types import Array, DualState
+
+QUANTILES: Mapping[str, float] = MappingProxyType({"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99})
+"""Quantiles of the tokens' discrepancy that a budget may be on."""
 
 BUDGET_ROOM = 1.25
 """Ours: c is this times a measured discrepancy. Lambda rests while that stays, and rises when it grows by a quarter."""
@@ -56,7 +61,7 @@ def dual_update(
     Args:
         multiplier: lambda_k, [] float.
         mean_discrepancy: dbar_k, [] float, sum(delta m) / sum(m) over the WHOLE batch, all mini-batches and hosts: a
-            mean over tokens, not over completions.
+            mean over tokens, not over completions. Or another statistic that c bounds (`QUANTILES`).
         tolerance: c, in the discrepancy's unit.
         learning_rate: eta, multiplier units per unit of discrepancy. The paper's is 1.
         minimum: lambda_min.

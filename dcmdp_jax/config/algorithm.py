@@ -14,7 +14,7 @@ import jax
 from dcmdp_jax.algorithm.centering import score_centering
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, OF_TOKENS, TRUNCATIONS
 from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
-from dcmdp_jax.algorithm.dual import BUDGET_ROOM
+from dcmdp_jax.algorithm.dual import BUDGET_ROOM, QUANTILES
 from dcmdp_jax.algorithm.losses import LOSSES, Aggregation
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
@@ -58,12 +58,14 @@ class AlgorithmSettings:
         method: Penalty of the discrepancy: dc_grpo, dual_grpo, threshold_grpo, grpo, or a function of yours as
             path.py:function(parameter=value) (docs/remedies.md). dual_grpo: multiplier fixed at 1. Source: paper
             [4, 5].
-        measure: Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1| or |log p_train - log p_inf|.
-            Source: paper: diff.
+        measure: Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1|, |log p_train - log p_inf| or
+            |logit p_train - logit p_inf|, which confidence does not shrink. Source: paper: diff.
         sided: two: absolute value. one: only p_train above p_inf is charged. Source: paper: two.
         level: What is charged. token: each token's discrepancy. sequence: its completion's mean. reward: that mean,
             in the reward, before the group's mean is taken (one forward pass more). Source: paper: token.
         multiplier: lambda_0, the multiplier of the first step. Source: paper [6.1]: 0.1 (8B), 0.05 (30B-A3B).
+        budget: Statistic of the tokens' discrepancy that c bounds and that moves lambda: mean, or a quantile over all
+            tokens of the step. Source: paper: mean.
         tolerance: c, the budget of the mean discrepancy. Source: paper [6.1]: 0.0037 (8B), 0.0050 (30B-A3B).
         tolerance_steps: Calibrate c on this many first steps, during which lambda stays at lambda_0 and c at
             `tolerance`. Then c is tolerance_factor times the median over these steps of the mean discrepancy, or of
@@ -120,6 +122,7 @@ class AlgorithmSettings:
     sided: str = setting("two", choices=get_args(Sided))
     level: str = setting("token", choices=get_args(Charge))
     multiplier: float = setting(0.1, unit="advantage per discrepancy")
+    budget: str = setting("mean", choices=("mean", *QUANTILES))
     tolerance: float = setting(0.0037, unit="of the measure", minimum=0)
     tolerance_steps: int = setting(0, unit="steps", minimum=0, limit=(10_000, "lambda rests in all of them"))
     tolerance_factor: float = setting(BUDGET_ROOM, minimum=1e-6)
@@ -161,6 +164,11 @@ class AlgorithmSettings:
     def fixed_multiplier(self) -> float | None:
         """The constant multiplier of a method without dual ascent; None for one whose multiplier moves."""
         return FIXED_MULTIPLIERS.get(self.calls("method")[0].function)
+
+    @property
+    def spent_metric(self) -> str:
+        """Name of the metric that is compared with c."""
+        return "discrepancy/mean" if self.budget == "mean" else "discrepancy/spent"
 
     @property
     def measured_steps(self) -> int:

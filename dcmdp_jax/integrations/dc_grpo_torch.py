@@ -22,7 +22,7 @@ MAX_LOG_RATIO = 20.0
 LOGPROB_LIMIT = 1e4
 _RATIO_LIMIT = 10.0
 STATE_FILE = "dc_grpo.json"
-_MEASURES, _SIDES = ("diff", "ratio", "log"), ("two", "one")
+_MEASURES, _SIDES = ("diff", "ratio", "log", "logit"), ("two", "one")
 
 Reduce = Callable[[Tensor], Tensor]
 """Adds a small float64 tensor over the processes that share a batch."""
@@ -52,12 +52,13 @@ def token_discrepancy(
     """Discrepancy of each token (Eq. 2-3), as `dcmdp_jax.algorithm.discrepancy.token_discrepancy`.
 
         diff   |p - q|        ratio   min(|p / q - 1|, 10)        log   |log p - log q|
+        logit  min(|logit p - logit q|, 20), p and q at most 1 - 2^-24
 
     One-sided charges only tokens with p > q.
 
     Args:
         train_logprobs, rollout_logprobs: same shape, nats.
-        measure: "diff", "ratio" or "log".
+        measure: "diff", "ratio", "log" or "logit".
         sided: "two" or "one".
 
     Returns:
@@ -72,6 +73,8 @@ def token_discrepancy(
     train, rollout = train_logprobs.detach().float(), rollout_logprobs.detach().float()
     if measure == "diff":
         train, rollout = train.clamp(max=0.0), rollout.clamp(max=0.0)
+    if measure == "logit":
+        train, rollout = (x - torch.log(-torch.expm1(x)) for x in (y.clamp(max=-(2.0**-24)) for y in (train, rollout)))
     log_ratio = clamped_log_ratio(train, rollout)
     if sided == "one":
         log_ratio = log_ratio.clamp(min=0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -17,6 +17,7 @@ _FLOORS = 3.0
 _OVER_BUDGET = 1.5
 _JUMP, _USUAL_STEPS = 5.0, 5
 _GROWTH, _ENTROPY_CHANGE, _RANK_CORRELATION = 2.0, 0.4, 0.6
+_TAIL_GROWTH = 1.5
 _MISSING_MASS, _LEAST_SAMPLE_SIZE = 0.005, 0.8
 _STALENESS, _MOST_STALENESS = "staleness/log_ratio_abs_mean", 0.2
 _BROKEN, _BROKEN_TIMES, _BROKEN_STEPS = 0.1, 10.0, 3
@@ -24,13 +25,23 @@ _CHARGE_SHARE, _LEAST_SHARE, _WHOLE_ADVANTAGE = 0.1, 0.01, 0.5
 """Guesses, not measured: a share of the update, one that is worth a word, and a token's charge in advantages."""
 _LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
 
-ALARMS = ("noise", "mismatch", "staleness", "weight_sync", "support", "retokenization", "charge", "collapse")
+ALARMS = (
+    "noise",
+    "mismatch",
+    "staleness",
+    "weight_sync",
+    "support",
+    "retokenization",
+    "charge",
+    "collapse",
+    "displacement",
+)
 """Every alarm's name."""
 WATCHED = (
     "discrepancy/mean", "discrepancy/broken_completions", "dual/tolerance", "mismatch/k1", "mismatch/k3",
     "mismatch/effective_sample_size", "mismatch/noise_floor", "rollout/staleness_max", "policy/entropy", _STALENESS,
     "discrepancy/max", "dual/multiplier", "dual/charge_share", "reward/mean",
-    "reward/all_equal_groups",
+    "reward/all_equal_groups", "discrepancy/spent", "displacement/abs_p95",
 )  # fmt: skip
 """Metrics that the alarms look at."""
 
@@ -51,7 +62,8 @@ class Alarm:
 def alarms(series: Series) -> list[Alarm]:
     """The alarms of a run, from its metrics so far; empty for a healthy one.
 
-    c is `dual/tolerance`, delta `discrepancy/mean`. Unless it is said, a rule looks at the last 10 steps.
+    c is `dual/tolerance`, delta `discrepancy/mean`; noise and mismatch compare with c the quantile that
+    `algorithm.budget` names, if it does. Unless it is said, a rule looks at the last 10 steps.
 
     | alarm | rule |
     |---|---|
@@ -63,6 +75,7 @@ def alarms(series: Series) -> list[Alarm]:
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but charge says why |
     | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a weight_sync alarm |
+    | displacement | over 20 steps the 95th percentile of |logit p - logit q| grows by half or more, steadily (rank correlation of 0.6 or more), while delta does not rise: confidence hides from delta that the engines part |
 
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
     window raises none. The numbers of `charge` are guesses: no runs have measured from where on a charge harms.
@@ -103,9 +116,14 @@ def _floor(series: Series) -> float:
     return float(values[-1]) if len(values) else 0.0
 
 
+def spent(metrics: Collection[str]) -> str:
+    """Which of a run's metrics its budget c bounds: the mean discrepancy, or a quantile (`algorithm.budget`)."""
+    return "discrepancy/spent" if "discrepancy/spent" in metrics else "discrepancy/mean"
+
+
 def _over(series: Series) -> tuple[float, float] | None:
     """Mean delta of the window and c, if that delta is well above both c and the noise floor."""
-    delta, tolerance = _last(series, "discrepancy/mean"), _last(series, "dual/tolerance")
+    delta, tolerance = _last(series, spent(series)), _last(series, "dual/tolerance")
     if delta is None or tolerance is None:
         return None
     mean, c = float(delta.mean()), float(tolerance[-1])
@@ -173,7 +191,7 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
 
 
 def _charge(series: Series) -> str | None:
-    multiplier, delta = _last(series, "dual/multiplier"), _last(series, "discrepancy/mean")
+    multiplier, delta = _last(series, "dual/multiplier"), _last(series, spent(series))
     if multiplier is None or delta is None:
         return None
     largest, share = _last(series, "discrepancy/max"), _last(series, "dual/charge_share")
@@ -226,7 +244,7 @@ def _weight_sync(series: Series) -> str | None:
 
 
 def _noise(series: Series) -> str | None:
-    delta, tolerance = _last(series, "discrepancy/mean"), _last(series, "dual/tolerance")
+    delta, tolerance = _last(series, spent(series)), _last(series, "dual/tolerance")
     if delta is None or tolerance is None or not np.mean(delta > tolerance) > 0.5:
         return None
     floor = _floor(series)
@@ -272,6 +290,19 @@ def _collapse(series: Series) -> str | None:
     )
 
 
+def _displacement(series: Series) -> str | None:
+    tail, delta = (_last(series, name, _TREND_WINDOW) for name in ("displacement/abs_p95", "discrepancy/mean"))
+    if tail is None or delta is None or delta[-5:].mean() > delta[:5].mean():
+        return None
+    first, last = tail[:5].mean(), tail[-5:].mean()
+    if last < _TAIL_GROWTH * first or _rank_correlation(tail) < _RANK_CORRELATION:
+        return None
+    return (
+        f"Over {_TREND_WINDOW} steps the 95th percentile of |logit p - logit q| rose from {first:.3g} to {last:.3g}, "
+        "the discrepancy did not: the policy grew sure while the engines parted. Charge it: measure=logit, budget=p95."
+    )
+
+
 def _rank_correlation(values: np.ndarray) -> float:
     """Spearman's correlation with the step; 0 for a constant."""
     if values.min() == values.max():
@@ -289,5 +320,6 @@ _RULES: Mapping[str, tuple[Callable[[Series], str | None], tuple[str, ...]]] = {
     "weight_sync": (_weight_sync, ("retokenization", "charge")),
     "mismatch": (_mismatch, ("support", "retokenization", "staleness", "noise", "weight_sync")),
     "collapse": (_collapse, ("weight_sync",)),
+    "displacement": (_displacement, ("collapse",)),
 }
 """Alarm -> its rule, which returns what is wrong or None, and the alarms before it that explain it."""

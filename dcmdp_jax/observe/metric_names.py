@@ -44,6 +44,8 @@ completion/truncated_fraction | fraction | completions cut by the length limit
 completion/beyond_vocabulary_fraction | fraction | sampled tokens whose id is beyond the tokenizer's: the model has more
     rows than it, and they have no text
 discrepancy/mean | discrepancy | token-weighted batch mean: what the dual step compares with the tolerance
+discrepancy/spent | discrepancy | the quantile over sampled tokens that algorithm.budget names: what the dual step
+    compares with the tolerance; not recorded where that is the mean
 discrepancy/p50 | discrepancy | median over sampled tokens
 discrepancy/p99 | discrepancy | 99th percentile over sampled tokens
 discrepancy/max | discrepancy | largest over sampled tokens
@@ -71,8 +73,8 @@ mismatch/k1 | nats | mean of rollout - train log-probs: KL(rollout || train), un
 mismatch/k3 | nats | the same KL by the non-negative low-variance estimator
 mismatch/pearson | correlation | Pearson correlation of train and rollout token probabilities
 mismatch/effective_sample_size | fraction | effective share of tokens under train / rollout weights; 1 is best
-mismatch/noise_floor | discrepancy | mean discrepancy of the engine against itself in another batch shape, at steps 1,
-    17, 65, 257, ...
+mismatch/noise_floor | discrepancy | mean discrepancy, or the quantile of algorithm.budget, of the engine against
+    itself in another batch shape, at steps 1, 17, 65, 257, ...
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
 mismatch/merge_rounding | fraction | with adapters: what the engine's rounding of the merged matrices adds to or takes
     from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base
@@ -103,8 +105,9 @@ rollout/staleness_mean | steps | mean age of the sampled tokens: the trained pol
 rollout/staleness_max | steps | the same of the oldest sampled token
 rollout/padding_fraction | fraction | padding among the tokens that the training step computed
 dual/multiplier | advantage / discrepancy | lambda, the price of a unit of discrepancy, as this step used it
-dual/violation | discrepancy | mean discrepancy minus the tolerance; lambda rises where it is positive
-dual/tolerance | discrepancy | c, the budget for the mean discrepancy
+dual/violation | discrepancy | mean discrepancy, or the quantile of algorithm.budget, minus the tolerance;
+    lambda rises where it is positive
+dual/tolerance | discrepancy | c, the budget for the mean discrepancy, or for the quantile of algorithm.budget
 dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum |advantage| (1 - p),
     as tokens weigh
 policy/clip_low_fraction | fraction | tokens whose gradient the lower clip of the ratio stops

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from dcmdp_jax.activity import current_text, shown_elsewhere
 from dcmdp_jax.number_format import duration, number, score
+from dcmdp_jax.observe.alarms import spent
 
 _PLAIN_INTERVAL_SECONDS = 2.0
 _RECENT_STEPS = 20
@@ -120,7 +121,7 @@ class Progress:
         def get(name: str) -> float:
             return self._values.get(name, math.nan)
 
-        discrepancy, tolerance = get("discrepancy/mean"), get("dual/tolerance")
+        discrepancy, tolerance = get(spent(self._values)), get("dual/tolerance")
         shown = f"discrepancy {number(discrepancy, '.5f')}"
         style = ""
         if not math.isnan(tolerance):

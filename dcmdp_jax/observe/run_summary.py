@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from dcmdp_jax.number_format import number
-from dcmdp_jax.observe.alarms import alarms
+from dcmdp_jax.observe.alarms import alarms, spent
 from dcmdp_jax.observe.metrics_io import Series
 
 _TRUNCATED_LIMIT = 0.5
@@ -201,11 +201,12 @@ def _median(values: np.ndarray) -> float:
 
 
 def _over(series: Series) -> np.ndarray:
-    """[n] float64, 1 where the mean discrepancy exceeds c, else 0, at the steps that recorded both."""
-    if "discrepancy/mean" not in series or "dual/tolerance" not in series:
+    """[n] float64, 1 where what c bounds exceeds it, else 0, at the steps that recorded both."""
+    name = spent(series)
+    if name not in series or "dual/tolerance" not in series:
         return np.zeros(0)
-    _, left, right = np.intersect1d(series["discrepancy/mean"][0], series["dual/tolerance"][0], return_indices=True)
-    discrepancy, tolerance = series["discrepancy/mean"][1][left], series["dual/tolerance"][1][right]
+    _, left, right = np.intersect1d(series[name][0], series["dual/tolerance"][0], return_indices=True)
+    discrepancy, tolerance = series[name][1][left], series["dual/tolerance"][1][right]
     both = np.isfinite(discrepancy) & np.isfinite(tolerance)
     # While c is measured on the first steps, nothing is held against the setting in its place.
     both &= tolerance == tolerance[both][-1] if both.any() else both

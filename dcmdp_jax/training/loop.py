@@ -163,7 +163,8 @@ class Trainer:
         if self.hosts.is_writer:
             series = read_metrics(self.config.run_dir)
             floors = series.get("mismatch/noise_floor", ((), ()))
-            measured = measure_tolerance(self.config.algorithm, series["discrepancy/mean"], floors)
+            algorithm = self.config.algorithm
+            measured = measure_tolerance(algorithm, series[algorithm.spent_metric], floors)
         [tolerance] = self.hosts.largest(float(measured))
         tolerance = to_global(np.float32(tolerance), self.programs.shardings.dual.tolerance)
         return state._replace(dual=state.dual._replace(tolerance=tolerance))

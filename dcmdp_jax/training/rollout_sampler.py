@@ -14,6 +14,7 @@ import numpy as np
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
+from dcmdp_jax.algorithm.dual import QUANTILES
 from dcmdp_jax.config.arguments import EPISODES, REWARDS, as_settings
 from dcmdp_jax.data.episode import Episode, in_prompt_order
 from dcmdp_jax.engines.protocol import EngineError
@@ -203,4 +204,5 @@ class NoiseFloor:
         differences = [self._discrepancy(again, sampled)]
         if together.size:
             differences.append(self._discrepancy(alone, together))
-        return max(float(np.mean(each)) for each in differences)
+        share = QUANTILES.get(run.config.algorithm.budget)
+        return max(float(np.mean(each) if share is None else np.quantile(each, share)) for each in differences)

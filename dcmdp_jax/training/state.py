@@ -34,9 +34,7 @@ def initial_dual(settings: AlgorithmSettings) -> DualState:
     return dual_init(settings.multiplier, minimum=0.0, maximum=settings.multiplier_max, tolerance=settings.tolerance)
 
 
-def update_dual(
-    settings: AlgorithmSettings, dual: DualState, step: jax.Array, mean_discrepancy: jax.Array
-) -> DualState:
+def update_dual(settings: AlgorithmSettings, dual: DualState, step: jax.Array, spent: jax.Array) -> DualState:
     """The dual state of the next step (Eq. 11).
 
     lambda does not move in methods with a fixed multiplier, nor in the steps that c is measured on.
@@ -45,12 +43,12 @@ def update_dual(
         settings: the method and its constants.
         dual: the state of this step.
         step: [] int32, finished steps before this one.
-        mean_discrepancy: dbar_k.
+        spent: dbar_k, or the quantile that c bounds.
     """
     if settings.fixed_multiplier is not None:
         return dual
     rule = {"learning_rate": settings.dual_learning_rate, "minimum": 0.0, "maximum": settings.multiplier_max}
-    moved = dual_update(dual.multiplier, mean_discrepancy, tolerance=dual.tolerance, **rule)
+    moved = dual_update(dual.multiplier, spent, tolerance=dual.tolerance, **rule)
     if settings.measured_steps:
         moved = jnp.where(step < settings.measured_steps, dual.multiplier, moved)
     return dual._replace(multiplier=moved)
@@ -63,7 +61,7 @@ def measure_tolerance(
 
     Args:
         settings: the rule.
-        discrepancies: steps, and the mean discrepancy of each.
+        discrepancies: steps, and what c bounds in each: the mean discrepancy or a quantile.
         noise_floors: steps that measured one, and the floors; the latest counts until the next, 0 before the first.
     """
     (steps, means), (at, floors) = discrepancies, noise_floors

@@ -158,7 +158,7 @@ def make_train_step(
     An update whose gradient norm, loss or advantages are not finite leaves parameters and optimizer as they were and is
     counted in `optimizer/skipped_updates` and `TrainState.skipped_in_row`. The norm alone would let a NaN advantage
     pass whose ratio is held at its clamp: the gradient there is 0. The dual update of that step still happens, unless
-    the mean discrepancy is itself not finite.
+    the discrepancy that c bounds is itself not finite.
 
     Args:
         parts: the method, the model and the optimizer.
@@ -195,10 +195,10 @@ def _train_step(parts: StepParts, state: TrainState, batch: Batch, frozen: Param
     learner = Learner(state.params, state.opt_state, state.skipped_in_row, state.loss_scale)
     learner, updates = lax.scan(functools.partial(_update, parts, dual, frozen), learner, mini_batches)
     totals = stats.merge_stacked(updates.statistics)
-    mean_discrepancy = totals["discrepancy/mean"].value()
-    next_dual = update_dual(settings, dual, state.step, mean_discrepancy)
     metrics = stats.values(totals) | step_metrics(settings, parts.schedule, state, batch, learner, updates)
-    metrics["dual/violation"] = mean_discrepancy - dual.tolerance
+    spent = metrics[settings.spent_metric]
+    next_dual = update_dual(settings, dual, state.step, spent)
+    metrics["dual/violation"] = spent - dual.tolerance
     if parts.remedies.corrections:
         mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
         metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)

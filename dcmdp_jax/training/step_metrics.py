@@ -11,6 +11,7 @@ import optax
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, displacement_statistics, mismatch_statistics
+from dcmdp_jax.algorithm.dual import QUANTILES
 from dcmdp_jax.algorithm.stats import Statistic
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.moe import Aux, router_metrics
@@ -93,7 +94,7 @@ def batch_metrics(
     Args:
         batch: the batch that was trained on.
         rows: values of the tokens, [M, A, R, L] float32 for each bucket.
-        settings: the statistics of groups.
+        settings: the statistic that c bounds.
         tolerance: c of this step.
 
     Returns:
@@ -116,7 +117,9 @@ def batch_metrics(
     group_ids = (batch.group_ids + offsets).reshape(-1)
     groups = masked.group_statistics(rewards, group_ids, valid, ddof=1)
     mean_reward = masked.masked_mean(rewards, valid)
-    return {
+    share = QUANTILES.get(settings.budget)
+    spent = {} if share is None else {settings.spent_metric: masked.masked_quantile(delta, mask, share)}
+    return spent | {
         "reward/mean": mean_reward,
         "reward/std": jnp.sqrt(masked.masked_mean((rewards - mean_reward) ** 2, valid)),
         "reward/all_equal_groups": masked.all_equal_groups(groups).value(),

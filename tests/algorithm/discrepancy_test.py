@@ -162,6 +162,17 @@ def test_displacement_stays_while_confidence_shrinks_the_discrepancy():
     assert not np.any(jax.grad(lambda x: d.displacement(x, rollout).sum())(jnp.asarray(train)))
 
 
+def test_the_logit_measure_by_hand_and_at_its_ends():
+    # 0.8 against 0.5: log 4. Certain against 0.5: log(2^24 - 1). Certain, or impossible, on both sides: 0.
+    p = np.float32([np.log(0.8), 0.0, 0.0, -np.inf, -np.inf, np.log(0.5)])
+    q = np.float32([np.log(0.5), np.log(0.5), -1e-9, -np.inf, np.log(0.5), np.log(0.8)])
+    expected = np.array([np.log(4), np.log(2**24 - 1), 0.0, 0.0, 20.0, np.log(4)])
+    np.testing.assert_allclose(d.token_discrepancy(p, q, measure="logit"), expected, rtol=1e-6, atol=1e-12)
+    one = d.token_discrepancy(p, q, measure="logit", sided="one")
+    np.testing.assert_allclose(one, expected * [1, 1, 1, 1, 0, 0], rtol=1e-6, atol=1e-12)
+    assert np.isnan(d.token_discrepancy(np.float32(np.nan), np.float32(-1.0), measure="logit"))
+
+
 def test_displacement_statistics_by_hand():
     # Log-odds 0, 1, 2, 3 against 0, 2, -1, 0: eps = 0, -1, 3, 3, of which the last is masked. Sorted sizes 0, 1, 3.
     p, q = (1 / (1 + np.exp(-np.array(x, np.float64))) for x in ([0, 1, 2, 3], [0, 2, -1, 0]))

@@ -187,6 +187,19 @@ def test_collapse_ahead_needs_both_trends():
     assert _named(discrepancy__mean=0.5 * DELTA[:30].mean(), policy__entropy=falling) == []
 
 
+def test_displacement_that_confidence_hides():
+    tail = np.where(STEPS <= 30, 0.1, 0.1 + 0.01 * (STEPS - 30))  # 0.13 in the window's first five, 0.28 in its last
+    still = {"discrepancy__mean": 0.5 * DELTA[:30].mean()}
+    assert _named(displacement__abs_p95=tail, **still) == ["displacement"]
+    assert _named(displacement__abs_p95=np.full(50, 0.3), **still) == []
+    assert "displacement" not in _named(displacement__abs_p95=tail, discrepancy__mean=0.02 * C * STEPS)
+
+
+def test_a_budget_on_a_quantile_is_compared_with_that_quantile():
+    assert _named(discrepancy__mean=0.1 * C, discrepancy__spent=1.6 * C) == ["mismatch"]
+    assert _named(discrepancy__mean=1.6 * C, discrepancy__spent=0.5 * C) == []
+
+
 def test_every_alarm_says_what_to_do():
     planted = {
         "noise": {"discrepancy/mean": 1.6 * C, "mismatch/noise_floor": C},

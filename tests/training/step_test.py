@@ -98,6 +98,22 @@ def test_step_is_algorithm_one(mini_batches, changes):
         assert state.dual.multiplier == pytest.approx(multiplier, rel=1e-5)
 
 
+def test_a_budget_on_the_tail_of_the_displacement_moves_lambda():
+    settings = dataclasses.replace(ALGORITHM, measure="logit", budget="p95", multiplier_max=9.0, tolerance=0.01)
+    rollout, _ = make_rollout()
+    ids, spans = padded(rollout)
+    table = np.asarray(naive_logprobs(make_params(), ids), np.float64)
+    x = np.concatenate([table[i, a:b] for i, (a, b) in enumerate(spans)])
+    y = np.concatenate(rollout.rollout_logprobs).astype(np.float64)
+    eps = np.abs(x - np.log1p(-np.exp(x)) - (y - np.log1p(-np.exp(y))))
+    state, (metrics,), _ = run_steps(settings=settings, mini_batches=1, row_lengths=(8, 16))
+    spent = np.percentile(eps, 95)
+    assert metrics["discrepancy/mean"] == pytest.approx(eps.mean(), rel=1e-3)
+    assert metrics["discrepancy/spent"] == pytest.approx(spent, rel=1e-3)
+    moved = settings.multiplier + settings.dual_learning_rate * (spent - 0.01)
+    assert state.dual.multiplier == pytest.approx(moved, rel=1e-3) and moved < 9
+
+
 @pytest.mark.parametrize("level", ["token", "reward"])
 def test_charge_in_the_update_and_displacement_of_a_step_by_hand(level):
     settings = dataclasses.replace(ALGORITHM, level=level)
