@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, token_discrepancy
 from dcmdp_jax.algorithm.masked import masked_sum
-from dcmdp_jax.algorithm.numerics import LOGPROB_LIMIT, MAX_LOG_RATIO, clamped_log_ratio
+from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamped_log_ratio
 from dcmdp_jax.algorithm.remedies import Statistics
 from dcmdp_jax.algorithm.require import require_same_shape
 from dcmdp_jax.types import Array
@@ -95,7 +95,7 @@ def state_measures(
     delta = token_discrepancy(train, rollout, completion_mask=present, measure=measure, sided=sided)
     expected = jnp.sum(q * delta, axis=-1)
     last = jnp.min(jnp.where(present, q, 1.0), axis=-1)
-    limits = {"diff": jnp.maximum(p_tail, jnp.minimum(q_tail, last)), "ratio": RATIO_LIMIT, "log": MAX_LOG_RATIO}
+    limits = {"diff": jnp.maximum(p_tail, jnp.minimum(q_tail, last)), "ratio": RATIO_LIMIT}
     return {
         "total_variation": (jnp.sum(differences, axis=-1) + jnp.abs(p_tail - q_tail)) / 2,
         "total_variation_bound": jnp.minimum(p_tail, q_tail),
@@ -104,7 +104,7 @@ def state_measures(
         "kl_trainer": jnp.maximum(jnp.sum(p * log_ratio, axis=-1) + p_tail * log_tail, 0.0),
         "kl_trainer_bound": p_tail * (MAX_LOG_RATIO - log_tail),
         "expected_discrepancy": expected,
-        "expected_discrepancy_bound": q_tail * limits.get(measure, 2 * LOGPROB_LIMIT),
+        "expected_discrepancy_bound": q_tail * limits.get(measure, MAX_LOG_RATIO),
         "discrepancy_variance": jnp.maximum(jnp.sum(q * delta**2, axis=-1) - expected**2, 0.0),
         "head_mass": jnp.sum(q, axis=-1),
     }

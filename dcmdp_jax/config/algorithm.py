@@ -96,7 +96,7 @@ class AlgorithmSettings:
             path.py:function(parameter=value). score_centering subtracts the expected score, from
             rollout.top_logprobs. Source: paper: none.
         correction_denominator: Tokens in the denominator of the loss: those that the corrections keep, or all.
-            Source: ours: peers differ, docs/remedies.md.
+            Source: ours: peers differ, docs/translations.md.
         overlong_buffer: Soft overlong punishment (DAPO): over this many last tokens before
             rollout.max_completion_tokens the reward falls linearly by overlong_penalty. 0: none. Source: paper:
             none.
