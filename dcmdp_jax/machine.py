@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-MEMORY_PHASES = ("push", "sample", "step")
+MEMORY_PHASES = ("compile", "push", "sample", "step")
 _ALWAYS = frozenset(MEMORY_PHASES)
 MORE_DEVICES = "a smaller model, or more devices along mesh.fsdp or mesh.tensor"
 PREEMPTED = "preempted caches, at most"
@@ -23,12 +23,14 @@ class Machine(NamedTuple):
         devices: number of devices of this process.
         device_bytes: bytes of each that JAX may use; None if unknown, and on a CPU.
         host_bytes: bytes that can still be allocated, swap included; None if the system does not report it.
+        process_bytes: bytes that this process has already, which `host_bytes` counts too; 0 if unknown.
     """
 
     platform: str
     devices: int
     device_bytes: int | None
     host_bytes: int | None
+    process_bytes: int = 0
 
     def on_each(self, size: int, count: int) -> dict[str, int]:
         """Arguments of `MemoryPart` for an array of `size` bytes on each of `count` devices."""
@@ -52,7 +54,7 @@ class MemoryPart(NamedTuple):
         first: further bytes on the first device.
         host: bytes in the host's memory.
         phases: phases of a step in which it is held.
-        lower: settings that make it smaller.
+        lower: settings that make it smaller; empty where none does.
         certain: bytes that the run certainly needs, on each device, the first and the host; the rest is an estimate or
             a worst case.
     """

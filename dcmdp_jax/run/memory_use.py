@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,6 +38,9 @@ from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import DATA, data_parallel_only, param_shardings
 
 _GIB = 2**30
+_COMPILER_BYTES = int(1.15 * _GIB)
+"""What compiling on a CPU takes at its peak, while the state is held; the process keeps it for the step: 1.0 GiB with
+one device and three row lengths, 1.3 with two devices (docs/plan.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +76,7 @@ class MemoryUse:
             phase, needed = self.peak(place, certain=certain)
             if limit is None or needed <= limit:
                 continue
-            held = [part for part in self.parts if phase in part.phases]
+            held = [part for part in self.parts if phase in part.phases and part.lower]
             largest = max(held, key=lambda part: part.on(place, certain=certain))
             where = "the first device" if place == "first" else "this machine"
             size = largest.on(place, certain=certain)
@@ -116,9 +120,9 @@ class MemoryUse:
             name = {"first": "total, first device", "other": "total, other devices", "host": f"total{host}"}[place]
             available = f"of {amount(limit)}" if limit is not None else ""
             rows.append((name, *(amount(self.total(phase, place)) for phase in MEMORY_PHASES), available))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
         lines = [
-            f"{row[0].ljust(widths[0])}  {'  '.join(map(str.rjust, row[1:4], widths[1:]))}  {row[4]}".rstrip()
+            f"{row[0].ljust(widths[0])}  {'  '.join(map(str.rjust, row[1:-1], widths[1:]))}  {row[-1]}".rstrip()
             for row in rows
         ]
         lines += [f"does not fit: {found}" for found in self.shortages()]
@@ -155,6 +159,12 @@ def with_engine(
         use = MemoryUse((*others, *parts(rows)), machine)
         return use.total("sample", "first") <= machine.device_bytes
 
+    if machine.process_bytes:
+        others = (
+            exact("Python and libraries", host=machine.process_bytes, lower=""),
+            MemoryPart("compiler", host=_COMPILER_BYTES, phases=frozenset({"compile"}), lower=""),
+            *others,
+        )
     # A CPU's free memory is another one in each run.
     known = machine.platform != "cpu" and machine.device_bytes is not None
     if known and not (kind.own_process or fitted_rows or fits(rows)):
@@ -179,7 +189,12 @@ def this_machine(platform: str) -> Machine:
     if platform != "cpu":
         stats = devices[0].memory_stats() or {}
         limit = stats.get("bytes_limit")
-    return Machine(platform, len(devices), limit, free_host_bytes())
+    free, own = free_host_bytes(), 0
+    if platform == "cpu" and free is not None:
+        status = Path("/proc/self/statm").read_text(encoding="ascii").split()
+        own = int(status[1]) * os.sysconf("SC_PAGE_SIZE")
+        free += own
+    return Machine(platform, len(devices), limit, free, own)
 
 
 def free_host_bytes() -> int | None:

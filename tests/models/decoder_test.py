@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import base
+from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config
 from dcmdp_jax.models.decoder import Compute
@@ -20,6 +22,8 @@ from dcmdp_jax.models.layers import rotary_tables
 from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.models.ops import CPU
 from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.run.run import compute_on
 
 TEMPERATURE = 0.7
 Directory = Callable[..., tuple[Any, Path]]
@@ -193,6 +197,23 @@ def test_how_it_runs_changes_nothing(tiny_model, pack, setting):
     weights = np.random.default_rng(5).normal(size=(3, 24)).astype(np.float32)
     (_, logprobs), grads = _value_and_grad(params, config, rows, Compute(), weights)
     (_, other), other_grads = _value_and_grad(params, config, rows, Compute(**setting), weights)
+    np.testing.assert_allclose(other, logprobs, atol=5e-6)
+    _assert_trees_close(other_grads, grads, relative=2e-5)
+
+
+def test_a_cpu_scans_more_than_eight_layers_with_the_values_and_gradients_of_unrolled_ones(tiny_model, pack):
+    config, params = tiny_model
+    config, layers = (
+        dataclasses.replace(config, num_layers=9),
+        jax.tree.map(lambda x: jnp.tile(x, (3,) + (1,) * (x.ndim - 1)), params["layers"]),
+    )
+    settings, mesh = from_config_dict(base.get_config("debug")), make_mesh(devices=jax.devices()[:1])
+    chosen = [compute_on(settings, mesh, layers=count).scan_unroll for count in (3, 8, 9, 30)]
+    assert chosen == [8, 8, 1, 1]
+    arguments = params | {"layers": layers}, config, pack([[segment] for segment in _segments()], 24)
+    weights = np.random.default_rng(5).normal(size=(3, 24)).astype(np.float32)
+    (_, logprobs), grads = _value_and_grad(*arguments, Compute(scan_unroll=chosen[2]), weights)
+    (_, other), other_grads = _value_and_grad(*arguments, Compute(scan_unroll=9), weights)
     np.testing.assert_allclose(other, logprobs, atol=5e-6)
     _assert_trees_close(other_grads, grads, relative=2e-5)
 

@@ -177,6 +177,11 @@ def test_a_cpus_devices_share_the_hosts_memory():
     four = memory_plan_of(config, model, machine, (4, 1, 1), prompts=(20,))
     for name, times in (("parameters", 4), ("Adam's moments", 4), ("gradients of", 4), ("engine's weights", 1)):
         assert part_of(four, name).host == times * part_of(one, name).host
+    # What the process has already, and the compiler beside the state: 305,760 parameters, 3 x 2 x 4 bytes for Adam,
+    # moments and a checkpoint's copies besides them, 1.15 GiB and a quarter.
+    begun = memory_plan_of(config, model, machine._replace(process_bytes=_GIB // 4), (1, 1, 1), prompts=(20,))
+    assert begun.total("compile", "host") == 9 * 4 * 305_760 + int(1.15 * _GIB) + _GIB // 4
+    assert begun.total("step", "host") == one.total("step", "host") + _GIB // 4 and begun.peak("host")[0] == "compile"
     # Rows are divided: the caches of all devices together are as large as one's.
     assert part_of(four, "key-value cache").host == part_of(one, "key-value cache").host
 
@@ -259,7 +264,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path,
     monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 1000)
     monkeypatch.setattr(Run, "initial_params", lambda *_: pytest.fail("parameters were made"))
     with pytest.raises(
-        ValueError, match="^memory: this machine has 0.0 GiB and the phase '.*' takes at least 0.0, of which"
+        ValueError, match=r"^memory: this machine has \d+\.\d GiB and the phase '.*' takes at least \d+\.\d, of which"
     ) as caught:
         Run(from_config_dict(config)).check()
     assert "\n" not in str(caught.value) and "smaller with" in str(caught.value)
