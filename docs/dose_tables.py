@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from configs.studies.dose_response import doses
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_p_value
-from dcmdp_jax.lab.oracle.entries import NOTHING
+from dcmdp_jax.lab.oracle.oracle import NOTHING
 from dcmdp_jax.lab.oracle.page import draw_oracle
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import Estimate, Table, curves, estimate, held_out, recorded

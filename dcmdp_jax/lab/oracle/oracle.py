@@ -5,26 +5,41 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dcmdp_jax.algorithm.advantages import has_signal
+from dcmdp_jax.algorithm.corrections import CORRECTIONS
+from dcmdp_jax.algorithm.losses import LOSSES
+from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.remedies import Tokens
-from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
+from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_quantile
-from dcmdp_jax.lab.oracle.entries import NOTHING, entries, without_remedy
-from dcmdp_jax.lab.oracle.gradients import Gradients, JudgedBatch, token_slopes
-from dcmdp_jax.lab.oracle.moments import Moments, Quality, half_width, leave_one_out, moments, quality
+from dcmdp_jax.lab.oracle.gradients import (
+    Gradients,
+    JudgedBatch,
+    Moments,
+    Quality,
+    half_width,
+    leave_one_out,
+    moments,
+    quality,
+    token_slopes,
+)
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.lab.probe.training_stack import one_a_row
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.named_functions import Call, needed_parameters
 from dcmdp_jax.number_format import number
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
@@ -293,3 +308,71 @@ def summary(verdicts: Verdicts) -> Mapping[str, str]:
         f"{verdicts.prompts * verdicts.group_size}"
     )
     return words
+
+
+NOTHING, CONFIGURED = "no remedy", "as configured"
+SKYRL_BAND = Call("geometric_rejection", {"low": 0.99, "high": 1.01})
+DROPPED_SHARE = 0.05
+"""Share of the tokens that a filter without a default size is set to drop."""
+
+
+def without_remedy(base: AlgorithmSettings) -> AlgorithmSettings:
+    """GRPO with the normalizations of `base`."""
+    return dataclasses.replace(
+        base, method="grpo", corrections="", trust_region="clip", loss="surrogate", ratio_denominator="train",
+        ratio_level="token", level="token",
+    )  # fmt: skip
+
+
+def entries(base: AlgorithmSettings, tokens: Tokens) -> dict[str, AlgorithmSettings]:
+    """Settings of each remedy by name: none, penalties, corrections, trust regions, losses, `base` if it is another.
+
+    Penalties charge at lambda and c of `base`. Trust regions have the engine's probability in the ratio's denominator:
+    at the first update of a step they would all do the same with the trainer's. `acr` is a bound beside `tis`. A filter
+    without a default size gets the one that drops 5% of the tokens; `geometric_rejection` has its own band and SkyRL's.
+
+    Args:
+        base: settings of the run.
+        tokens: some of the engine's, which sizes are taken from.
+    """
+    plain = without_remedy(base)
+    found = {NOTHING: plain}
+    for name in PENALTIES:
+        if name != "grpo":
+            for level in ("token", "sequence"):
+                label = name if level == "token" else f"{name}, whole completions"
+                found[label] = dataclasses.replace(plain, method=name, level=level)
+    calls = [
+        Call(name, dict.fromkeys(needed_parameters(correction), _size(name, tokens)))
+        for name, correction in CORRECTIONS.items()
+    ]
+    for call in map(str, (*calls, SKYRL_BAND)):
+        found[call] = dataclasses.replace(plain, corrections=call)
+    for call in map(_with_sizes, TRUST_REGIONS.items()):
+        beside = {"corrections": "tis"} if call.startswith("acr") else {"ratio_denominator": "rollout"}
+        found[call] = dataclasses.replace(plain, trust_region=call, **beside)
+    for call in map(_with_sizes, LOSSES.items()):
+        found[call] = dataclasses.replace(plain, loss=call)
+    del found["surrogate"]  # the loss without remedy
+    if base not in map(canonical, found.values()):
+        found[CONFIGURED] = base
+    return found
+
+
+def _with_sizes(named: tuple[str, Callable[..., Any]]) -> str:
+    name, function = named
+    sizes = inspect.getfullargspec(function).kwonlydefaults or {}
+    return str(Call(name, {size: value for size, value in sizes.items() if isinstance(value, float) and value}))
+
+
+def _size(name: str, tokens: Tokens) -> float:
+    """The largest estimate, to three digits, at which a filter drops 5% of the tokens; 1e-6 if it never does."""
+    low, high = -6.0, 3.0
+    mask = np.asarray(tokens.completion_mask)
+    if not needed_parameters(CORRECTIONS[name]):
+        return 0.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        dropped = ~np.asarray(CORRECTIONS[name](tokens, high=10.0**middle).keep)[mask]
+        low, high = (middle, high) if dropped.mean() > DROPPED_SHARE else (low, middle)
+    return float(f"{10.0**high:.3g}")

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.lab.oracle.moments import ZERO, Quality
+from dcmdp_jax.lab.oracle.gradients import ZERO, Quality
 from dcmdp_jax.lab.oracle.oracle import Verdict, Verdicts, summary
 from dcmdp_jax.number_format import number, text_table
 from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, json_values, make_figure, style_axes

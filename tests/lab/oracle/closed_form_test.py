@@ -19,8 +19,19 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.config.algorithm import AlgorithmSettings
-from dcmdp_jax.lab.oracle.gradients import SKETCH, Gradients, JudgedBatch, sketch, token_slopes
-from dcmdp_jax.lab.oracle.moments import ZERO, Moments, half_width, leave_one_out, moments, quality
+from dcmdp_jax.lab.oracle.gradients import (
+    SKETCH,
+    ZERO,
+    Gradients,
+    JudgedBatch,
+    Moments,
+    half_width,
+    leave_one_out,
+    moments,
+    quality,
+    sketch,
+    token_slopes,
+)
 from dcmdp_jax.types import Rows
 
 P = np.array([2, 3, 2, 1]) / 8.0
