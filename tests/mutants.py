@@ -7,8 +7,6 @@ Each fault of tests/mutants.txt is one edit of a copy of the checkout, in a temp
 survives, or if its text is no longer in the source.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

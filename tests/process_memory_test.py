@@ -1,7 +1,5 @@
 """Page faults of a process that keeps its memory, and of one that does not; what a command loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """`benchmarks.accelerator` at toy size on a CPU. It has not run on a GPU."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

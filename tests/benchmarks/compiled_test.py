@@ -1,7 +1,5 @@
 """What `benchmarks.compiled` counts of a run's programs on eight CPU devices, against counts by hand."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Checks of programs, on shapes by hand and on the training step as it is lowered for a TPU."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """The HLO reader on programs whose products, collectives and loops are counted by hand."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

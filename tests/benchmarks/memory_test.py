@@ -1,7 +1,5 @@
 """The benchmark of the step's memory, at toy size on CPU devices."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -1,7 +1,5 @@
 """The command: what it prints, what it writes, what bad input gets."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The command line of bin.plan. What it compiles is tested in tests/plan."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -19,6 +19,7 @@ from dcmdp_jax.config.settings import (
 )
 from dcmdp_jax.fields import declared
 from dcmdp_jax.inputs import shorten
+from tests.support.refusals import refused
 
 
 def _values():
@@ -40,9 +41,7 @@ def _with(**changes):
 
 
 def _error(**changes):
-    with pytest.raises(ValueError) as raised:
-        from_config_dict(_with(**changes))
-    line = str(raised.value)
+    line = refused(from_config_dict, _with(**changes))
     assert "\n" not in line and line.startswith("config.")
     return line.removeprefix("config.")
 

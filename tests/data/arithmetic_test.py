@@ -1,7 +1,5 @@
 """The built-in arithmetic task: true answers, true steps, disjoint splits, planted errors."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

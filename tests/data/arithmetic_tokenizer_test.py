@@ -1,7 +1,5 @@
 """The small tokenizer: exact round trips, fixed ids, and what AutoTokenizer makes of the saved one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

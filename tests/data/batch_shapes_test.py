@@ -1,7 +1,5 @@
 """The abstract batch against the one that is packed."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """DAPO-Math-17K as its publisher has it: copies of rows, an instruction of its own, the answer in its form."""
 
-from __future__ import annotations
-
 import json
 import logging
 

@@ -1,7 +1,5 @@
 """Mixtures: weights, names, and an order that is a function of seed and position."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows of every schema, read to the right prompt and the right answer, and refused by line number."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompts as token ids, and the refusals of a tokenizer that can't make them."""
 
-from __future__ import annotations
-
 import json
 import re
 

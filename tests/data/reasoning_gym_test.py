@@ -1,7 +1,5 @@
 """Tasks of reasoning-gym: made from a seed, scored by the dataset itself."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows without a mathematical answer: prompts alone, chats with tools, a ground truth of any JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Single-turn tasks of verifiers: asked as chats, scored by the task's own rewards in the reward's process."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

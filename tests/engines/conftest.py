@@ -1,7 +1,5 @@
 """Real vLLM sidecars for the tests of this directory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

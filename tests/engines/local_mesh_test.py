@@ -1,7 +1,5 @@
 """The embedded engine on meshes: tokens of one device, weights in parts, and pushes from any training mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """The embedded engine with a mixture of experts: its log-probs are the training stack's, in every precision."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Programs of the embedded engine that are compiled beside the first step."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

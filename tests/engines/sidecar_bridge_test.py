@@ -1,7 +1,5 @@
 """Parameters in shared memory: what lies where, whether the checksums would notice anything else, and who frees it."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource

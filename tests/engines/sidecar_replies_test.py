@@ -1,7 +1,5 @@
 """Checks of what a sidecar says of its completions beside tokens and log-probs."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The arguments for GPUs, read by vLLM's own parser and config, as far as its CPU build does that."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

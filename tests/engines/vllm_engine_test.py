@@ -1,7 +1,5 @@
 """The client over real vLLM: whose weights it has, whose log-probs it reports, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Real vLLM with the other model families: its weights are the last ones pushed, its log-probs the training stack's."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

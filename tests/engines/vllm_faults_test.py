@@ -1,7 +1,5 @@
 """Faults of the sidecar and their consequences: killed, stopped, orphaned, out of disk, refused."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

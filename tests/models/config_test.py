@@ -1,7 +1,5 @@
 """config.json in and out."""
 
-from __future__ import annotations
-
 import json
 import math
 

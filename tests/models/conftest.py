@@ -1,7 +1,5 @@
 """Small random models of transformers' own classes, and packed rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

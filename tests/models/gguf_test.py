@@ -1,7 +1,5 @@
 """GGUF files: small ones, written with the library's writer, of each family; and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,8 +3,6 @@
 cuDNN itself ran nowhere here. The stand-in takes flat memory, offsets in elements and lengths, and nothing else.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norm, rotary embedding, linear layer and MLP against hand values and transformers."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Chunked log-probs and entropy against a float64 reference with hand-written gradients."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

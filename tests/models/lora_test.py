@@ -1,7 +1,5 @@
 """Adapters against PEFT in torch: values, gradients, files both ways; and what LoRA says by hand."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

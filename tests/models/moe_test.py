@@ -1,7 +1,5 @@
 """The mixture of experts against transformers, loops and itself on meshes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct from a package's GGUF file, compared with transformers' reading of the same file."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import unicodedata
 from pathlib import Path

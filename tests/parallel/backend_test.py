@@ -1,7 +1,5 @@
 """CPU devices, meshes and the compile cache, each in a process that has not started JAX."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,13 +1,12 @@
 """Mesh sizes and what wrong ones get."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
 from dcmdp_jax.parallel.mesh import check_training_mesh, make_mesh
+from tests.support.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -57,9 +56,7 @@ def test_devices():
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, message):
-    with pytest.raises(ValueError) as caught:
-        make_mesh(**sizes, devices=jax.devices()[:8])
-    assert str(caught.value) == message
+    assert refused(make_mesh, **sizes, devices=jax.devices()[:8]) == message
 
 
 @pytest.mark.parametrize(
@@ -76,6 +73,4 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message):
 )
 def test_a_mesh_that_does_not_divide_the_model_or_the_batch(sizes, message):
     mesh = make_mesh(*sizes, devices=jax.devices()[:8])
-    with pytest.raises(ValueError) as caught:
-        check_training_mesh(mesh, num_heads=12, num_experts=6, completions=7)
-    assert str(caught.value) == message
+    assert refused(check_training_mesh, mesh, num_heads=12, num_experts=6, completions=7) == message

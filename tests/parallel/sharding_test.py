@@ -1,7 +1,5 @@
 """The tables, what they do to real trees, and the model on eight devices against one."""
 
-from __future__ import annotations
-
 import logging
 
 import jax

@@ -1,7 +1,5 @@
 """The programs of a small run as the compilers of TPUs and GPUs have them, where they are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

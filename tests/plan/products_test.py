@@ -1,7 +1,5 @@
 """Precision of the products in the programs of a run, as the compiler gets them."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """Every config at full size: its model has the published number of parameters, and its mesh divides it."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """A whole plan on eight CPU devices, of a model small enough to count by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

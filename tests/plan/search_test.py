@@ -1,7 +1,5 @@
 """The search over meshes, as far as it compiles nothing."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 

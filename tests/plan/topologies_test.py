@@ -1,7 +1,5 @@
 """Names of topologies, and the compilers for them where they are installed."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls in processes that can be killed: limits, deaths, order, and what is left behind."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import os
 import signal

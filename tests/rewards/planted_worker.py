@@ -3,8 +3,6 @@
 Every call says what it does, as the arguments of `act`; where `PLANTED_CALL` is "KIND VALUE" each does that instead.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

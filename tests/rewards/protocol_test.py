@@ -1,7 +1,5 @@
 """Loading reward functions, checking what they return, and adding them up."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Means and spreads of rewards."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Reward functions in worker processes: values, and every way to fail."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import signal

@@ -1,7 +1,5 @@
 """Totals of `math` and of users' functions, and what a failure says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

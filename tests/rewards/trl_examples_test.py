@@ -1,7 +1,5 @@
 """TRL's documented reward functions give here what its documentation says, in the process that calls them."""
 
-from __future__ import annotations
-
 import pytest
 
 from dcmdp_jax.rewards.protocol import RewardError, TrainerState

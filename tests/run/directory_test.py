@@ -14,6 +14,7 @@ import pytest
 from configs.base import get_config
 from dcmdp_jax.config.settings import VERSION, from_config_dict, to_dict
 from dcmdp_jax.run.directory import check_run_directory, claimed, read_config, record_config
+from tests.support.refusals import refused
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,9 +128,8 @@ def test_a_second_process_is_refused_and_may_come_when_the_first_has_left(run_di
     )
     try:
         assert other.stdout.readline() == "claimed\n"
-        with pytest.raises(ValueError) as raised:
-            claimed(_config(run_dir)).__enter__()
-        assert str(raised.value) == f"config.run_dir: another process is running in {run_dir}; choose another"
+        line = refused(claimed(_config(run_dir)).__enter__)
+        assert line == f"config.run_dir: another process is running in {run_dir}; choose another"
     finally:
         # Killed, not asked: the lock must go with the process.
         other.kill()
@@ -165,9 +165,7 @@ def test_the_same_config_resumes(run_dir):
 )
 def test_another_config_is_refused_and_the_setting_named(run_dir, name, before, after):
     value = tuple(after) if isinstance(after, list) else after
-    with pytest.raises(ValueError) as raised:
-        check_run_directory(_config(run_dir, **{name.replace(".", "__"): value}))
-    assert str(raised.value) == (
+    assert refused(check_run_directory, _config(run_dir, **{name.replace(".", "__"): value})) == (
         f"config.run_dir: {run_dir} holds a run with {name}={before!r}, this config has {after!r}; choose another "
         "run_dir, or delete that one"
     )

@@ -1,7 +1,5 @@
 """Inspection of a table in one test: every entry is looked at, and all that are wrong are reported together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 

@@ -1,7 +1,5 @@
 """Writes the result of the tests marked `long` to docs/test_long.md: a pytest plugin, for `make test-long`."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

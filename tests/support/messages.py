@@ -4,8 +4,6 @@ plan`, and in a config.json, that of Qwen3-8B with fields changed.
 python -m tests.support.messages    # write today's messages for the commands that the file has
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

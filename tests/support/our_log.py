@@ -1,7 +1,5 @@
 """What the program itself logged: no test may take a library's silence for success, or its words for ours."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

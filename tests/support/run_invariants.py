@@ -1,7 +1,5 @@
 """Invariants of the record of any run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole calls of an engine's `generate`, and rollouts by hand, as one array per completion."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

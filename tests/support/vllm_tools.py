@@ -1,7 +1,5 @@
 """Shared by the tests of the vLLM sidecar: small sharp models, settings, and a check of what is left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Waiting for conditions, with one limit against hanging. No test says how long anything takes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Whole runs on tasks without a mathematical answer: TRL's examples, verl's code and search rows, a mixture."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

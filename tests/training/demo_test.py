@@ -1,7 +1,5 @@
 """The demo as `make demo` runs it, whole: it learns, and its record holds together."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

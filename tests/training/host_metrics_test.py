@@ -1,7 +1,5 @@
 """Host-side metrics of a step against hand counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Whole runs that sample ahead: which weights sampled what, kills at random moments, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

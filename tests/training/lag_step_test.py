@@ -1,7 +1,5 @@
 """A step on a batch that lags behind the policy: staleness and mismatch by hand, in float64 NumPy."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """The step that trains adapters: at full rank it is the step that trains the matrices; on every mesh it is one step."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole runs of a mixture of experts through bin.train: with the embedded engine and with vLLM."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

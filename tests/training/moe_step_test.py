@@ -1,7 +1,5 @@
 """A training step of a mixture of experts: its load, its load-balancing loss and replayed experts, on any mesh."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

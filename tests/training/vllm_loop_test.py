@@ -1,7 +1,5 @@
 """Whole runs against real vLLM whose sidecar is killed again and again: the record is that of an undisturbed run."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

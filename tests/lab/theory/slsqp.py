@@ -1,7 +1,5 @@
 """The same optima from a general solver that knows none of the closed forms: scipy's SLSQP from many starts."""
 
-from __future__ import annotations
-
 import numpy as np
 from scipy.optimize import minimize
 

@@ -1,7 +1,5 @@
 """Answers taken from completions, brought to one notation and read as numbers."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

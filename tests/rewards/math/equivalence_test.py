@@ -1,7 +1,5 @@
 """Equality of answers that needs structure or algebra, and the judged sets of other projects' verifiers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

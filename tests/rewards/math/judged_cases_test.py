@@ -1,7 +1,5 @@
 """Judgments written by hand in the answer formats of the benchmarks: intervals, units, bases, matrices, ..."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

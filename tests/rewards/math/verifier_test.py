@@ -1,7 +1,5 @@
 """Rewards of a batch: order, counts, time limit and budget."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

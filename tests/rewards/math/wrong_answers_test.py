@@ -1,7 +1,5 @@
 """Wrong answers made from right ones, in the ways a policy could be paid for: none is rewarded."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import re
