@@ -102,7 +102,7 @@ def row_signals(
             charge per token, the advantages hold it already. The mean discrepancy is that of tokens in any case.
         penalty: function of `penalties` that charges the discrepancy.
         corrections: functions of `corrections`, in order.
-        of_completions: those of them that give all tokens of a completion one weight, for score centering.
+        of_completions: corrections among them that give all tokens of a completion one weight, for score centering.
         count_dropped: dropped tokens count in the denominator of the loss.
 
     Returns:

@@ -46,7 +46,7 @@ def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int)
     """Refuse likeliest tokens that can't be the engine's: measures of whole distributions would be wrong, silently.
 
     Args:
-        episodes: what an engine returned that was asked for them.
+        episodes: answer of an engine that was asked for them.
         count: k.
         vocab_size: ids are below it.
 

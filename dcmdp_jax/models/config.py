@@ -198,7 +198,7 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """What its family has."""
+        """Row of its family."""
         return FAMILIES[self.model_type]
 
     @property
@@ -430,7 +430,7 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
     """Which layers slide and over how many tokens, and which have no rotary embedding, as `ModelConfig` has them.
 
     Args:
-        fields: of config.json.
+        fields: fields of config.json.
         family: the model's; its period holds where config.json names no layers.
         layers: how many layers there are.
 

@@ -1,4 +1,4 @@
-"""Decoder families as rows of data: what differs between them, declared once; modules and engines read it here.
+"""Decoder families as rows of data, each difference declared once; modules and engines read it here.
 
 Every switch is one that a layer has in place of another. A family that needs more is named in `MISSING`.
 """

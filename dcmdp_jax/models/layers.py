@@ -120,7 +120,7 @@ class RMSNorm(nnx.Module):
 
     @property
     def factors(self) -> jax.Array:
-        """What the normed vector is multiplied by: w, or 1 + w in float32."""
+        """Factor of the normed vector, w, or 1 + w in float32."""
         scale = self.scale.get_value()
         return scale.astype(jnp.float32) + 1 if self.unit_offset else scale
 

@@ -340,7 +340,7 @@ class _Running(NamedTuple):
         mass: sum of exp(z - m).
         weighted: sum of exp(z - m) z.
         chosen: the logit of the target, 0 before its piece.
-        listed: those of further ids, [C, T, k], or None.
+        listed: log-probs of further ids, [C, T, k], or None.
     """
 
     largest: jax.Array

@@ -80,7 +80,7 @@ def write_json(title: str, analyses: Sequence[Analysis], out_dir: Path, *, finis
 
 
 def left_unfinished(out_dir: Path) -> str:
-    """What a probe that was stopped left in `out_dir`/probe.json, in one line; "" if there is none."""
+    """One line on the `out_dir`/probe.json of a probe that was stopped; "" if there is none."""
     try:
         record = json.loads((out_dir / JSON_FILE).read_text())
     except (OSError, ValueError):
