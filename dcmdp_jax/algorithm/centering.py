@@ -31,7 +31,7 @@ def centering_loss(
     corrections: Sequence[Correction] = (),
     ratio_level: Level = "token",
 ) -> jax.Array:
-    """Term that score centering takes off the loss: sum_t w_t E_q[f l], the loss that the engine's other tokens would have.
+    """Baseline of score centering, sum_t w_t E_q[f l]: the loss that the engine's other tokens would have.
 
     Where p and q differ, E_q[A f(r) s] of the score s = grad log p has a part E_q[A] E_q[f(r) s] that teaches the
     trainer the bias of its own engine. Subtracting A E_q[f(r) s] leaves the covariance of A and f(r) s. With the
