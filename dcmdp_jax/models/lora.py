@@ -154,7 +154,11 @@ def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -
     name = "float32" if precision == "exact" else name
 
     def rounded(w: jax.Array) -> jax.Array:
-        return _float32(quantize_kernel(w, name) if name in PRECISIONS else w.astype(name))
+        if name in PRECISIONS:
+            return _float32(quantize_kernel(w, name))
+        # XLA removes a cast there and back.
+        kind = jnp.finfo(name)
+        return jax.lax.reduce_precision(w, kind.nexp, kind.nmant)
 
     def squares(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
         w = _float32(kernel)
