@@ -48,6 +48,7 @@ def start(
         script: Path | None = None,
         directory: Path | None = None,
         routed_experts: bool = False,
+        top_logprobs: int = 0,
         **changes: object,
     ) -> VllmEngine:
         whole = precision in ("float32", "float16", "bfloat16")
@@ -59,6 +60,7 @@ def start(
             max_rows=max_rows,
             settings=vllm_settings(**changes),
             routed_experts=routed_experts,
+            top_logprobs=top_logprobs,
             directory=directory or tmp_path_factory.mktemp("sidecar"),
             model=config,
             probe=(lambda: trainer_probe(config)) if probe else None,

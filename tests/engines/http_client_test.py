@@ -12,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 
+from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.http import client as http_client
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.models.config import ModelConfig
@@ -217,6 +218,27 @@ def test_where_the_mode_can_not_be_told_log_probs_are_not_known(broken):
         assert np.isnan(_generate(engine, temperature=0.5).rollout_logprobs[0]).all()
         # Measured again, by two requests, each time.
         assert broken.asked == asked
+
+
+def test_likeliest_tokens_that_can_not_be_are_refused(broken):
+    """The sampled token is 5, at -0.5 nats; the server lists it beside its two likeliest where it is none of them."""
+
+    def spoilt(entries, count=3):
+        listed = [dict(zip(map("token_id:{}".format, ids), values, strict=True)) for ids, values in entries] * count
+        broken.spoil = _changed(logprobs={"token_logprobs": [-0.5] * 3, "top_logprobs": listed})
+        return collect(_engine(broken, top_logprobs=2).generate([_PROMPT], SamplingParams(1, 3), seed=0, step=0))
+
+    [episode] = spoilt([((5, 1, 2), (-2.5, -0.2, -2.0))])
+    assert episode.columns["top_ids"][episode.sampled_mask].tolist() == [[1, 2]] * 3
+    assert episode.columns["top_logprobs"][-1].tolist() == pytest.approx([-0.2, -2.0])
+    [episode] = spoilt([((5, 1), (-0.5, -9999.0))])
+    assert episode.columns["top_ids"][episode.sampled_mask].tolist() == [[5, -1]] * 3
+    for entries, count, said in (
+        ([((1, 2), (-0.6, -2.0))], 3, "the top_logprobs of token 0 lack the sampled token 5"),
+        ([((5, 1), (-0.5, -2.0))], 2, "2 top_logprobs for 3 tokens"),
+    ):
+        with pytest.raises(EngineError, match=f"^generate: completion 0: the answer of .* can't be used: {said}$"):
+            spoilt(entries, count)
 
 
 def test_a_server_error_is_tried_again(broken):

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.data.arithmetic import build_tokenizer
+from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.http import client as http_client
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import unusable_completions
+from dcmdp_jax.engines.validation import check_top_logprobs, unusable_completions
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
@@ -387,6 +388,24 @@ def test_log_probs_below_top_p_1_are_those_of_the_nucleus(remote, vllm, referenc
     assert set(drawn) <= set(nucleus) and len(set(drawn)) > 1
     np.testing.assert_allclose(np.concatenate(rollout.rollout_logprobs), expected[drawn], atol=1e-4)
     assert np.isnan(np.concatenate(sample(remote(), [prompt], sampling, seed=0, step=0).rollout_logprobs)).all()
+
+
+@needs_vllm
+def test_the_likeliest_tokens_are_those_of_the_distribution(remote, vllm):
+    config, params = _model()
+    local = local_engine(config, precision="exact", max_total_tokens=CONTEXT, top_logprobs=6)
+    local.push_weights(params, 0)
+    sampling = SamplingParams(group_size=6, max_completion_tokens=8, temperature=0.7)
+    with vllm.mode("processed_logprobs"):
+        mine = collect(remote(top_logprobs=6).generate(_prompts(), sampling, seed=0, step=0))
+    check_top_logprobs(mine, 6, config.vocab_size)
+    for a, b in zip(mine, collect(local.generate(_prompts(), sampling, seed=0, step=0)), strict=True):
+        first = a.prompt_length
+        np.testing.assert_array_equal(a.columns["top_ids"][first], b.columns["top_ids"][first])
+        np.testing.assert_allclose(a.columns["top_logprobs"][first], b.columns["top_logprobs"][first], atol=1e-4)
+    assert any((a.columns["top_ids"][a.sampled_mask] != a.completion_ids[:, None]).all(axis=1).any() for a in mine)
+    with pytest.raises(EngineError, match="was not seen to report .* which `top_logprobs` needs; start it with"):
+        list(remote(top_logprobs=6).generate(_prompts(), sampling, seed=0, step=0))
 
 
 @needs_vllm

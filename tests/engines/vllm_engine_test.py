@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
+from dcmdp_jax.engines.validation import check_top_logprobs
 from dcmdp_jax.models.hf_weights import save_params
 from tests.support.sampling import local_engine, sample
 from tests.support.vllm_tools import (
@@ -21,6 +23,7 @@ from tests.support.vllm_tools import (
 
 FAULTY = Path(__file__).with_name("faulty_sidecar.py")
 PUSHES = 20
+LISTED = 30
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
 SEEDED = SamplingParams(1, 24, stop_token_ids=(STOP,))
 GREEDY = SamplingParams(group_size=1, max_completion_tokens=24, temperature=0.0, stop_token_ids=(STOP,))
@@ -28,9 +31,9 @@ GREEDY = SamplingParams(group_size=1, max_completion_tokens=24, temperature=0.0,
 
 @pytest.fixture(scope="module")
 def engine(start):
-    """Qwen3, tied, float32, with weights of version 7."""
+    """Qwen3, tied, float32, with weights of version 7; it lists more likeliest tokens than vLLM does by itself."""
     config = small_model()
-    made = start(config)
+    made = start(config, top_logprobs=LISTED)
     made.push_weights(random_params(config, 7), 7)
     return made
 
@@ -114,6 +117,27 @@ def test_float32_logprobs_are_those_of_the_embedded_engine(engine, embedded, tem
     for mine, theirs, again in zip(rollout.rollout_logprobs, exact, scored, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-4, rtol=0)
         np.testing.assert_allclose(again, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_the_likeliest_tokens_are_those_of_the_embedded_engine(engine, top_p):
+    """The lists are processed as the draw is: at its temperature, and of a nucleus those tokens alone."""
+    embedded = local_engine(small_model(), precision="exact", max_total_tokens=TOTAL, top_logprobs=LISTED)
+    embedded.push_weights(random_params(small_model(), 7), 7)
+    sampling = SamplingParams(4, 16, 0.7, top_p, stop_token_ids=(STOP,))
+    asked = prompts(4, engine.config)
+    mine, theirs = (collect(one.generate(asked, sampling, seed=1, step=2)) for one in (engine, embedded))
+    check_top_logprobs(mine, LISTED, engine.config.vocab_size)
+    outside = 0
+    for a, b in zip(mine, theirs, strict=True):
+        first = a.prompt_length  # the same state in both, whatever was sampled there
+        lists = [(one.columns["top_ids"][first], one.columns["top_logprobs"][first]) for one in (a, b)]
+        np.testing.assert_allclose(*(values for _, values in lists), atol=1e-4, rtol=0)
+        np.testing.assert_array_equal(*(np.sort(ids) for ids, _ in lists))
+        ids = a.columns["top_ids"][a.sampled_mask]
+        outside += int((ids != a.completion_ids[:, None]).all(axis=1).sum())
+        assert (ids == -1).any() == (top_p < 1)
+    assert outside > 0 or top_p < 1  # a sampled token that the list does not hold
 
 
 def test_greedy_takes_the_likeliest_token_and_reports_temperature_one(engine, embedded):

@@ -105,8 +105,7 @@ def local_engine(
     return LocalEngine(arguments, mesh=mesh, cache_block=cache_block)
 
 
-def remote_engine(config: ModelConfig, *, server, max_total_tokens, timeout_s=600.0, max_rows=256, **options):
-    """The engine of a server over HTTP; `options` are those of `RemoteEngine`."""
-    settings = HttpSettings(server, timeout_s)
-    arguments = EngineArguments(model=config, settings=settings, max_total_tokens=max_total_tokens, max_rows=max_rows)
-    return RemoteEngine(arguments, **options)
+def remote_engine(config: ModelConfig, *, server, timeout_s=600.0, retries=None, **given):
+    """The engine of a server over HTTP, with any of `EngineArguments`; `retries` is that of `RemoteEngine`."""
+    arguments = EngineArguments(model=config, settings=HttpSettings(server, timeout_s), **given)
+    return RemoteEngine(arguments, **({} if retries is None else {"retries": retries}))

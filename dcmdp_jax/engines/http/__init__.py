@@ -32,7 +32,7 @@ class HttpKind(EngineKind):
 
     name, settings = "http", HttpSettings
     precisions, compute_dtypes, cache_dtypes = (), (), ()
-    temperatures, pushes = VLLM_TEMPERATURES, False
+    temperatures, pushes, most_top_logprobs = VLLM_TEMPERATURES, False, 20
 
     def check(self, arguments: EngineArguments) -> None:
         if not arguments.settings.server:

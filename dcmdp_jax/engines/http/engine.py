@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
+from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.http import ENGINE
 from dcmdp_jax.engines.http.client import VllmHttpClient
 from dcmdp_jax.engines.kind import EngineArguments
@@ -69,6 +69,7 @@ class RemoteEngine:
                 f"got {self.max_total_tokens}, the server at {server} has max_model_len={context}; "
                 f"start it with --max-model-len {self.max_total_tokens} or more, or allow shorter completions",
             )
+        self._top_logprobs = arguments.top_logprobs
         self._processed: bool | None = None
         self._warned = False
 
@@ -97,6 +98,12 @@ class RemoteEngine:
         prompts = checked_prompts(self, prompts, sampling)
         seeds = request_seeds(seed, step, first_prompt * group + np.arange(len(prompts) * group)).tolist()
         known = temperature == 0 or (temperature == 1 and sampling.top_p == 1) or self._reports_processed(prompts[0])
+        top = self._top_logprobs if temperature else 0
+        if top and not known:
+            raise EngineError(
+                f"generate: the server at {self.server.address} was not seen to report log-probs of the distribution "
+                "sampled from, which `top_logprobs` needs; start it with --logprobs-mode processed_logprobs"
+            )
         drawn = {
             "max_tokens": sampling.max_completion_tokens,
             "temperature": temperature,
@@ -105,16 +112,17 @@ class RemoteEngine:
         if temperature:
             drawn["top_p"] = sampling.top_p
         if known:
-            drawn["logprobs"] = 0
+            drawn["logprobs"] = top
         payloads = [{"prompt": prompts[row // group].tolist(), **drawn} for row in range(len(seeds))]
         if temperature:
             payloads = [{**payload, "seed": number} for payload, number in zip(payloads, seeds, strict=True)]
 
-        def read(row: int, choice: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, str]:
+        def read(row: int, choice: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, str, dict[str, np.ndarray]]:
             tokens, reason = _sampled(choice, sampling, self.config.vocab_size)
             if not known:
-                return tokens, np.full(tokens.size, np.nan, np.float32), reason
-            return tokens, _logprobs(choice["logprobs"]["token_logprobs"], tokens.size), reason
+                return tokens, np.full(tokens.size, np.nan, np.float32), reason, {}
+            logprobs = _logprobs(choice["logprobs"]["token_logprobs"], tokens.size)
+            return tokens, logprobs, reason, _likeliest(choice["logprobs"]["top_logprobs"], tokens, top) if top else {}
 
         def groups() -> Iterator[list[Episode]]:
             waiting = OpenGroups(group)
@@ -129,8 +137,9 @@ class RemoteEngine:
                             group=row // group,
                             member=row % group,
                             finish_reason=reason,
+                            **columns,
                         )
-                        for row, (tokens, logprobs, reason) in arrived
+                        for row, (tokens, logprobs, reason, columns) in arrived
                     )
 
         return groups()
@@ -239,6 +248,21 @@ def _logprobs(values: list[Any], count: int) -> np.ndarray:
     if (array > _ROUNDING).any():
         raise ValueError(_logits(f"a log-prob is {array.max():.4g}"))
     return array
+
+
+def _likeliest(listed: list[dict[str, Any]], tokens: np.ndarray, top: int) -> dict[str, np.ndarray]:
+    """The columns of the likeliest tokens; the server lists `top` and, where it is none of them, the sampled token."""
+    if len(listed) != tokens.size:
+        raise ValueError(f"{len(listed)} top_logprobs for {tokens.size} tokens")
+    ids, logprobs = np.full((tokens.size, top), -1, np.int32), np.zeros((tokens.size, top), np.float32)
+    for place, (entries, token) in enumerate(zip(listed, tokens.tolist(), strict=True)):
+        named = {int(name.removeprefix("token_id:")): float(value) for name, value in entries.items()}
+        if token not in named:
+            raise ValueError(f"the top_logprobs of token {place} lack the sampled token {token}")
+        likely = sorted(named.items(), key=lambda entry: -entry[1])[:top]
+        likely = [(token, value) for token, value in likely if value > _MINUS_INFINITY]
+        ids[place, : len(likely)], logprobs[place, : len(likely)] = zip(*likely, strict=True)
+    return {TOP_IDS: ids, TOP_LOGPROBS: logprobs}
 
 
 def _logits(found: str) -> str:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.data.episode import COLUMNS, OpenGroups, Shape, single_turn
+from dcmdp_jax.data.episode import COLUMNS, TOP_IDS, TOP_LOGPROBS, OpenGroups, Shape, single_turn
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar import wire
 from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
@@ -36,6 +36,7 @@ class Replica:
         probe_tolerance: float,
         sleep_level: int,
         routed_experts: bool = False,
+        top_logprobs: int = 0,
     ) -> None:
         """Store the arguments.
 
@@ -45,10 +46,11 @@ class Replica:
             probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
             sleep_level: level of vLLM's sleep mode after each call; 0 leaves the engine awake.
             routed_experts: the sidecar was asked for the experts of each token, so it must return them.
+            top_logprobs: k, the likeliest tokens to ask for wherever the draw is not greedy; 0: none.
         """
         self.supervisor = supervisor
         self._weights, self._probe_tolerance, self._sleep_level = weights, probe_tolerance, sleep_level
-        self._routed_experts = routed_experts
+        self._routed_experts, self._top_logprobs = routed_experts, top_logprobs
 
     def load(self, calls: Calls, publication: Publication) -> float | None:
         """Have the engine load the weights; return their probe's difference, nats, when they are proven to be in use.
@@ -142,7 +144,10 @@ class Replica:
                 "stop_token_ids": list(sampling.stop_token_ids),
             },
             "sleep_level": self._sleep_level,
+            "top_logprobs": (top := self._top_logprobs if sampling.temperature else 0),
         }
+        expected: dict[str, Shape] = {TOP_IDS: (top,), TOP_LOGPROBS: (top,)} if top else {}
+        expected |= {"routed_experts": self._weights.config.routing[:2]} if self._routed_experts else {}
         arrays = {
             "prompt_ids": np.concatenate(list(prompts.values())),
             "prompt_lengths": np.array([prompt.size for prompt in prompts.values()], np.int32),
@@ -164,12 +169,11 @@ class Replica:
             if again := [completion.row for completion in completions if completion.row in rows]:
                 raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
             rows.update(completion.row for completion in completions)
-            asked = self._routed_experts and completions
             columns = split_columns(
                 message.arrays,
                 [prompts[groups[completion.row // group_size]].size for completion in completions],
                 [completion.token_ids.size for completion in completions],
-                {"routed_experts": self._weights.config.routing[:2]} if asked else {},
+                expected if completions else {},
             )
             episodes = waiting.add(
                 single_turn(

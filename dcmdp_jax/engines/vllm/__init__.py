@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 from dcmdp_jax.engines.kind import DeviceShare, EngineArguments, EngineKind, Workload
@@ -70,7 +71,7 @@ class VllmKind(EngineKind):
     emulated_caches = ("fp8", "fp8_e5m2")
     quantized_compute = "bfloat16"
     temperatures = VLLM_TEMPERATURES
-    routes = True
+    routes, most_top_logprobs = True, math.inf
 
     def check(self, arguments: EngineArguments) -> None:
         precision, dtype, settings = arguments.precision, arguments.compute_dtype, arguments.settings

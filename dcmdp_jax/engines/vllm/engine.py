@@ -97,6 +97,7 @@ class VllmEngine:
                         probe_tolerance=launch.probe_tolerance(arguments),
                         sleep_level=settings.sleep,
                         routed_experts=arguments.routed_experts,
+                        top_logprobs=arguments.top_logprobs,
                     )
                 )
             self._begin([replica.supervisor.start for replica in self.replicas]).results()

@@ -58,6 +58,10 @@ _OURS = {
 }
 
 
+_MAX_LOGPROBS = 20
+"""vLLM's own `max_logprobs`."""
+
+
 def check_machine(arguments: EngineArguments) -> str:
     """Everything about vLLM's side that can be known without starting it.
 
@@ -228,7 +232,8 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
         available: bytes of memory that the CPU build may count on, all replicas together.
 
     Raises:
-        UserError: see `extra_arguments`; or for "int8" with a mixture of experts, or a prefix cache that does not fit
+        UserError: see `extra_arguments`; or for "int8" with a mixture of experts, for `top_logprobs` beyond the
+            max_logprobs of `engine_args`, or a prefix cache that does not fit
             `routed_experts`, which the sidecar records itself in the CPU build.
     """
     config, settings, precision = engine.model, engine.settings, engine.precision
@@ -280,6 +285,10 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
         # The CPU build refuses the argument; there, falling asleep frees nothing.
         arguments["enable_sleep_mode"] = settings.sleep > 0
     extra = extra_arguments(settings.engine_args)
+    if (top := engine.top_logprobs) > _MAX_LOGPROBS:
+        arguments["max_logprobs"] = top
+    if -1 != (most := extra.get("max_logprobs", -1)) < top:
+        raise ArgumentError("top_logprobs", f"got {top}, `engine_args` has max_logprobs={most}; leave that out")
     if engine.routed_experts:
         # vLLM's own switch keeps the experts of cached tokens; the sidecar sees those alone that are computed.
         needed = not cpu

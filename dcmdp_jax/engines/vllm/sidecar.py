@@ -145,7 +145,7 @@ class EngineHost:
             SamplingParams(
                 **fields["sampling"],
                 seed=seed,
-                logprobs=0,
+                logprobs=fields["top_logprobs"],
                 flat_logprobs=True,
                 ignore_eos=True,
                 detokenize=False,
@@ -155,7 +155,8 @@ class EngineHost:
         ]
         with self._routing.recorded(self.llm):
             for ended in self._run([prompts[index] for index in arrays["prompt_of_row"].tolist()], params):
-                yield _completions(ended) | self._routing.arrays(self.llm, list(ended.values()))
+                found = _completions(ended, fields["top_logprobs"])
+                yield found | self._routing.arrays(self.llm, list(ended.values()))
         self._sleep(fields["sleep_level"])
         return {}
 
@@ -220,15 +221,24 @@ class EngineHost:
                 self.engine.abort_request(list(places))
 
 
-def _completions(outputs: dict[int, Any]) -> dict[str, np.ndarray]:
-    """The arrays of completions that have ended, by row; none where there are none."""
+def _completions(outputs: dict[int, Any], top: int) -> dict[str, np.ndarray]:
+    """The arrays of completions that have ended, by row; none where there are none.
+
+    Of each token vLLM lists the sampled one first and then its `top` likeliest, whichever the first is: `top` + 1.
+    """
     if not outputs:
         return {}
     completions = [output.outputs[0] for output in outputs.values()]
-    return {
+    listed = [np.asarray(c.logprobs.logprobs, np.float32).reshape(-1, top + 1) for c in completions]
+    logprobs, columns = np.concatenate(listed), {}
+    if top:
+        ids = np.concatenate([np.asarray(c.logprobs.token_ids, np.int32).reshape(-1, top + 1) for c in completions])
+        cut = logprobs[:, 1:] == -np.inf
+        columns = {"top_ids": np.where(cut, -1, ids[:, 1:]), "top_logprobs": np.where(cut, 0, logprobs[:, 1:])}
+    return columns | {
         "rows": np.array(list(outputs), np.int32),
         "token_ids": np.concatenate([np.asarray(c.token_ids, np.int32) for c in completions]),
-        "logprobs": np.concatenate([np.asarray(c.logprobs.logprobs, np.float32) for c in completions]),
+        "logprobs": logprobs[:, 0].copy(),
         "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
         "stopped": np.array([c.finish_reason == "stop" for c in completions], np.uint8),
     }
