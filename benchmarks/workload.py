@@ -98,17 +98,23 @@ def step_inputs(config: ModelConfig, mini_batches: int) -> tuple[Compute, Batch]
 
 
 def stepper(
-    config: ModelConfig, method: str, compute: Compute, batch: Batch, max_completion_tokens: int = NEW_TOKENS
+    config: ModelConfig,
+    method: str,
+    compute: Compute,
+    batch: Batch | Callable[[], Batch],
+    max_completion_tokens: int = NEW_TOKENS,
+    *,
+    corrections: str = "",
 ) -> Callable[[], object]:
-    """A call that trains one more step on the batch, from fresh parameters."""
+    """A call that trains one more step on the batch, or on what it makes of it each time, from fresh parameters."""
     settings = from_config_dict({"task": {"train": "none"}})
-    algorithm = dataclasses.replace(settings.algorithm, method=method)
+    algorithm = dataclasses.replace(settings.algorithm, method=method, corrections=corrections)
     schedule = make_schedule(settings.optimizer, updates=1000)
     optimizer = make_optimizer(settings.optimizer, schedule)
     mesh, dual = training_mesh(num_params=num_params(config)), initial_dual(algorithm)
     shardings = train_state_shardings(config, optimizer, dual, "float32", mesh)
     parts = StepParts(
-        row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=mesh),
+        row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=mesh, top_gradient=algorithm.centers),
         compute_dtype=compute.dtype,
         settings=algorithm,
         max_completion_tokens=max_completion_tokens,
@@ -121,7 +127,7 @@ def stepper(
     state = [create(jax.random.key(0))]
 
     def call() -> jnp.ndarray:
-        state[0], metrics = step(state[0], batch, None)
+        state[0], metrics = step(state[0], batch() if callable(batch) else batch, None)
         return metrics["policy/loss"]
 
     return call
