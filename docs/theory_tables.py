@@ -107,11 +107,22 @@ def random_states(noise: float, *, states: int, actions: int = ACTIONS, seed: in
     return softmax(SPREAD * logits, axis=-1), softmax(SPREAD * logits + noise * shift, axis=-1)
 
 
-def falling_share(noise: float, *, follows: bool, states: int = 4000, actions: int = ACTIONS) -> float:
-    """Share of random states in which the token's charge lowers D, to first order."""
+def state_direction(policy: np.ndarray, engine: np.ndarray, charge: str) -> np.ndarray:
+    """-grad_z of a state's charge in the loss (`dcmdp_jax.algorithm.charges`), [..., K] of p and q [..., K]."""
+    if charge == "state_kl":
+        return engine - policy
+    slope = np.sign(policy - engine) * (engine if charge == "state_delta" else 0.5)
+    return -policy * (slope - np.sum(policy * slope, axis=-1, keepdims=True))
+
+
+def falling_share(
+    noise: float, *, follows: bool, states: int = 4000, actions: int = ACTIONS, charge: str = "token"
+) -> float:
+    """Share of random states in which the token's charge, or one in the loss, lowers D, to first order."""
     policy, engine = random_states(noise, states=states, actions=actions)
-    slope = discrepancy_slope(policy, engine, charge_direction(policy, engine), follows=follows)
-    return float(np.mean(slope < 0))
+    token = charge == "token"
+    direction = charge_direction(policy, engine) if token else state_direction(policy, engine, charge)
+    return float(np.mean(discrepancy_slope(policy, engine, direction, follows=follows) < 0))
 
 
 _EPSILON = 1e-6
@@ -377,5 +388,17 @@ def direction_page() -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
+def state_page() -> list[str]:
+    """The documentation's table of the directions of charges in the loss, lines of Markdown."""
+    names = "token", "state_delta", "state_tv", "state_kl"
+    rows = [["actions", "noise of the logits", "engine", *names], ["---"] * 7]
+    for actions, noise in ((2, 0.1), (2, 1.0), (8, 0.1), (8, 1.0)):
+        for follows in (False, True):
+            how = {"follows": follows, "actions": actions}
+            shares = [f"{falling_share(noise, charge=name, **how):.0%}" for name in names]
+            rows.append([str(actions), f"{noise:g}", "follows" if follows else "stays", *shares])
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
 if __name__ == "__main__":
-    print("\n".join([*direction_page(), "", *way_out_page(), "", *budget_page()]))
+    print("\n".join([*direction_page(), "", *state_page(), "", *way_out_page(), "", *budget_page()]))

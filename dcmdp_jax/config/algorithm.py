@@ -12,6 +12,7 @@ from typing import Any, get_args
 import jax
 
 from dcmdp_jax.algorithm.centering import score_centering
+from dcmdp_jax.algorithm.charges import STATE_CHARGES
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, OF_TOKENS, TRUNCATIONS
 from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
 from dcmdp_jax.algorithm.dual import BUDGET_ROOM, QUANTILES
@@ -27,7 +28,7 @@ from dcmdp_jax.user_code import callback_error, error_place, load_function
 _TRACING = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.UnexpectedTracerError)
 _CENTERING = "score_centering"
 _REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
-    "method": ("penalty", PENALTIES),
+    "method": ("penalty", {**PENALTIES, **dict.fromkeys(STATE_CHARGES, PENALTIES["grpo"])}),
     "corrections": ("correction", {**CORRECTIONS, _CENTERING: score_centering}),
     "trust_region": ("trust region", TRUST_REGIONS),
     "loss": ("loss", LOSSES),
@@ -56,8 +57,9 @@ class AlgorithmSettings:
 
     Attributes:
         method: Penalty of the discrepancy: dc_grpo, dual_grpo, threshold_grpo, grpo, or a function of yours as
-            path.py:function(parameter=value) (docs/remedies.md). dual_grpo: multiplier fixed at 1. Source: paper
-            [4, 5].
+            path.py:function(parameter=value) (docs/remedies.md). dual_grpo: multiplier fixed at 1. state_tv, state_kl,
+            state_delta: the loss is charged for a state's discrepancy, from rollout.top_logprobs, and not the
+            advantage. Source: paper [4, 5].
         measure: Discrepancy of a token: |p_train - p_inf|, |p_train / p_inf - 1|, |log p_train - log p_inf| or
             |logit p_train - logit p_inf|, which confidence does not shrink. Source: paper: diff.
         sided: two: absolute value. one: only p_train above p_inf is charged. Source: paper: two.
@@ -186,6 +188,17 @@ class AlgorithmSettings:
         """Whether the expected score is subtracted, which takes the engine's likeliest tokens."""
         return any(call.function == _CENTERING for call in self.calls("corrections"))
 
+    @property
+    def state_charge(self) -> str | None:
+        """Name of the charge in the loss, which takes the engine's likeliest tokens; None without one."""
+        name = self.calls("method")[0].function
+        return name if name in STATE_CHARGES else None
+
+    @property
+    def differentiates_head(self) -> bool:
+        """Whether the gradient flows through the log-probs of the engine's likeliest tokens."""
+        return self.centers or self.state_charge is not None
+
     def remedies(self) -> Remedies:
         """The functions that the settings name.
 
@@ -258,6 +271,8 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
     if algorithm.level == "reward" and ":" in algorithm.method:
         why = "a function of tokens, of which a reward has none; set a method of ours or level=sequence"
         yield "algorithm.level", f"method={algorithm.method} is {why}"
+    if algorithm.state_charge and algorithm.level != "token":
+        yield "algorithm.level", f"with method={algorithm.method}, which charges states; leave it at token"
     if algorithm.refill_rounds and not algorithm.drop_equal_groups:
         yield "algorithm.refill_rounds", "it replaces groups that drop_equal_groups leaves out, set that to true"
     if algorithm.overlong_buffer > max_completion_tokens:

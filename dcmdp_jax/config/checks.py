@@ -132,6 +132,8 @@ def _step_rules(config: Any) -> Broken:
     if algorithm.centers and not config.rollout.top_logprobs:
         why = "score_centering needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more"
         yield "algorithm.corrections", why, algorithm.corrections
+    if algorithm.state_charge and not config.rollout.top_logprobs:
+        yield "algorithm.method", "needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more"
     if not config.run_dir:
         yield "run_dir", "name the directory that the run writes to"
 

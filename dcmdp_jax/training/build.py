@@ -85,7 +85,7 @@ def make_step_programs(
     row_logprobs = make_row_logprobs(
         model, compute, temperature=config.rollout.temperature, mesh=mesh,
         scheme=forward_scheme(config, mesh.devices.flat[0].platform, model=model), head_dtype=config.model.head_dtype,
-        top_gradient=config.algorithm.centers,
+        top_gradient=config.algorithm.differentiates_head,
     )  # fmt: skip
     parts = StepParts(
         row_logprobs=row_logprobs,

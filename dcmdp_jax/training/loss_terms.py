@@ -20,6 +20,7 @@ from jax import lax
 
 from dcmdp_jax.algorithm.advantages import has_signal, overlong_penalty
 from dcmdp_jax.algorithm.centering import centering_loss
+from dcmdp_jax.algorithm.charges import charge_loss
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.distribution import Head, distribution_statistics
 from dcmdp_jax.algorithm.losses import policy_loss
@@ -56,7 +57,7 @@ _ANCHORS = {"train": "old_logprobs", "proximal": "start_logprobs"}
 def loss_of(
     settings: AlgorithmSettings, remedies: Remedies, signals: Signals, train_logprobs: Array, head: Head | None
 ) -> tuple[Mean, Statistics]:
-    """The loss of rows as the settings have it, left unreduced; see `policy_loss` and `centering_loss`."""
+    """The loss of rows as the settings have it, left unreduced; see `policy_loss`, `centering_loss`, `charge_loss`."""
     tokens, weights = signals.tokens, signals.weights
     anchor = _ANCHORS.get(settings.ratio_denominator, "rollout_logprobs")
     if settings.ratio_denominator == "proximal":
@@ -68,6 +69,8 @@ def loss_of(
         single = remedies.centered[0] + (_proximal,) * (settings.ratio_denominator == "proximal")
         less = centering_loss(tokens, signals.centered_weights, head, anchor=anchor, corrections=single, **how)
         loss = loss._replace(total=loss.total - less)
+    if settings.state_charge is not None:
+        loss = loss._replace(total=loss.total + charge_loss(tokens, weights, head, settings.state_charge))
     return loss, statistics
 
 

@@ -145,9 +145,22 @@ def test_the_square_of_the_log_ratio_by_hand():
         ("loss", "log_ratio_squared(tau=-1)", r"log_ratio_squared\(tau=-1.0\): tau=-1.0; must be a finite number"),
         ("loss", "log_ratio_squared(trust_region=1)", "its parameters are those of trust_region"),
         ("trust_region", "cispo(low=2,high=1)", r"cispo\(low=2.0,high=1.0\): high=1.0; must be a finite number in \[2"),
+        (
+            "method",
+            "state_tv",
+            "got 'state_tv', needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more",
+        ),
         ("corrections", "cis(slope=-1)", r"cis\(slope=-1.0\): slope=-1.0; must be a finite number"),
     ],
 )
 def test_bad_parameters_are_refused(setting, text, message):
     with pytest.raises(ValueError, match=f"config.algorithm.{setting}: .*{message}"):
         from_config_dict({"task": {"train": "x"}, "algorithm": {setting: text}})
+
+
+def test_a_charge_of_states_has_no_level():
+    config = {"task": {"train": "x"}, "rollout": {"top_logprobs": 32}}
+    for level in ("sequence", "reward"):
+        with pytest.raises(ValueError, match="config.algorithm.level: .*with method=state_kl, which charges states"):
+            from_config_dict(config | {"algorithm": {"method": "state_kl", "level": level}})
+    assert from_config_dict(config | {"algorithm": {"method": "state_kl"}}).algorithm.state_charge == "state_kl"

@@ -72,7 +72,9 @@ def make_params(seed=1):
 def programs(settings, mini_batches, mesh, compute, exact):
     """The maker of a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
     del mini_batches  # a step serves one number, so that its cache is that of a run
-    row_logprobs = make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh, top_gradient=settings.centers)
+    row_logprobs = make_row_logprobs(
+        MODEL, compute, temperature=TEMPERATURE, mesh=mesh, top_gradient=settings.differentiates_head
+    )
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
     transform = make_optimizer(OPTIMIZER, schedule)
     dual = initial_dual(settings)

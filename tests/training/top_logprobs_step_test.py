@@ -116,6 +116,30 @@ def test_the_centred_gradient_is_autodiffs_of_all_logits(shape):
     assert plain["optimizer/grad_norm"] != pytest.approx(norm, rel=1e-3)
 
 
+@pytest.mark.parametrize("charge", ["state_tv", "state_kl", "state_delta"])
+def test_a_charge_in_the_loss_has_the_gradient_of_the_states_discrepancy(charge):
+    """-A log p_y + lambda D: in log p_v p sign(p - q) / 2, -q, q p sign(p - q) times lambda, which moves by delta."""
+    settings = dataclasses.replace(SETTINGS, method=charge, multiplier=0.8, multiplier_max=9.0)
+    rollout, rewards, log_p = _rollout()
+    state, (metrics,), _ = step_runs.run_steps(settings=settings, rollout=(rollout, rewards), mini_batches=1)
+    groups = rewards.reshape(step_runs.PROMPTS, step_runs.GROUP)
+    deviation = groups.std(axis=1, ddof=1, keepdims=True) + settings.std_epsilon
+    advantages = ((groups - groups.mean(axis=1, keepdims=True)) / deviation).reshape(-1)
+    ids, spans = step_runs.padded(rollout)
+    slopes = np.zeros((*ids[:, 1:].shape, V))
+    for i, ((a, b), x, y, tokens) in enumerate(zip(spans, log_p, rollout.tables, rollout.completion_ids, strict=True)):
+        p, q = np.exp(x), np.exp(y)
+        own = {"state_tv": p * np.sign(p - q) / 2, "state_kl": -q, "state_delta": q * p * np.sign(p - q)}[charge]
+        slopes[i, a - 1 : b - 1] = (0.8 * own - advantages[i] * np.eye(V)[tokens]) / len(tokens) / len(rewards)
+    gradient = jax.jit(lambda p: jax.vjp(lambda p: _tables(p, ids), p)[1](jnp.asarray(slopes, jnp.float32))[0])(
+        step_runs.make_params()
+    )
+    norm = np.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(gradient)))
+    assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    moved = 0.8 + settings.dual_learning_rate * (metrics["discrepancy/mean"] - settings.tolerance)
+    assert state.dual.multiplier == pytest.approx(moved, rel=1e-5)
+
+
 def test_without_centring_the_column_changes_no_update():
     """k = 4: what is trained is what a step without the column trains, to rounding."""
     rollout, rewards, _ = _rollout(4)

@@ -185,7 +185,7 @@ def token_slopes(
 
     def loss(train: jax.Array) -> jax.Array:
         signals = signals_of(settings, remedies, tokens, normalize()[0])
-        summed, _ = loss_of(settings, remedies, signals, train)
+        summed, _ = loss_of(settings, remedies, signals, train, None)
         _, total = normalize(dropped_tokens=signals.dropped_tokens)
         return summed.total / jnp.where(total > 0, total, 1.0)
 

@@ -1,0 +1,80 @@
+"""Charges in the loss for the discrepancy of a state, whose gradient is that of the discrepancy itself.
+
+The paper's charge lowers the advantage of a sampled token by lambda delta and holds delta constant: what that adds to
+the gradient is not the gradient of E_q[delta], and raises it where the engine stays and there are two actions
+(docs/theory.md). With the engine's k likeliest tokens the discrepancy of a state can be differentiated:
+
+    loss = surrogate + lambda sum_t w_t D(s_t),    grad D(s) = sum_a (dD / dp_a) p_a grad log p_a
+
+over the head H and the tail as one token more, q a constant and p the policy now. States are those that the engine's
+tokens lead to, weighed as their tokens are (`algorithm.corrections`). Ours, not in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from dcmdp_jax.algorithm.distribution import Head, tail_logprobs
+from dcmdp_jax.algorithm.masked import weighted_sum
+from dcmdp_jax.algorithm.numerics import clamped_log_ratio
+from dcmdp_jax.algorithm.remedies import Tokens, require_tokens
+from dcmdp_jax.algorithm.require import require_same_shape
+from dcmdp_jax.types import Array
+
+
+def total_variation(log_p: Array, log_q: Array) -> jax.Array:
+    """1/2 sum_a |p_a - q_a|, [...] of [..., k]; dD / dp_a = sign(p_a - q_a) / 2."""
+    require_same_shape(log_p=log_p, log_q=log_q)
+    return jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1) / 2
+
+
+def kl_engine(log_p: Array, log_q: Array) -> jax.Array:
+    """KL(q || p) = sum_a q_a log(q_a / p_a), [...] of [..., k], nats; dD / dp_a = -q_a / p_a: the engine is taught."""
+    return -jnp.sum(jnp.exp(log_q) * clamped_log_ratio(log_p, log_q), axis=-1)
+
+
+def expected_delta(log_p: Array, log_q: Array) -> jax.Array:
+    """E_q[delta] = sum_a q_a |p_a - q_a|, [...] of [..., k]; dD / dp_a = q_a sign(p_a - q_a), delta's own gradient."""
+    require_same_shape(log_p=log_p, log_q=log_q)
+    return jnp.sum(jnp.exp(log_q) * jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1)
+
+
+STATE_CHARGES: Mapping[str, Callable[[Array, Array], jax.Array]] = {
+    "state_tv": total_variation,
+    "state_kl": kl_engine,
+    "state_delta": expected_delta,
+}
+"""Name in `algorithm.method` -> the discrepancy of a state, of log-probs of the head and the tail."""
+
+
+def charge_loss(tokens: Tokens, weights: Array, head: Head, charge: str) -> jax.Array:
+    """lambda sum_t w_t D(s_t), to be added to the sum of the loss.
+
+    Args:
+        tokens: [R, L], with lambda.
+        weights: [R, L] float32 >= 0, w, corrections in it.
+        head: the engine's likeliest tokens; the gradient reaches its `train_logprobs`.
+        charge: key of `STATE_CHARGES`.
+
+    Returns:
+        [] float32.
+
+    Raises:
+        ValueError: if the shapes of tokens differ.
+    """
+    require_tokens(tokens)
+    active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
+    present = head.present & active[..., None]
+
+    def outcomes(values: Array) -> jax.Array:
+        inside = jnp.where(present, values, 0.0)
+        listed = jnp.where(present, inside, jnp.log(0.0))
+        return jnp.concatenate([listed, tail_logprobs(inside, present)[..., None]], axis=-1)
+
+    values = STATE_CHARGES[charge](
+        outcomes(head.train_logprobs), jax.lax.stop_gradient(outcomes(head.rollout_logprobs))
+    )
+    return tokens.multiplier * weighted_sum(values, jax.lax.stop_gradient(jnp.where(active, weights, 0.0))).total
