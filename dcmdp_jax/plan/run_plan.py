@@ -29,7 +29,6 @@ from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, 
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology
-from dcmdp_jax.run.memory_use import workload
 from dcmdp_jax.run.model_checks import check_experts, check_lengths, platform_kernel
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.build import make_step_programs
@@ -287,9 +286,8 @@ def plan_engine(run: Run, max_rows: int) -> EnginePlan | None:
     Raises:
         UserError: if the engine's settings do not divide the devices or the model.
     """
-    load = workload(run.asked, run.prompt_lengths, run.completions)
     with as_settings(of_engine(run.engine_kind)):
-        return run.engine_kind.programs(dataclasses.replace(run.engine_asked, max_rows=max_rows), load)
+        return run.engine_kind.programs(dataclasses.replace(run.engine_asked, max_rows=max_rows), run.workload)
 
 
 def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dcmdp_jax.config.arguments import as_settings, in_settings, of_engine
-from dcmdp_jax.config.engine import find_trainable, forward_scheme
+from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.episode import COLUMNS, columns_of_run
 from dcmdp_jax.data.packing import abstract_batch
@@ -207,7 +207,7 @@ def free_host_bytes() -> int | None:
         return None
 
 
-def memory_of_run(
+def training_memory(
     config: Config,
     model: ModelConfig,
     compute: Compute,
@@ -215,13 +215,10 @@ def memory_of_run(
     packing: RowShapes,
     machine: Machine,
     *,
-    engine: EngineArguments,
-    prompt_lengths: Sequence[int],
     completions: int,
-    fitted_rows: int = 0,
     lora: Lora | None = None,
-) -> MemoryUse:
-    """The parts of a run.
+) -> list[MemoryPart]:
+    """The parts of a run's trainer.
 
     Args:
         config: the settings.
@@ -230,45 +227,19 @@ def memory_of_run(
         mesh: the training devices.
         packing: shapes of a batch.
         machine: the memory available.
-        engine: arguments of `rollout.engine`.
-        prompt_lengths: tokens of each prompt.
         completions: maximum number sampled in one call of the engine.
-        fitted_rows: rows that an earlier start fitted; 0 finds them.
         lora: shape of the adapters; None trains all parameters.
     """
     scheme = forward_scheme(config, machine.platform, model=model)
-    parts = _training_parts(config, model, mesh, machine, lora) + _step_parts(
-        model, compute, scheme, mesh, packing, machine
-    )
-    parts += _batch_parts(config, model, mesh, packing, machine, completions)
-    return with_engine(
-        find_trainable(config.rollout.engine), engine, workload(config, prompt_lengths, completions), machine, parts,
-        fitted_rows=fitted_rows,
-    )  # fmt: skip
+    parts = _training_parts(config, model, mesh, machine, lora)
+    parts += _step_parts(model, compute, scheme, mesh, packing, machine)
+    return parts + _batch_parts(config, model, mesh, packing, machine, completions)
 
 
-def plan_evaluation(kind: EngineKind, arguments: EngineArguments, load: Workload, machine: Machine) -> MemoryUse:
-    """The parts of an engine alone, with parameters that were loaded onto the first device.
-
-    Args:
-        kind, arguments: the engine.
-        load: the requests to the engine.
-        machine: the memory available.
-    """
-    loaded = []
-    if kind.pushes:
-        size = num_params(arguments.model) * jnp.dtype(load.param_dtype).itemsize
-        push = frozenset({"push"})
-        loaded.append(exact("parameters", **machine.on_first(size), phases=push, lower="a smaller model"))
-    return with_engine(kind, arguments, load, machine, loaded)
-
-
-def workload(config: Config, prompt_lengths: Sequence[int], completions: int) -> Workload:
-    """Requests of a run to its engine. Arguments: see `memory_of_run`."""
-    return Workload(
-        completions, config.rollout.group_size, prompt_lengths, config.rollout.max_completion_tokens,
-        "float32" if config.model.lora_rank or config.model.adapter else config.model.param_dtype,
-    )  # fmt: skip
+def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[MemoryPart]:
+    """Parameters on the first device, that are pushed to an engine without a trainer."""
+    size = machine.on_first(num_params(model) * jnp.dtype(dtype).itemsize)
+    return [exact("parameters", **size, phases=frozenset({"push"}), lower="a smaller model")]
 
 
 def _values(declared: Sequence[Declaration], mesh: Mesh) -> int:

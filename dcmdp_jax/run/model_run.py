@@ -19,6 +19,7 @@ from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOutTask
 from dcmdp_jax.fields import INT32_MAX
+from dcmdp_jax.machine import MemoryPart
 from dcmdp_jax.models.config import ModelConfig, read_model_config
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_hub import is_fetched, model_directory
@@ -28,7 +29,7 @@ from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.run import files
 from dcmdp_jax.run.directory import read_config
-from dcmdp_jax.run.memory_use import MemoryUse, free_host_bytes, plan_evaluation
+from dcmdp_jax.run.memory_use import free_host_bytes, loaded_parameters
 from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.types import Params
@@ -131,10 +132,12 @@ class ModelRun(Run):
     Attributes:
         saved: the model; None for one that is still to be trained.
         directory: files of an engine in its own process.
+        fitted_rows: none; the rows that fit are found at each start.
     """
 
     saved: SavedModel | None = None
     directory = Path()
+    fitted_rows = 0
     train = EncodedPrompts([], [], 0, 0)
 
     @classmethod
@@ -228,9 +231,9 @@ class ModelRun(Run):
         return make_mesh(data=-1)
 
     @cached_property
-    def memory(self) -> MemoryUse:
-        """Memory that the engine takes, and memory that there is."""
-        load = Workload(
+    def workload(self) -> Workload:
+        """Requests to the engine, the largest task's."""
+        return Workload(
             completions=max(len(prompts.token_ids) * task.samples for task, prompts in self.held_out),
             group_size=1,
             prompt_lengths=self.prompt_lengths,
@@ -238,7 +241,10 @@ class ModelRun(Run):
             param_dtype=self.param_dtype,
             training=False,
         )
-        return plan_evaluation(self.engine_kind, self.engine_asked, load, self.machine)
+
+    def own_memory(self) -> list[MemoryPart]:
+        """The parameters, where the engine gets them from here."""
+        return loaded_parameters(self.model, self.param_dtype, self.machine) if self.engine_kind.pushes else []
 
     @property
     def rewards_output(self) -> None:

@@ -26,13 +26,13 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.mixtures import PromptStream
 from dcmdp_jax.data.prompts import EncodedPrompts, end_token_ids, template_variables
 from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind
+from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import TurnLimits, TurnSampler
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOutTask
-from dcmdp_jax.machine import Machine
+from dcmdp_jax.machine import Machine, MemoryPart
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel
 from dcmdp_jax.models.config import Lora, ModelConfig
@@ -52,7 +52,7 @@ from dcmdp_jax.rewards.protocol import Reward
 from dcmdp_jax.rewards.scoring import RewardScorer
 from dcmdp_jax.run import files
 from dcmdp_jax.run.directory import check_run_directory, fitted_rows
-from dcmdp_jax.run.memory_use import MemoryUse, memory_of_run, this_machine
+from dcmdp_jax.run.memory_use import MemoryUse, this_machine, training_memory, with_engine
 from dcmdp_jax.run.model_checks import (
     check_experts,
     check_forward,
@@ -319,11 +319,21 @@ class Run:
     @cached_property
     def memory(self) -> MemoryUse:
         """Memory that the run takes, and memory that there is; `config` and `engine` refuse what does not fit."""
-        return memory_of_run(
-            self.asked, self.model, self.compute, self.mesh, self.packing, self.machine, engine=self.engine_asked,
-            prompt_lengths=self.prompt_lengths, completions=self.completions, fitted_rows=self.fitted_rows,
-            lora=self.lora,
-        )  # fmt: skip
+        asked = self.engine_kind, self.engine_asked, self.workload, self.machine
+        return with_engine(*asked, self.own_memory(), fitted_rows=self.fitted_rows)
+
+    @cached_property
+    def workload(self) -> Workload:
+        """Requests to the engine."""
+        rollout, model = self.asked.rollout, self.asked.model
+        dtype = "float32" if model.lora_rank or model.adapter else model.param_dtype
+        lengths = self.prompt_lengths
+        return Workload(self.completions, rollout.group_size, lengths, rollout.max_completion_tokens, dtype)
+
+    def own_memory(self) -> list[MemoryPart]:
+        """The parts of the trainer."""
+        parts = self.asked, self.model, self.compute, self.mesh, self.packing, self.machine
+        return training_memory(*parts, completions=self.completions, lora=self.lora)
 
     @cached_property
     def engine_arguments(self) -> EngineArguments:

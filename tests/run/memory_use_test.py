@@ -20,7 +20,7 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.run import memory_use as memory_plan
-from dcmdp_jax.run.memory_use import plan_evaluation
+from dcmdp_jax.run.memory_use import loaded_parameters, with_engine
 from dcmdp_jax.run.run import Run
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
 from tests.support.processes import finished
@@ -218,7 +218,9 @@ def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_c
             mesh=lambda tensor, expert: make_mesh(data=2, devices=jax.devices()[:2]),
         )
         load = Workload(8, 1, [5], 4, "float32", training=False)
-        plan = plan_evaluation(ENGINES["local"], arguments, load, Machine(platform, 2, None, None))
+        machine = Machine(platform, 2, None, None)
+        own = loaded_parameters(model, load.param_dtype, machine)
+        plan = with_engine(ENGINES["local"], arguments, load, machine, own)
         place = "first" if platform == "gpu" else "host"
         assert part_of(plan, "engine's weights").on(place) == kept
         found = [part.on(place) for part in plan.parts if part.name.startswith("engine's weights, cast")]

@@ -7,9 +7,10 @@ import jax
 
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.engines.kind import Workload
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
-from dcmdp_jax.run.memory_use import memory_of_run
+from dcmdp_jax.run.memory_use import training_memory, with_engine
 from dcmdp_jax.run.run import compute_on, packing_on
 
 QWEN3_8B = ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960)
@@ -24,12 +25,14 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
     if machine.platform == "gpu":
         compute = dataclasses.replace(compute, attention="cudnn")
     completions = config.training.prompts_per_step * config.rollout.group_size
-    _, engine = engine_arguments(
+    kind, engine = engine_arguments(
         config, model=model, mesh=functools.partial(sampling_mesh, mesh), platform="cpu" if vllm_on_cpu else "cuda"
     )
-    return memory_of_run(
-        config, model, compute, mesh, packing, machine, engine=engine, prompt_lengths=prompts, completions=completions
+    load = Workload(
+        completions, config.rollout.group_size, prompts, config.rollout.max_completion_tokens, config.model.param_dtype
     )
+    own = training_memory(config, model, compute, mesh, packing, machine, completions=completions)
+    return with_engine(kind, engine, load, machine, own)
 
 
 def part_of(plan, name):
