@@ -120,7 +120,7 @@ def ask(
     Raises:
         UserError: in one line: too few batches, problems without an answer, samples without a signal.
     """
-    _check(session, batches)
+    _check(session, batches, [algorithm, *(arms or {}).values()])
     row_logprobs = make_row_logprobs(
         session.run.model, Compute(), temperature=session.sampling.temperature, mesh=one_device_mesh()
     )
@@ -143,7 +143,10 @@ def ask(
         )  # fmt: skip
 
 
-def _check(session: Session, batches: int) -> None:
+def _check(session: Session, batches: int, settings: Sequence[AlgorithmSettings]) -> None:
+    if any(each.centers for each in settings):
+        why = "score_centering needs the engine's likeliest tokens, which the oracle does not ask for; leave it out"
+        raise UserError(f"config.algorithm.corrections: {why} for --remedies")
     if batches < 4:
         raise UserError(f"--batches: got {batches}, must be at least 4, to tell noise from bias")
     if session.sampling.group_size < 2:
