@@ -72,7 +72,7 @@ class LocalEngine:
         self.max_total_tokens = arguments.max_total_tokens
         self._max_rows, self._min_rows = arguments.max_rows, arguments.min_rows or smallest_batch(platform)
         self._cache_block = cache_block or default_cache_block(platform)
-        self._program = Program.of(arguments, self._mesh)
+        self.program = Program.of(arguments, self._mesh)
         self.preparation = Preparation() if arguments.prepare else None
         self._prepared: set[Hashable] = set()
         self.weights: Params | None = None
@@ -127,14 +127,14 @@ class LocalEngine:
         mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
         draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32))
-        routed = self.config.routing[:2] if self._program.routed_experts else None
+        routed = self.config.routing[:2] if self.program.routed_experts else None
         first_row = first_prompt * group
-        asked = {"routed_shape": routed, "top": self._program.listed(mode)}
+        asked = {"routed_shape": routed, "top": self.program.listed(mode)}
         sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, **asked)
         size = batch_rows(self._max_rows, group, len(prompts) * group, 1)
         sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
         weights = self.weights
-        options = {"program": self._program, "trims": self.preparation is None}
+        options = {"program": self.program, "trims": self.preparation is None}
         version, stops = self._policy_version, set(sampling.stop_token_ids)
 
         def episode(row: int) -> Episode:
@@ -168,7 +168,7 @@ class LocalEngine:
         if self.preparation is not None and key not in self._prepared:
             self._prepared.add(key)
             self.preparation.add(
-                decoding_program(weights, shape, stops, program=self._program, **options) for shape in shapes
+                decoding_program(weights, shape, stops, program=self.program, **options) for shape in shapes
             )
 
     def score(
@@ -184,15 +184,15 @@ class LocalEngine:
         for length in sorted(set(buckets)):
             members = [index for index, bucket in enumerate(buckets) if bucket == length]
             most = min(self._max_rows, 1 << (len(members) - 1).bit_length())
-            size = score_rows(self.config.num_heads, length, most, self._program.row_shards)
+            size = score_rows(self.config.num_heads, length, most, self.program.row_shards)
             for start in range(0, len(members), size):
                 part = members[start : start + size]
                 padded, lengths = np.zeros((size, length), np.int32), np.ones(size, np.int32)
                 for place, index in enumerate(part):
                     padded[place, : rows[index].size] = rows[index]
                     lengths[place] = rows[index].size
-                padded, lengths = jax.device_put((padded, lengths), self._program.rows)
-                logprobs = np.asarray(score_program(self.weights, padded, lengths, inverse, program=self._program))
+                padded, lengths = jax.device_put((padded, lengths), self.program.rows)
+                logprobs = np.asarray(score_program(self.weights, padded, lengths, inverse, program=self.program))
                 for place, index in enumerate(part):
                     results[index] = logprobs[place, prompts[index].size - 1 : rows[index].size - 1].copy()
         check_finite(results)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, diagnose
-from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, collect
+from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, OperatorDifference, collect, legs_of
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, mean_of, measure, recommend
 from dcmdp_jax.lab.mismatch.remedy_effects import Effect, effects, not_computed
@@ -203,7 +203,8 @@ class Measured:
         floors: engine -> mean |p - q| of the engine against itself in another batch shape.
         rounding: see `evidence.Evidence`.
         explanations: controlled re-scorings.
-        settings, lifted: see `evidence.Evidence`.
+        settings, lifted, operators: see `evidence.Evidence`.
+        scored: [n] float32 nats, the first engine's own log-probs of the tokens in one pass; None if it does not score.
         over_training: mismatch by step, rank and source; None unless the pair was recorded over training.
     """
 
@@ -216,6 +217,8 @@ class Measured:
     explanations: Sequence[Explanation] = ()
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lifted: Sequence[Lifted] = ()
+    operators: Sequence[OperatorDifference] = ()
+    scored: np.ndarray | None = None
     over_training: OverTraining | None = None
 
 
@@ -268,8 +271,9 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     """
     pairs, text = measured.pairs, measured.text
     floor = max(measured.floors.values(), default=None)
-    known = {name: getattr(measured, name) for name in ("rounding", "explanations", "settings", "lifted")}
-    evidence = collect(pairs, floor=floor, **known)
+    names = ("rounding", "explanations", "settings", "lifted", "operators")
+    known = {name: getattr(measured, name) for name in names}
+    evidence = collect(pairs, floor=floor, legs=legs_of(pairs, measured.scored), **known)
     findings = tuple(diagnose(evidence))
     verdict = findings[0]
     odd_rank = measured.over_training.odd_rank if measured.over_training else ""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.evidence import RELATED, Evidence, Lifted, least_unrelated
+from dcmdp_jax.lab.mismatch.evidence import DECODING, RELATED, Evidence, Lifted, least_unrelated, outliers
 
 FEWEST_TOKENS, FEWEST_COMPLETIONS = 200, 8
 """With fewer, the columns alone give no verdict."""
@@ -91,6 +91,19 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
         "Compare temperature, top-p and top-k of both sides; then probe with the model: weights can be sharper too.",
         True,
     ),
+    "decoding": Cause(
+        "the engine while it decodes",
+        "It differs from its own scores of the same tokens: look at cache writes, positions, decoding kernels.", True,
+    ),
+    **{
+        operator: Cause(
+            f"the engine's {title}", "Compare its weights, dtype and kernel with the training stack's.", True
+        )
+        for operator, title in (
+            ("embedding", "embedding"), ("norm", "norms"), ("attention", "attention"), ("mlp", "MLP"),
+            ("cache", "key-value cache"), ("head", "output head"),
+        )
+    },
     "undetermined": Cause(
         "other weights or another precision",
         "Probe the two engines with the model (and with --earlier weights): re-scoring tells these causes apart.",
@@ -147,10 +160,12 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     5. A setting of the engine without which at least 50% of the mismatch is gone: quantized weights or cache.
     6. A re-scoring that explains at least 50%.
     7. raw log-probs on both sides, or tokens from a sharper distribution.
-    8. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
+    8. An operator that stands out on the training stack's own input, where no setting has it as its price.
+    9. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
        not measured and no setting of the engine has a price, median |d| within 0.04 nats.
-    9. What the engine's settings cost, if nothing above is found; not one without which 90% or more remains.
-    10. undetermined.
+    10. decoding, where that leg is 90% of the gap.
+    11. What the engine's settings cost, if nothing above is found; not one without which 90% or more remains.
+    12. undetermined.
 
     Where no defect is found the last line says the least of each that would have been, and what could not be checked.
     """
@@ -171,7 +186,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     for rule in (_explained_alone, *by_columns, _lifted, _explained):
         for finding in rule(e):
             found.setdefault(finding.cause, finding)
-    for rule in (_others_tokens, _rounding, _settings):
+    for rule in (_others_tokens, _operator, _rounding, _decoding, _settings):
         if not found:
             found = {finding.cause: finding for finding in rule(e)}
     if not found:
@@ -442,6 +457,31 @@ def _settings(e: Evidence) -> Iterator[Finding]:
             yield _say(cause, f"By its settings, not by measurement: {setting}. Mean |dp| {e.mean:.2g} {scored}.")
         elif measured[cause].share > _LIFTED_AT_ALL:
             yield _say(cause, _without(e, measured[cause]))
+
+
+def _decoding(e: Evidence) -> Iterator[Finding]:
+    for leg in e.legs:
+        if leg.name == DECODING and leg.share >= _EXPLAINED_ALONE and leg.mean > FLOAT32_ROUNDING:
+            yield _say(
+                "decoding",
+                f"{leg.share:.0%} of the gap lies between its decoding and its own scores: mean |dp| {leg.mean:.2g}.",
+            )
+
+
+def _operator(e: Evidence) -> Iterator[Finding]:
+    """The first operator that stands out, by depth, where no setting of the engine has it as its price."""
+    found = outliers(e.operators)
+    priced = "quantized_cache" if found and found[0].operator == "cache" else "quantized_weights"
+    if not found or priced in e.settings or e.mean <= _TIMES * (e.floor or 0.0):
+        return
+    alike = sum(each.operator == found[0].operator for each in found)
+    more = f", {alike} like it" if alike > 1 else ""
+    rest = float(np.median([each.relative for each in e.operators]))
+    yield _say(
+        found[0].operator,
+        f"On the training stack's own input the {found[0]}{more} gives something else: by {found[0].relative:.2g} of "
+        f"its size, where half of the {len(e.operators)} operators are within {rest:.1g}.",
+    )
 
 
 def _as_small_as_rounding(e: Evidence) -> bool:

@@ -59,6 +59,76 @@ class Lifted:
 
 
 @dataclasses.dataclass(frozen=True)
+class Leg:
+    """A leg of the gap: from the engine while decoding to its own scores of the tokens, or from these to the trainer.
+
+        q - p = (q - s) + (s - p),    s the engine's probability of the tokens, scored in one pass
+
+    Attributes:
+        name: both ends.
+        mean: mean |difference| of the probabilities.
+        log_ratio: mean difference of the log-probs, nats; both legs add up to the mean of log q - log p.
+        share: sum_t (leg)(q - p) / sum_t (q - p)^2; both legs add up to 1.
+    """
+
+    name: str
+    mean: float
+    log_ratio: float
+    share: float
+
+
+DECODING, ONE_PASS = "decoding - one pass", "one pass - trainer"
+
+
+def legs_of(pairs: TokenPairs, scored: np.ndarray | None) -> list[Leg]:
+    """Both legs; none without the engine's own scores.
+
+    Args:
+        pairs: the tokens.
+        scored: [n] float32 nats, the engine's own log-probs of them, each completion in one pass.
+    """
+    if scored is None:
+        return []
+    logs = [x.astype(np.float64) for x in (pairs.rollout_logprobs, scored, pairs.train_logprobs)]
+    q, s, p = map(np.exp, logs)
+    square = float(np.sum((q - p) ** 2)) or np.inf
+    return [
+        Leg(name, mean_of(np.abs(a - b)), mean_of(log_a - log_b), float((a - b) @ (q - p)) / square)
+        for name, a, b, log_a, log_b in ((DECODING, q, s, *logs[:2]), (ONE_PASS, s, p, *logs[1:]))
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorDifference:
+    """An operator of the engine on the training stack's own input to it.
+
+    Attributes:
+        operator: "embedding", "norm", "attention", "cache", "mlp" or "head"; key of `causes.CAUSES`.
+        layer: from 0; None before the first and after the last.
+        relative: ||f_engine(x) - f(x)|| / ||f(x)||.
+    """
+
+    operator: str
+    layer: int | None
+    relative: float
+
+    def __str__(self) -> str:
+        return self.operator if self.layer is None else f"{self.operator} of layer {self.layer}"
+
+
+_TIMES_MEDIAN, _LEAST_RELATIVE = 10.0, 1e-4
+
+
+def outliers(operators: Sequence[OperatorDifference]) -> list[OperatorDifference]:
+    """Operators that differ by ten times the median of all, and by 1e-4; none if that is not the smaller half."""
+    if not operators:
+        return []
+    least = max(_TIMES_MEDIAN * float(np.median([each.relative for each in operators])), _LEAST_RELATIVE)
+    found = [each for each in operators if each.relative > least]
+    return found if 2 * len(found) < len(operators) else []
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenMean:
     """A mean over tokens and its standard error, clustered by completion; NaN if it was not measured.
 
@@ -134,6 +204,8 @@ class Evidence:
         explanations: controlled re-scorings; empty without a model.
         settings: cause -> setting of the engine that has it as its price; empty for a recording.
         lifted: re-scorings without each of these settings; empty if not measured.
+        legs: the gap's two legs; empty if the engine does not score.
+        operators: differences of an embedded engine's operators; empty for others.
 
     From `median_log_ratio` to `correlation` all is over the other completions where some are broken, and from the 17th
     token on where the first ones stand apart, so that a second cause shows.
@@ -168,6 +240,8 @@ class Evidence:
     explanations: Sequence[Explanation] = ()
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lifted: Sequence[Lifted] = ()
+    legs: Sequence[Leg] = ()
+    operators: Sequence[OperatorDifference] = ()
     lowered: float = 1.0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -38,6 +39,7 @@ COMPLETIONS_FILE = "completions.json"
 """The completions of each pair with the largest mean |p - q|, as `page_kit.completions_data` makes them for a page."""
 _MOST_COMPLETIONS = 500
 _POINTS = 20_000
+_LEAST_DRAWN = 1e-8
 _TEXTS_SHOWN, _TEXT_TOKENS = 8, 400
 
 
@@ -134,6 +136,9 @@ def table(analyses: Sequence[Analysis]) -> str:
             lines.append(f"{analysis.name}: {'also ' if place else ''}{finding.title}")
             lines += [f"  {line}" for line in (*finding.evidence, f"-> {finding.remedy}")]
         lines.append(f"  {analysis.recommendation.reasoning}")
+        if legs := analysis.evidence.legs:
+            said = (f"{leg.name} {leg.mean:.3g} ({leg.share:.0%} of the gap)" for leg in legs)
+            lines.append(f"  mean |dp| of its legs: {', '.join(said)}")
         if analysis.over_training is not None:
             lines += ["", *_over_training(analysis.over_training)]
     return "\n".join(lines)
@@ -238,6 +243,24 @@ def _draw_distribution(pairs: TokenPairs, analysis: Analysis) -> Figure:
     return figure
 
 
+def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
+    """Draw the relative difference of each operator by layer; None where it was not measured."""
+    del pairs
+    found = analysis.evidence.operators
+    if not found:
+        return None
+    layers = 1 + max(each.layer for each in found if each.layer is not None)
+    figure, (axes,) = make_figure(7.2, 4.2)
+    for name, color in zip(dict.fromkeys(each.operator for each in found), itertools.cycle(COLORS), strict=False):
+        own = [each for each in found if each.operator == name]
+        # Before the first layer, or after the last.
+        at = [(-1 if name == "embedding" else layers) if each.layer is None else each.layer for each in own]
+        axes.plot(at, [max(each.relative, _LEAST_DRAWN) for each in own], "o-", color=color, markersize=3, label=name)
+    axes.set_yscale("log")
+    style_axes(axes, x="layer", y="relative difference", legend=True)
+    return figure
+
+
 def _draw_groups(pairs: TokenPairs, analysis: Analysis) -> Figure:
     """Draw mean |p - q| by probability, position and entropy."""
     del pairs
@@ -254,6 +277,7 @@ _FIGURES: dict[str, tuple[str, Callable[[TokenPairs, Analysis], Figure | None]]]
     "steps": ("|p - q| over training.", _draw_steps),
     "scatter": ("Each token's probability under both.", _draw_scatter),
     "distribution": ("Share of tokens above each |p - q|; mean, noise floors and c.", _draw_distribution),
+    "operators": ("Each operator of the engine on the training stack's own input to it.", _draw_operators),
     "groups": ("Mean |p - q| where it arises.", _draw_groups),
 }
 """File stem to (caption, function)."""

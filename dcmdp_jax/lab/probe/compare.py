@@ -15,6 +15,7 @@ from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.causes import FLOAT32_ROUNDING
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.lab.probe.engines import Sampled, Scorer
+from dcmdp_jax.lab.probe.operators import operator_differences
 from dcmdp_jax.lab.probe.rescoring import Rescoring, Setup
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 
@@ -51,15 +52,32 @@ def compare(
     else:
         train = scorer.score(prompts, sampled.completion_ids, temperature=setup.temperature)
     asked = prompts, sampled.completion_ids
+    first = next(iter(engines.values()))
+    scored = _scored(first, *asked, temperature=setup.temperature)
     floors = {}
-    for (engine_name, engine), together in zip(engines.items(), (None, train), strict=True):
+    for (engine_name, engine), together in zip(engines.items(), (scored, train), strict=True):
         floors[engine_name] = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
     pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies)
     if setup.sampling_floor is not None:
         first = next(iter(engines))
         floors[first] = max(floors[first] or 0.0, setup.sampling_floor)
     floors = {engine_name: floor for engine_name, floor in floors.items() if floor is not None}
-    return Measured(name, source, pairs, setup.text, floors, settings=setup.settings)
+    return Measured(
+        name, source, pairs, setup.text, floors, settings=setup.settings,
+        operators=operator_differences(first, setup.params, *asked),
+        scored=None if scored is None else np.concatenate(scored),
+    )  # fmt: skip
+
+
+def _scored(
+    engine: Scorer, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
+) -> Sequence[np.ndarray] | None:
+    """The engine's own log-probs of completions, each in one pass; None if it does not score."""
+    try:
+        return engine.score(prompts, completions, temperature=temperature)
+    except EngineError as error:
+        logger.warning("neither a noise floor nor the legs of the gap: %s", error)
+        return None
 
 
 def explained(
@@ -133,7 +151,7 @@ def noise_floor(
     completions: Sequence[np.ndarray],
     *,
     temperature: float,
-    together: Sequence[np.ndarray] | None = None,
+    together: Sequence[np.ndarray] | None,
 ) -> float | None:
     """Mean |p - p'| of an engine against itself: the first 16 completions, each alone and all together.
 
@@ -141,14 +159,14 @@ def noise_floor(
         engine: the engine.
         prompts, completions: token ids.
         temperature: temperature of its log-probs.
-        together: log-probs for all of them in one call; None asks the engine.
+        together: log-probs for all of them in one call; None if the engine can't score.
 
     Returns:
         The floor, or None if the engine can't score them.
     """
+    if together is None:
+        return None
     try:
-        if together is None:
-            together = engine.score(prompts, completions, temperature=temperature)
         alone = [
             engine.score([prompt], [completion], temperature=temperature)[0]
             for prompt, completion in zip(prompts[:_SCORED_AGAIN], completions, strict=False)

@@ -3,11 +3,14 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcmdp_jax.engines.local import cache, decode
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.lab.mismatch.analysis import analyze
+from dcmdp_jax.lab.mismatch.evidence import outliers
 from dcmdp_jax.lab.probe import rescoring
 from dcmdp_jax.lab.probe.compare import compare, explained, sampling_floor
 from dcmdp_jax.lab.probe.engines import Sampled, sample
@@ -206,3 +209,55 @@ def test_rounding_of_the_trainer_is_not_blamed_on_weights():
     engine = local()
     found = analysis(engine, sampled(engine), train_compute="bfloat16", compute="bfloat16")
     assert found.findings[0].cause == "rounding"
+
+
+@pytest.fixture
+def faulty_reads(monkeypatch):
+    """Decoding programs that read keys and values a tenth too large; those of other tests are not touched."""
+    jax.clear_caches()
+    monkeypatch.setattr(decode, "load", lambda stored, dtype: 1.1 * cache.load(stored, dtype))
+    yield
+    jax.clear_caches()
+
+
+def test_legs_add_up_and_a_fault_of_decoding_lies_in_the_first(faulty_reads):
+    engine = local()
+    found = analysis(engine, sampled(engine))
+    decoding, one_pass = found.evidence.legs
+    assert decoding.share + one_pass.share == pytest.approx(1, abs=1e-9)
+    assert decoding.log_ratio + one_pass.log_ratio == pytest.approx(found.statistics.k1, abs=1e-6)
+    assert decoding.share > 0.999 and one_pass.mean < 1e-6 < 1e-3 < decoding.mean
+    assert found.findings[0].cause == "decoding"
+    # Nothing is wrong with an operator on whole rows.
+    assert max(each.relative for each in found.evidence.operators) < 1e-5
+
+
+def rounded_head(engine):
+    engine.weights["embedding"] = engine.weights["output"].T  # the head alone
+    engine.weights["output"] = engine.weights["output"].astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def other_matrix(engine):
+    down = engine.weights["layers"][1]["mlp"]["down"]
+    down["kernel"] = params(True)["layers"]["mlp"]["down"]["kernel"][1]
+
+
+@pytest.mark.parametrize(
+    ("plant", "cause", "place"), [(rounded_head, "head", "head"), (other_matrix, "mlp", "mlp of layer 1")]
+)
+def test_an_operator_that_differs_is_named_with_its_layer(plant, cause, place):
+    engine = local()
+    plant(engine)
+    setup = Setup(CONFIG, params(), PROMPTS, 1.0)
+    pair = {"engine": engine, "trainer": TrainingStack(CONFIG, params(), compute=Compute())}
+    found = analyze(compare("pair", {}, sampled(engine), pair, setup))
+    assert found.findings[0].cause == cause and f"the {place} gives something else" in found.findings[0].evidence[0]
+    decoding, one_pass = found.evidence.legs
+    assert one_pass.share > 0.99 and decoding.mean < 1e-5
+    assert [str(each) for each in outliers(found.evidence.operators)] == [place]
+
+
+def test_a_quantized_cache_stands_out_in_every_layer():
+    engine = local(kv_cache_dtype="fp8")
+    found = analysis(engine, sampled(engine), rescore=False).evidence.operators
+    assert [(each.operator, each.layer) for each in outliers(found)] == [("cache", n) for n in range(CONFIG.num_layers)]
