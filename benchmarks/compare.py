@@ -68,7 +68,7 @@ class Comparison:
 
         A contender that fails is reported and left out from then on.
         """
-        names = list(self._pythons)
+        names = [name for name in self._pythons if name not in report.WITHOUT.get(part, ())]
         apart = _is_apart(size, self._arguments.apart)
         measured: dict[str, Any] = {
             "part": part,

@@ -13,10 +13,12 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import Episode, single_turn
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import RowShapes, make_row_shapes
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.params import init_params, num_params
+from dcmdp_jax.models.lora import trained
+from dcmdp_jax.models.params import draw_params, init_params, num_params
 from dcmdp_jax.parallel.mesh import training_mesh
+from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import (
     batch_shardings,
@@ -34,10 +36,13 @@ SIZES = {
     "0.6M": (64, 128, 256, 4, 4, 2, 32),
     "9M": (4096, 256, 1024, 8, 4, 2, 64),
     "60M": (32768, 512, 2048, 12, 8, 4, 64),
+    # SmolLM2-135M's.
+    "135M": (49152, 576, 1536, 30, 9, 3, 64),
 }
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 16, 64
 # Of all devices together: one group on each of two cores. More at a time take more memory and no less time.
+LORA = Lora(16, 32.0)
 _MICRO_BATCH_TOKENS = 16 * (PROMPT_TOKENS + NEW_TOKENS)
 
 
@@ -105,14 +110,18 @@ def stepper(
     max_completion_tokens: int = NEW_TOKENS,
     *,
     corrections: str = "",
+    lora: Lora | None = None,
 ) -> Callable[[], object]:
-    """A call that trains one more step on the batch, or on what it makes of it each time, from fresh parameters."""
+    """A call that trains one more step on the batch, or on what it makes of it each time, from fresh parameters.
+
+    With `lora` it trains fresh adapters over them.
+    """
     settings = from_config_dict({"task": {"train": "none"}})
     algorithm = dataclasses.replace(settings.algorithm, method=method, corrections=corrections)
     schedule = make_schedule(settings.optimizer, updates=1000)
     optimizer = make_optimizer(settings.optimizer, schedule)
     mesh, dual = training_mesh(num_params=num_params(config)), initial_dual(algorithm)
-    shardings = train_state_shardings(config, optimizer, dual, "float32", mesh)
+    shardings = train_state_shardings(config, optimizer, dual, "float32", mesh, lora=lora)
     parts = StepParts(
         row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=mesh, top_gradient=algorithm.centers),
         compute_dtype=compute.dtype,
@@ -121,13 +130,17 @@ def stepper(
         optimizer=optimizer,
         schedule=schedule,
         mesh=mesh,
+        lora=lora,
     )
     step = make_train_step(parts, shardings)
-    create = jax.jit(lambda key: new_state(init_params(config, key), optimizer, dual), out_shardings=shardings)
-    state = [create(jax.random.key(0))]
+    declared = trained(config, lora)
+    key = jax.random.key(0)
+    create = lambda: new_state(draw_params(declared, key, "float32"), optimizer, dual)  # noqa: E731
+    state = [jax.jit(create, out_shardings=shardings)()]
+    frozen = lora and jax.jit(lambda: init_params(config, key), out_shardings=replicated(mesh))()
 
     def call() -> jnp.ndarray:
-        state[0], metrics = step(state[0], batch() if callable(batch) else batch, None)
+        state[0], metrics = step(state[0], batch() if callable(batch) else batch, frozen)
         return metrics["policy/loss"]
 
     return call

@@ -17,7 +17,12 @@ INSTALLS: dict[str, tuple[tuple[tuple[str, ...], ...], ...]] = {
     "trl": (
         # The CPU build: from the index pip knows if it has it, else from PyTorch's own.
         (("torch==2.13.0+cpu",), (*_PYTORCH_CPU, "torch==2.13.0")),
-        (("torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0"),),
+        (
+            (
+                "torch==2.13.0", "trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0",
+                "peft==0.21.2",
+            ),
+        ),
     ),
     "tunix": (
         (

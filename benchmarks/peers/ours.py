@@ -12,7 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from benchmarks.peers.rounds import Ended, Job, Rounds, work
-from benchmarks.workload import batch_of, rollout, stepper
+from benchmarks.workload import LORA, batch_of, rollout, stepper
 from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import Episode, collect, in_prompt_order
@@ -34,14 +34,15 @@ _PACKAGES = ("dcmdp-jax", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def train(job: Job, rounds: Rounds) -> None:
-    """The compiled step with one mini-batch or four, in the layout that a run chooses."""
+    """The compiled step with one mini-batch or four, in the layout that a run chooses; of adapters where asked."""
     model = _model(job)
     mesh = training_mesh(num_params=num_params(model))
-    config = from_config_dict(_run_config(job, 1 if job.part == "train1" else 4))
+    config = from_config_dict(_run_config(job, 4 if job.part == "train4" else 1))
     compute = compute_on(config, mesh)
     plan = packing_on(config, mesh, compute)
     batch, _ = batch_of(rollout(model, job.prompt_lengths, np.asarray(job.lengths), job.group), plan, model)
-    step = stepper(model, "dc_grpo", compute, batch, max_completion_tokens=job.new_tokens)
+    lora = LORA if job.lora else None
+    step = stepper(model, "dc_grpo", compute, batch, max_completion_tokens=job.new_tokens, lora=lora)
     release_freed_memory()  # as a run does before its first step
     rounds.hello(_PACKAGES)
     rounds.repeat(lambda: jax.block_until_ready(step()))
@@ -71,6 +72,8 @@ def reinforce(job: Job, rounds: Rounds) -> None:
     config = _run_config(job, mini_batches=1)
     # More than are asked for, so that neither the last checkpoint nor one on the way is part of a round.
     config.training.steps = config.checkpoint.every_steps = 10**6
+    if job.lora:
+        config.model.lora_rank, config.model.lora_alpha, config.model.lora_base = LORA.rank, LORA.alpha, "float32"
     plan = Run(from_config_dict(config)).check()
 
     def begin(params: Params) -> None:
@@ -172,4 +175,5 @@ def _model(job: Job) -> ModelConfig:
 
 if __name__ == "__main__":
     prepare_jax()
-    work({"train1": train, "train4": train, "rl": reinforce, "sampler": sampler})
+    trains = dict.fromkeys(("train1", "train4", "train_lora"), train)
+    work({**trains, "rl": reinforce, "rl_lora": reinforce, "sampler": sampler})

@@ -26,10 +26,14 @@ PARTS = {
     "train1": "a train step on 128 completions, one mini-batch; TRL: plain torch with TRL's loss, as in train4",
     "train4": "old log-probs of 128 completions, then four updates of 32",
     "rl": "a whole RL step in the trainer's own loop: sample 128 completions, reward, one update",
+    "train_lora": "as train1, adapters of rank 16 on every linear layer over a float32 base; TRL: with PEFT",
+    "rl_lora": "as rl, with these adapters",
     "sampler": "16 prompts x 8 completions by the trainer's own sampler",
 }
 
 
+WITHOUT = {"train_lora": ("tunix",), "rl_lora": ("tunix",)}
+"""Contenders that a part has not got."""
 FLOOR_PARTS = ("train1", "train4")
 
 

@@ -24,7 +24,7 @@ class Job:
     """One worker's work.
 
     Attributes:
-        part: "train1", "train4", "rl" or "sampler".
+        part: "train1", "train4", "train_lora", "rl", "rl_lora" or "sampler".
         checkpoint: Hugging Face directory with weights and tokenizer.
         problems: a .jsonl file, the field "problem" a prompt of at most `prompt_tokens` tokens.
         scratch: an empty directory of the worker's own.
@@ -55,6 +55,11 @@ class Job:
     def rows(self) -> int:
         """Completions in a batch."""
         return self.prompts * self.group
+
+    @property
+    def lora(self) -> bool:
+        """Whether adapters of rank 16 and alpha 32 on every linear layer are trained, over a float32 base."""
+        return self.part.endswith("_lora")
 
     @property
     def ragged(self) -> bool:

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.peers.rounds import Job, Rounds, work
 
-_PACKAGES = ("trl", "torch", "transformers", "accelerate", "datasets", "numpy")
+_PACKAGES = ("trl", "torch", "peft", "transformers", "accelerate", "datasets", "numpy")
+_LORA = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 _CLIP, _LEARNING_RATE, _MAX_GRAD_NORM = 0.2, 1e-6, 1.0
 
 
@@ -27,7 +29,9 @@ def train(job: Job, rounds: Rounds) -> None:
     with padding are computed in four parts, as all at once take more memory and no less time.
     """
     model = _model(job).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0, fused=True)
+    model = get_peft_model(model, _LORA) if job.lora else model
+    trained = [value for value in model.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=_LEARNING_RATE, weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.tensor(job.prompt_lengths).repeat_interleave(job.group)[:, None]
     completions = torch.tensor(job.lengths)[:, None]
@@ -145,6 +149,7 @@ def _trainer(job: Job) -> GRPOTrainer:
     )
     return GRPOTrainer(
         model=_model(job),
+        peft_config=_LORA if job.lora else None,
         args=settings,
         reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": job.texts()}),
@@ -160,4 +165,5 @@ def _model(job: Job) -> PreTrainedModel:
 
 
 if __name__ == "__main__":
-    work({"train1": train, "train4": train, "rl": reinforce, "sampler": sampler})
+    trains = dict.fromkeys(("train1", "train4", "train_lora"), train)
+    work({**trains, "rl": reinforce, "rl_lora": reinforce, "sampler": sampler})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,34 +148,44 @@ def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -
         precision: the engine's: a dtype, "exact", or one of `quantize.PRECISIONS`, for each column; of another name
             (blocks of fp8, a server's own) the first of these that it begins with, else bfloat16.
     """
-    known = (*PRECISIONS, "float16", "float32")
-    name = next((each for each in known if precision.startswith(each)), "bfloat16")
-    name = "float32" if precision == "exact" else name
+    squares = []
 
-    def rounded(w: jax.Array) -> jax.Array:
-        if name in PRECISIONS:
-            return _float32(quantize_kernel(w, name))
-        # XLA removes a cast there and back.
-        kind = jnp.finfo(name)
-        return jax.lax.reduce_precision(w, kind.nexp, kind.nmant)
-
-    def squares(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-        w = _float32(kernel)
+    def measure(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> None:
         change = _product(a, b) * lora.scale
-        return jnp.sum((rounded(w + change) - rounded(w) - change) ** 2), jnp.sum(change**2)
+        squares.append((jnp.sum((_arriving(kernel, change, precision) - change) ** 2), jnp.sum(change**2)))
 
-    pairs = [squares(*three) for three in _adapted_kernels(base, adapters)]
-    bent, whole = (sum(each) for each in zip(*pairs, strict=True))
+    _joined(base, adapters, measure)
+    bent, whole = (sum(each) for each in zip(*squares, strict=True))
     return jnp.where(whole > 0, jnp.sqrt(bent / jnp.where(whole > 0, whole, 1.0)), 0.0)
 
 
-def _adapted_kernels(base: Params, adapters: Params) -> Iterator[tuple[Any, jax.Array, jax.Array]]:
-    """W, A, B of each adapted matrix."""
-    if "a" in adapters:
-        yield base["kernel"], adapters["a"], adapters["b"]
-        return
-    for name, part in adapters.items():
-        yield from _adapted_kernels(base[name], part)
+def merged_as_rounded(base: Params, adapters: Params, lora: Lora, precision: str) -> Params:
+    """W + Q(W + D) - Q(W), float32: `merged` with the change as an engine's rounding lets it arrive.
+
+    Arguments as of `merge_rounding`.
+    """
+
+    def merge(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> jax.Array:
+        return _float32(kernel) + _arriving(kernel, _product(a, b) * lora.scale, precision)
+
+    whole = _joined(base, adapters, merge)
+    return jax.tree.map(_float32, whole, is_leaf=_is_quantized)
+
+
+def _arriving(kernel: jax.Array | QuantizedKernel, change: jax.Array, precision: str) -> jax.Array:
+    """Q(W + D) - Q(W)."""
+    w = _float32(kernel)
+    return _rounded(w + change, precision) - _rounded(w, precision)
+
+
+def _rounded(w: jax.Array, precision: str) -> jax.Array:
+    known = (*PRECISIONS, "float16", "float32")
+    name = next((each for each in known if precision.startswith(each)), "bfloat16")
+    if name in PRECISIONS:
+        return _float32(quantize_kernel(w, name))
+    # XLA removes a cast there and back.
+    kind = jnp.finfo("float32" if precision == "exact" else name)
+    return jax.lax.reduce_precision(w, kind.nexp, kind.nmant)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from dcmdp_jax.array_checksum import array_checksum
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
-from dcmdp_jax.models.lora import SavedAdapters, load_base, merged, trained
+from dcmdp_jax.models.lora import SavedAdapters, load_base, merged, merged_as_rounded, trained
 from dcmdp_jax.models.params import declared_shapes
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.run.directory import RUN_ID_FILE, run_id
@@ -446,6 +446,19 @@ def load_params_only(run_dir: str | Path, step: int | None = None) -> tuple[Para
     if adapters is not None:
         params = jax.jit(merged, static_argnums=2)(_base_of(path, adapters, model, meta), params, adapters.lora)
     return params, model, step, path.parent.parent / "tokenizer"
+
+
+def load_as_rounded(run_dir: str | Path, step: int | None, precision: str) -> Params | None:
+    """Parameters of a checkpoint with its adapters' change as an engine rounds it, see `lora.merged_as_rounded`.
+
+    None if all parameters were trained. Arguments and errors as of `load_params_only`.
+    """
+    path, _ = _find(run_dir, step)
+    params, adapters, model, meta = _trained(path)
+    if adapters is None:
+        return None
+    merge = jax.jit(merged_as_rounded, static_argnums=(2, 3))
+    return merge(_base_of(path, adapters, model, meta), params, adapters.lora, precision)
 
 
 def load_adapters(run_dir: str | Path, step: int | None = None) -> tuple[Params, SavedAdapters, ModelConfig]:

@@ -94,6 +94,14 @@ class SavedModel:
 
         return load_params_only(self.path, self.step)[0]
 
+    def load_as_rounded(self, precision: str) -> Params | None:
+        """The weights with what an engine's rounding leaves of the adapters' change; None without adapters."""
+        if self.step is None:
+            return None
+        from dcmdp_jax.run.checkpoint import load_as_rounded
+
+        return load_as_rounded(self.path, self.step, precision)
+
 
 def find_model(path: Path, step: int | None = None) -> SavedModel:
     """Find a model: a Hugging Face directory, a name on the Hub, a run directory, or a checkpoint in it.

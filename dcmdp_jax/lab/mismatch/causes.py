@@ -57,6 +57,10 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
         "quantized key-value cache of the engine",
         "Bound it by c, calibrate the cache's scales, or keep the cache in the compute dtype.", False,
     ),
+    "merge": Cause(
+        "rounding of adapters where they are merged into the weights",
+        "Bound it by c, or hold the engine's weights in more bits; it falls as the adapters' change grows.", False,
+    ),
     "temperature": Cause(
         "sampling temperature not accounted for",
         "Divide the training stack's logits by the temperature that the tokens are sampled at.", True,

@@ -52,6 +52,7 @@ class Setup:
         compute: dtype that the first engine computes in.
         settings: cause -> setting of the first engine that has it as its price.
         sampling_floor: floor of the first engine, from `sampling_floor`; None if not measured.
+        as_rounded: weights with their adapters merged as the first engine rounds them; None without adapters.
     """
 
     config: ModelConfig
@@ -64,6 +65,7 @@ class Setup:
     compute: str = "float32"
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sampling_floor: float | None = None
+    as_rounded: Params | None = None
 
 
 class _Change(NamedTuple):
@@ -125,6 +127,8 @@ class Rescoring:
     def explanations(self) -> Iterator[Explanation]:
         """Every re-scoring, the likeliest and cheapest first."""
         setup, compute = self._setup, self._setup.compute
+        if setup.as_rounded is not None:
+            yield self._tried(_Change("the adapters merged as the engine rounds", "merge", params=setup.as_rounded))
         yield Explanation(f"the model in {compute}", "rounding", self._share(self._plain))
         for change in sorted(_EMULATED, key=lambda change: change.cause not in setup.settings):
             yield self._tried(change._replace(dtype=compute))

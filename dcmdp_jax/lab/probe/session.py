@@ -161,6 +161,7 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[
             {saved.name: saved.load("float32") for saved in session.earlier}, variants,
             token_text(models[1].tokenizer), spec.compute, spec.costs,
             sampling_floor(built[0], prompts[0], sampling, sampled, seed=session.seed),
+            session.run.saved.load_as_rounded(spec.precision) if session.rescore else None,
         )  # fmt: skip
         source = {
             "model": session.run.saved.name, "sampled by": names[0], "scored by": names[1],

@@ -18,7 +18,10 @@ from dcmdp_jax.lab.probe.rescoring import Setup
 from dcmdp_jax.lab.probe.session import lift
 from dcmdp_jax.lab.probe.specs import parse_spec
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
+from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.lora import adapter_declarations, merged, merged_as_rounded
+from dcmdp_jax.models.params import draw_params
 from tests.support.sampling import local_engine
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
@@ -52,10 +55,12 @@ def sampled(engine, prompts=None, **distribution):
     return sample(engine, prompts or PROMPTS, dataclasses.replace(SAMPLING, **distribution), seed=0)
 
 
-def analysis(engine, found, *, temperature=1.0, compute="float32", rescore=True, train_compute="float32"):
-    others = ({"step 3": params(True)}, {"text without a chat template": BARE})
-    setup = Setup(CONFIG, params(), PROMPTS, temperature, *others, TOKENIZER.decode, compute=compute)
-    trainer = TrainingStack(CONFIG, params(), compute=Compute(dtype=train_compute))
+def analysis(
+    engine, found, *, temperature=1.0, compute="float32", rescore=True, train_compute="float32", weights=None, **more
+):
+    others, weights = ({"step 3": params(True)}, {"text without a chat template": BARE}), weights or params()
+    setup = Setup(CONFIG, weights, PROMPTS, temperature, *others, TOKENIZER.decode, compute=compute, **more)
+    trainer = TrainingStack(CONFIG, weights, compute=Compute(dtype=train_compute))
     measured = compare("pair", {}, found, {"engine": engine, "trainer": trainer}, setup)
     return analyze(explained(measured, found.prompt_index, setup) if rescore else measured)
 
@@ -90,6 +95,18 @@ def test_bfloat16_is_rounding_noise():
     engine = local(precision="bfloat16", compute_dtype="bfloat16")
     found = analysis(engine, sampled(engine), compute="bfloat16")
     assert found.findings[0].cause == "rounding" and found.recommendation.tolerance > found.statistics.mean > 1e-3
+
+
+def test_adapters_that_the_engines_weights_round_are_named():
+    lora = Lora(4, 8.0)
+    base = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params())
+    drawn = draw_params(adapter_declarations(CONFIG, lora), jax.random.key(0), "float32")
+    adapters = jax.tree.map(lambda leaf: leaf + 0.01, drawn)  # B is 0 no more
+    whole = merged(base, adapters, lora)
+    engine = local(whole, precision="bfloat16", compute_dtype="float32")
+    rounded = merged_as_rounded(base, adapters, lora, "bfloat16")
+    finding = named(engine, sampled(engine), weights=whole, as_rounded=rounded)[0]
+    assert finding.cause == "merge" and "explains 100% of the mismatch" in finding.evidence[0]
 
 
 @pytest.mark.parametrize(
