@@ -5,6 +5,7 @@
     dcmdp probe --model DIR --config.task.train=FILE --a vllm:bfloat16 --b trainer     sample with a, score with b
     dcmdp probe --config FILE                                 a run's engine against its training stack
     dcmdp probe --config FILE --remedies                      which remedy brings its gradient nearest
+    dcmdp probe --model DIR --config.task.train=FILE --certify      its certificate (docs/certificates.md)
 
 Settings are a run's own, and each may be given: --config.rollout.max_completion_tokens=64, docs/settings.md. But 8
 completions of each problem are sampled whatever the run had, with seed 0.
@@ -39,6 +40,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch import page
 from dcmdp_jax.lab.mismatch.analysis import Measured, analyze
 from dcmdp_jax.lab.oracle.oracle import ask
+from dcmdp_jax.lab.probe import certificate
 from dcmdp_jax.lab.probe.engines import settings_for
 from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
@@ -64,8 +66,12 @@ EXPECTED = (EngineError, MemoryError)
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), measure, conclude, write and print."""
     overrides, rest = split_overrides(argv[1:], _ARGUMENTS_BEFORE)
-    arguments = _parser().parse_args(rest)
+    arguments = _parser().parse_args(rest, argparse.Namespace(words=argv[1:]))
     recorded = probe_recordings.given(arguments)
+    if arguments.certify:
+        if recorded or arguments.remedies or arguments.b != parse_spec("trainer") or arguments.top_p < 1:
+            raise UserError("--certify: of a model, whole distributions, against the trainer; give --model or --config")
+        arguments.a, arguments.no_rescoring = arguments.a or list(certificate.ENGINES), True
     if sum(map(bool, (recorded, arguments.model, arguments.config))) != 1:
         raise UserError("give one of PATH (a recording), --model DIR and --config FILE; see --help")
     if arguments.remedies:
@@ -82,6 +88,9 @@ def main(argv: list[str]) -> None:
         title, measured = probe_recordings.measure(arguments)
     else:
         title, measured = _probed(arguments, overrides)
+    if arguments.certify:
+        print(certificate.write(measured, arguments.words, arguments.out))
+        return
     analyses = [analyze(one, arguments.tolerance) for one in measured]
     print(page.table(analyses))
     print(f"wrote {page.write(title, measured, analyses, arguments.out)}")
@@ -122,6 +131,7 @@ def _parser() -> Parser:
     live(
         "--batches", type=whole(4), default=16, metavar="N", help="of each engine for --remedies (default: %(default)s)"
     )
+    live("--certify", action="store_true", help="certificate of the model: five engines, without causes")
     live("--no-rescoring", action="store_true", help="name the cause from the two columns alone")
     add = parser.add_argument
     add("--tolerance", type=real(0, 1), metavar="C", help="budget to count completions over (default: the recommended)")
@@ -145,6 +155,8 @@ def _probed(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tupl
 
     def keep(measured: list[Measured]) -> None:
         page.write_json(title, [analyze(one, arguments.tolerance) for one in measured], arguments.out, finished=False)
+        if arguments.certify:
+            certificate.write(measured, arguments.words, arguments.out)
 
     return title, probe_pairs(dataclasses.replace(session, keep=keep), first, arguments.b)
 

@@ -98,6 +98,11 @@ def test_text_is_colored_by_which_side_finds_it_likelier(tmp_path, capsys):
         (("R", "--format", "nemo"), "argument --format: invalid choice: 'nemo'"),
         (("none/*.jsonl",), "No such file or directory"),
         (("--recording", "R", "--remedies"), "--remedies needs --model or --config: a recording has no weights"),
+        (
+            ("R", "--certify"),
+            "--certify: of a model, whole distributions, against the trainer; give --model or --config",
+        ),
+        (("--model", "none", "--certify", "--b", "hf"), "--certify: of a model, whole distributions"),
         (("--model", "none", "--a", "local", "--remedies", "--b", "hf"), "--b: got hf:float32; --remedies compares"),
         (("--model", "none", "--a", "local", "--remedies", "--top-p", "0.9"), "--top-p: got 0.9; --remedies compares"),
         (("--model", "none", "--a", "local", "--remedies", "--batches", "3"), "must be at least 4"),

