@@ -66,6 +66,11 @@ def adapter(config: Config, model: ModelConfig) -> Adapter:
     """The adapters of `model.adapter`."""
     try:
         found = read_adapter(Path(config.model.adapter), model)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"config.model.adapter: {error.filename or error} is not there; give a directory that PEFT or "
+            "`dcmdp convert export --adapter` wrote"
+        ) from error
     except UserError as error:
         raise UserError(f"config.model.adapter: {error}") from error
     if config.model.lora_rank not in (0, found.lora.rank):
