@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-MEMORY_PHASES = ("compile", "push", "sample", "step")
+MEMORY_PHASES = ("push", "sample", "step")
 _ALWAYS = frozenset(MEMORY_PHASES)
 MORE_DEVICES = "a smaller model, or more devices along mesh.fsdp or mesh.tensor"
 PREEMPTED = "preempted caches, at most"

@@ -38,9 +38,9 @@ from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import DATA, data_parallel_only, param_shardings
 
 _GIB = 2**30
-_COMPILER_BYTES = int(1.15 * _GIB)
-"""What compiling on a CPU takes at its peak, while the state is held; the process keeps it for the step: 1.0 GiB with
-one device and three row lengths, 1.3 with two devices (docs/plan.md)."""
+_KEPT_BYTES = int(1.05 * _GIB)
+"""What a process on a CPU keeps beside the parts: at most 1 GiB that the compiler or a phase has freed, and compiled
+programs. Measured runs are in docs/plan.md."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def with_engine(
     if machine.process_bytes:
         others = (
             exact("Python and libraries", host=machine.process_bytes, lower=""),
-            MemoryPart("compiler", host=_COMPILER_BYTES, phases=frozenset({"compile"}), lower=""),
+            MemoryPart("compiled programs, freed memory", host=_KEPT_BYTES, lower=""),
             *others,
         )
     # A CPU's free memory is another one in each run.
@@ -285,7 +285,8 @@ def _training_parts(
         # One micro-batch's gradient before it is added; afterwards the update.
         MemoryPart("gradients of a micro-batch", **on_mesh(4 * values), phases=step, lower=state_lower),
         MemoryPart("checkpoint's copy of the state", host=saved, lower=state_lower),
-        MemoryPart("checkpoint being written", host=saved, lower=state_lower),
+        # A disk has written it by the time that the next step's completions are there.
+        MemoryPart("checkpoint being written", host=saved, phases=frozenset({"push", "sample"}), lower=state_lower),
     ]
     if lag := config.rollout.lag:
         kept = on_mesh(lag * values * item)
@@ -300,6 +301,11 @@ def _training_parts(
         parts.append(exact("frozen base", **size, lower=f"{fewer}, or model.lora_base=int8"))
         push = frozenset({"push"})
         parts.append(MemoryPart("merged weights", **on_mesh(4 * every), phases=push, lower=fewer))
+        product = machine.product_item(config.model.compute_dtype)
+        if machine.platform == "cpu" and (width != product or matrices):
+            # XLA converts the layers before it loops over them.
+            cast = on_mesh(product * every)
+            parts.append(MemoryPart("frozen base, cast for products", **cast, phases=step, lower=fewer))
     elif config.algorithm.kl_coefficient:
         parts.append(exact("reference policy", **on_mesh(values * item), lower="algorithm.kl_coefficient=0"))
     return parts

@@ -159,13 +159,14 @@ def test_qwen3_0_6b_on_a_cpu_takes_twice_what_parameters_and_moments_say():
     # XLA's CPU backend multiplies bfloat16 in float32: all weights again, and the output layer twice in a step.
     assert part_of(plan, "engine's weights, cast").host == 4 * params
     assert part_of(plan, "float32 copies of the output layer").host == 2 * 4 * 151_936 * 1024
-    # In a step, besides activations and logits: parameters 2, moments 4, a checkpoint's copy 6 and what of it is on its
-    # way to the disk 6, gradients 4 + 4 bytes a parameter, and those copies of the output layer:
-    # (26 * 596,049,920 + 1,244,659,712) / 2^30 = 15.59 GiB. It was announced with 6.7 and took over 12.6.
-    least = 26 * params + 1_244_659_712
-    assert round(least / _GIB, 2) == 15.59
+    # In a step, besides activations and logits: parameters 2, moments 4, a checkpoint's copy 6, gradients 4 + 4 bytes a
+    # parameter, and those copies of the output layer: (20 * 596,049,920 + 1,244,659,712) / 2^30 = 12.26 GiB. It was
+    # announced with 6.7 and took over 12.6. While it samples the checkpoint is on its way to the disk, 6, and the
+    # engine has 2 + 4.
+    least = 20 * params + 1_244_659_712
+    assert round(least / _GIB, 2) == 12.26
     assert least < plan.total("step", "host") < 1.2 * least
-    assert plan.peak("host")[0] == "step"
+    assert 24 * params < plan.total("sample", "host") < 1.1 * 24 * params
 
 
 def test_a_cpus_devices_share_the_hosts_memory():
@@ -176,11 +177,9 @@ def test_a_cpus_devices_share_the_hosts_memory():
     four = memory_plan_of(config, model, machine, (4, 1, 1), prompts=(20,))
     for name, times in (("parameters", 4), ("Adam's moments", 4), ("gradients of", 4), ("engine's weights", 1)):
         assert part_of(four, name).host == times * part_of(one, name).host
-    # What the process has already, and the compiler beside the state: 305,760 parameters, 3 x 2 x 4 bytes for Adam,
-    # moments and a checkpoint's copies besides them, 1.15 GiB and a quarter.
+    # Besides, what the process has already, a quarter, and what it keeps, 1.05 GiB.
     begun = memory_plan_of(config, model, machine._replace(process_bytes=_GIB // 4), (1, 1, 1), prompts=(20,))
-    assert begun.total("compile", "host") == 9 * 4 * 305_760 + int(1.15 * _GIB) + _GIB // 4
-    assert begun.total("step", "host") == one.total("step", "host") + _GIB // 4 and begun.peak("host")[0] == "compile"
+    assert begun.total("step", "host") == one.total("step", "host") + _GIB // 4 + int(1.05 * _GIB)
     # Rows are divided: the caches of all devices together are as large as one's.
     assert part_of(four, "key-value cache").host == part_of(one, "key-value cache").host
 
