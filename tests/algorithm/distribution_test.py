@@ -52,7 +52,7 @@ def test_of_a_head_the_true_value_lies_between_value_and_bound(measure, k):
         assert (exact <= found[name] + found[f"{name}_bound"] + 1e-6).all(), name
     if k == 16:
         # What a head of most of the mass leaves out is small, as its bound is: not a bound that anything meets.
-        assert found["total_variation_bound"].mean() < 0.02
+        assert found["total_variation_bound"].mean() < 0.03
         assert np.abs(found["total_variation"] - _exact(log_p, log_q, measure)["total_variation"]).mean() < 2e-3
 
 
