@@ -134,6 +134,10 @@ def _step_rules(config: Any) -> Broken:
         yield "algorithm.corrections", why, algorithm.corrections
     if algorithm.state_charge and not config.rollout.top_logprobs:
         yield "algorithm.method", "needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more"
+    rollout = config.rollout
+    if rollout.cuts and rollout.top_logprobs < max(1, rollout.top_k):
+        name = "top_k" if rollout.top_k else "top_p"
+        yield f"rollout.{name}", "the trainer needs all tokens that it keeps; set rollout.top_logprobs to their number"
     if not config.run_dir:
         yield "run_dir", "name the directory that the run writes to"
 

@@ -44,6 +44,9 @@ class RolloutSettings:
         top_logprobs: For each sampled token also the log-probs of this many of the engine's likeliest tokens, k: for
             exact measures of a state and for algorithm.corrections=score_centering (docs/distribution.md). 0: none.
             Source: paper: the sampled token's alone.
+        top_p: Sample from the nucleus of this mass alone; the trainer's distribution is cut to the tokens that the
+            engine kept (docs/distribution.md), which top_logprobs must hold all. Source: paper [6.1]: 1.0.
+        top_k: Sample from this many likeliest tokens alone, likewise; 0: all. Source: paper: not stated.
         on_non_finite: A log-prob that is NaN or infinite: error stops and names the token, drop leaves the
             completion out and counts it.
         lag: Steps that sampling runs ahead: a step trains on completions of the weights this many steps older, and
@@ -69,8 +72,15 @@ class RolloutSettings:
         why="below it log-probs reach their clamp at -10000 nats, and at 0 all completions are the same",
     )
     top_logprobs: int = setting(0, unit="tokens", minimum=0, limit=(2**20, "no vocabulary is larger"))
+    top_p: float = setting(1.0, minimum=1e-6, maximum=1)
+    top_k: int = setting(0, unit="tokens", minimum=0, limit=(2**20, "no vocabulary is larger"))
     on_non_finite: str = setting("error", choices=("error", "drop"), free=True)
     lag: int = setting(0, unit="steps", minimum=0, limit=(64, "the policy of so long ago is another one"))
     router_replay: bool = setting(False)
     local: LocalSettings = LocalSettings()
     vllm: VllmSettings = VllmSettings()
+
+    @property
+    def cuts(self) -> bool:
+        """Whether unlikely tokens are never sampled."""
+        return self.top_p < 1 or self.top_k > 0

@@ -37,7 +37,7 @@ class Removed:
 
 _RESUME = "resume with the version that began the run"
 REMOVED = {
-    "rollout.top_p": Removed(1, (1.0,), "training samples from the whole distribution (dcmdp evaluate has --top_p)"),
+    "rollout.top_p": Removed(1, (1.0,), "the trainer's own distribution was not cut with the engine's"),
     "algorithm.dual_window": Removed(2, (1,), "the dual update takes each step's own mean, as Eq. 11 does"),
     "algorithm.dual_proportional": Removed(2, (0.0,), "PID control of lambda is gone; eta alone moves it"),
     "algorithm.dual_derivative": Removed(2, (0.0,), "PID control of lambda is gone; eta alone moves it"),

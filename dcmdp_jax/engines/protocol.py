@@ -22,7 +22,8 @@ class SamplingParams:
         group_size: completions for each prompt, G.
         max_completion_tokens: length limit of a completion, end-of-sequence included.
         temperature: divides the logits; 0 is greedy (evaluation only, its log-probs are those at temperature 1).
-        top_p: nucleus mass; below 1 the log-probs are those of the cut distribution (evaluation only).
+        top_p: nucleus mass; below 1 the log-probs are those of the cut distribution.
+        top_k: likeliest tokens to sample from, cut before the nucleus, likewise; 0: all.
         stop_token_ids: a completion ends with the first of these.
     """
 
@@ -30,6 +31,7 @@ class SamplingParams:
     max_completion_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -41,6 +43,11 @@ class SamplingParams:
             raise ArgumentError("temperature", f"got {self.temperature}, must be 0 (greedy) or above")
         if not 0 < self.top_p <= 1:
             raise ArgumentError("top_p", f"got {self.top_p}, must be in (0, 1]")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether unlikely tokens are never sampled."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 class Engine(Protocol):

@@ -42,13 +42,14 @@ def broken_tokens(episode: Episode) -> np.ndarray:
     return episode.sampled_mask & (~np.isfinite(logprobs) | (logprobs > 1e-3))
 
 
-def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int) -> None:
+def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int, *, whole: bool = False) -> None:
     """Refuse likeliest tokens that can't be the engine's: measures of whole distributions would be wrong, silently.
 
     Args:
         episodes: answer of an engine that was asked for them.
         count: k.
         vocab_size: ids are below it.
+        whole: the lists must hold all tokens that the engine samples from.
 
     Raises:
         EngineError: naming the first completion and token, and what is wrong.
@@ -61,14 +62,14 @@ def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int)
             raise EngineError(f"rollout: completion {i}: {had}, expected [tokens, k] = {expected} (`top_logprobs`)")
         usable = np.flatnonzero(episode.sampled_mask & ~broken_tokens(episode))
         sampled = episode.token_ids[usable], episode.rollout_logprobs[usable]
-        for said, places in _list_problems(*(x[usable] for x in found), *sampled, vocab_size):
+        for said, places in _list_problems(*(x[usable] for x in found), *sampled, vocab_size, whole):
             if places.any():
                 place = usable[np.argmax(places)] - episode.prompt_length
                 raise EngineError(f"rollout: completion {i}, token {place}: {said} (`top_logprobs`)")
 
 
 def _list_problems(
-    ids: np.ndarray, logprobs: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, vocab_size: int
+    ids: np.ndarray, logprobs: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, vocab_size: int, whole: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(what is wrong, which of the tokens): lists [T, k], their sampled tokens [T] and log-probs."""
     there = ids >= 0
@@ -77,7 +78,9 @@ def _list_problems(
     yield "an id is listed twice", (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
     yield "a listed log-prob is not finite", (there & ~np.isfinite(logprobs)).any(axis=1)
     values = np.where(there, logprobs, -np.inf)
-    yield "the listed tokens have a probability above 1 together", np.exp(values).sum(axis=1) > 1 + _LIST_TOLERANCE
+    mass = np.exp(values).sum(axis=1)
+    yield "the listed tokens have a probability above 1 together", mass > 1 + _LIST_TOLERANCE
+    yield "the engine samples from more tokens than it lists", whole & (mass < 1 - _LIST_TOLERANCE)
     mine = there & (ids == tokens[:, None])
     own = np.where(mine, logprobs, 0).sum(axis=1)
     apart = mine.any(axis=1) & (np.abs(own - sampled) > _LIST_TOLERANCE)

@@ -68,6 +68,8 @@ distribution/expected_discrepancy | discrepancy | mean over states of the engine
     discrepancy/mean estimates from the sampled tokens
 distribution/expected_discrepancy_bound | discrepancy | how much larger it can be by the tail
 distribution/sampling_noise | discrepancy | standard deviation of discrepancy/mean about that expectation, by sampling
+distribution/kept_mass | probability | with rollout.top_p or top_k: mean of S, the trainer's mass of the tokens that the
+    engine kept, before its distribution was cut to them
 distribution/head_mass | probability | mean mass of the k likeliest tokens, by the engine
 mismatch/k1 | nats | mean of rollout - train log-probs: KL(rollout || train), unbiased, may be negative
 mismatch/k3 | nats | the same KL by the non-negative low-variance estimator

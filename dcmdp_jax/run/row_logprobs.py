@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -41,12 +42,14 @@ class RowOutputs(NamedTuple):
         router: `moe.router_sums` of each layer over the positions that predict a completion token, stacked; empty of a
             dense model.
         top_logprobs: [R, L, k] float32 nats, of the ids of the column `top_ids`; None where the rows have none.
+        kept_mass: [R, L] float32, S, the probability of these ids before the distribution was cut to them; or None.
     """
 
     logprobs: jax.Array
     entropy: jax.Array
     router: Aux
     top_logprobs: jax.Array | None = None
+    kept_mass: jax.Array | None = None
 
 
 RowLogprobs = Callable[[Params, Rows], RowOutputs]
@@ -62,6 +65,7 @@ def make_row_logprobs(
     scheme: Scheme = FULL,
     head_dtype: str = "compute",
     top_gradient: bool = False,
+    cut: bool = False,
 ) -> RowLogprobs:
     """The training stack's forward pass on rows. Every log-prob of training comes from here.
 
@@ -75,12 +79,13 @@ def make_row_logprobs(
         scheme: roundings of the engine that the forward pass repeats; gradients pass straight through.
         head_dtype: "compute", or "float32" for the product of the output layer.
         top_gradient: the gradient of `top_logprobs` flows too.
+        cut: of rows with `top_ids` the distribution is cut to these ids, as the engine's was (top-p, top-k).
     """
     pin: dict[str, Any] = {"mesh": mesh}
     if not data_parallel_only(mesh):
         pin |= {"constrain": constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh)}
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    how = {"temperature": temperature, "chunk": compute.logprob_chunk, "listed_gradient": top_gradient}
+    how = {"temperature": temperature, "chunk": compute.logprob_chunk, "listed_gradient": top_gradient or cut}
     token_logprobs = functools.partial(logprobs.token_logprobs, ops=choose_ops(platform), **how)
     if not data_parallel_only(mesh):
         token_logprobs = _over_model_axes(token_logprobs, model, mesh)
@@ -104,14 +109,21 @@ def make_row_logprobs(
             hidden = hidden.astype(head_dtype)
         listed = (rows.columns[TOP_IDS],) if TOP_IDS in rows.columns else ()
         of_tokens, entropy, *of_top = token_logprobs(hidden, output, rows.input_ids, rows.completion_mask, *listed)
-        return RowOutputs(of_tokens, entropy, router, *of_top)
+        if not of_top or not cut:
+            return RowOutputs(of_tokens, entropy, router, *of_top)
+        mask, present, [top] = rows.completion_mask, listed[0] >= 0, of_top
+        # log S: log p_y - log S is the log-prob among the kept tokens.
+        kept = jax.nn.logsumexp(top, axis=-1, where=present | ~mask[..., None])
+        kept = jnp.where(mask, kept, 0.0)
+        top = jnp.where(mask[..., None] & present, top - kept[..., None], 0.0)
+        return RowOutputs(of_tokens - kept, entropy, router, top, jnp.exp(kept))
 
     return row_logprobs
 
 
 def without_replay(rows: Rows) -> Rows:
-    """Rows for another policy than the one that sampled: experts are its router's choice, and no likeliest tokens."""
-    return rows.without_columns("routed_experts", TOP_IDS)
+    """Rows for another policy than the one that sampled: experts are its router's choice."""
+    return rows.without_columns("routed_experts")
 
 
 def kernel_axes(model: ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:

@@ -157,6 +157,8 @@ class Run:
             group_size=rollout.group_size,
             max_completion_tokens=rollout.max_completion_tokens,
             temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
             stop_token_ids=self.stop_token_ids,
         )
 

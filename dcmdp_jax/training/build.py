@@ -86,6 +86,7 @@ def make_step_programs(
         model, compute, temperature=config.rollout.temperature, mesh=mesh,
         scheme=forward_scheme(config, mesh.devices.flat[0].platform, model=model), head_dtype=config.model.head_dtype,
         top_gradient=config.algorithm.differentiates_head,
+        cut=config.rollout.cuts,
     )  # fmt: skip
     parts = StepParts(
         row_logprobs=row_logprobs,

@@ -24,7 +24,7 @@ from dcmdp_jax.algorithm.charges import charge_loss
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.distribution import Head, distribution_statistics
 from dcmdp_jax.algorithm.losses import policy_loss
-from dcmdp_jax.algorithm.masked import completion_means
+from dcmdp_jax.algorithm.masked import completion_means, masked_sum
 from dcmdp_jax.algorithm.numerics import clamped_log_ratio
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
 from dcmdp_jax.algorithm.signals import Signals, row_signals
@@ -79,9 +79,10 @@ def _proximal(tokens: Tokens) -> Corrected:
     return Corrected(proximal_weights(tokens), jnp.ones_like(tokens.completion_mask))
 
 
-def head_statistics(settings: AlgorithmSettings, head: Head | None, mask: Array) -> Statistics:
-    """Statistics of the engine's likeliest tokens; none where the rows do not have them."""
-    return {} if head is None else distribution_statistics(head, mask, measure_of(settings))
+def head_statistics(settings: AlgorithmSettings, head: Head | None, kept_mass: Array | None, mask: Array) -> Statistics:
+    """Statistics of the engine's likeliest tokens, and S where it samples from them alone; none without them."""
+    kept = {} if kept_mass is None else {"distribution/kept_mass": masked_sum(lax.stop_gradient(kept_mass), mask)}
+    return kept if head is None else kept | distribution_statistics(head, mask, measure_of(settings))
 
 
 def proximal_weights(tokens: Tokens) -> jax.Array:

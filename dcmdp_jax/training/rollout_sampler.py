@@ -146,7 +146,7 @@ class StepRollouts:
             if run.config.rollout.router_replay:
                 check_routed_experts(rollout.episodes, *run.model.routing)
             if count := run.config.rollout.top_logprobs:
-                check_top_logprobs(rollout.episodes, count, run.model.vocab_size)
+                check_top_logprobs(rollout.episodes, count, run.model.vocab_size, whole=run.sampling.cuts)
         return dataclasses.replace(rollout, dropped=dropped)
 
 
@@ -201,8 +201,10 @@ class NoiseFloor:
         masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable.values()]
         again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
         sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable.values()])
-        differences = [self._discrepancy(again, sampled)]
+        # An engine scores with its whole distribution.
+        differences = [] if sampling.cuts else [self._discrepancy(again, sampled)]
         if together.size:
             differences.append(self._discrepancy(alone, together))
         share = QUANTILES.get(run.config.algorithm.budget)
-        return max(float(np.mean(each) if share is None else np.quantile(each, share)) for each in differences)
+        values = (float(np.mean(each) if share is None else np.quantile(each, share)) for each in differences)
+        return max(values, default=None)

@@ -298,7 +298,7 @@ def _objective(
     Times the loss scale, if there is one.
     """
     settings = parts.settings
-    (train_logprobs, entropy, router, _), signals, head = _forward(parts, params, constants, rows)
+    (train_logprobs, entropy, router, _, kept_mass), signals, head = _forward(parts, params, constants, rows)
     loss, of_loss = loss_terms.loss_of(settings, parts.remedies, signals, train_logprobs, head)
     total, kl = loss.total, jnp.zeros(())
     if settings.kl_coefficient:
@@ -314,7 +314,7 @@ def _objective(
     statistics = {
         **signals.statistics,
         **of_loss,
-        **loss_terms.head_statistics(settings, head, rows.completion_mask),
+        **loss_terms.head_statistics(settings, head, kept_mass, rows.completion_mask),
         "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), rows.completion_mask),
         "discrepancy/mean": signals.mean_discrepancy,
         "dual/charge_share": charge_share(signals.tokens, uncharged, signals.weights),

@@ -108,7 +108,10 @@ def _commands(base):
             [*debug, "--config.rollout.group_size=1"],
             "config.rollout.group_size: got 1, must be at least 2",
         ),
-        "nucleus": ([*debug, "--config.rollout.top_p=0.9"], "config.rollout.top_p: no setting any more; training"),
+        "nucleus": (
+            [*debug, "--config.rollout.top_p=0.9"],
+            "config.rollout.top_p: got 0.9, the trainer needs all tokens that it keeps; set rollout.top_logprobs",
+        ),
         "mini_batch": (
             [*debug, "--config.training.prompts_per_mini_batch=3"],
             "config.training.prompts_per_mini_batch: got 3, must divide training.prompts_per_step=4",

@@ -55,6 +55,26 @@ def test_a_nucleus_lists_what_it_samples_from_alone():
         assert (ids == -1).any(axis=1).all() and (ids == episode.completion_ids[:, None]).any(axis=1).all()
 
 
+def test_a_draw_of_the_k_likeliest_lists_those_renormalized():
+    """top_k = 5, and of them a nucleus of 0.7: first the one cut, then the other. A shorter list is refused."""
+    for top_p, sizes in ((1.0, {5}), (0.7, {1, 2, 3, 4, 5})):
+        sampling = dataclasses.replace(SAMPLING, top_k=5, top_p=top_p)
+        episodes = collect(engine(top_logprobs=8).generate(prompts(), sampling, **NUMBERS))
+        check_top_logprobs(episodes, 8, 40, whole=True)
+        for episode, expected in zip(episodes, _states(episodes), strict=True):
+            ids, values = (episode.columns[name][episode.sampled_mask] for name in ("top_ids", "top_logprobs"))
+            for row, found, state in zip(ids, values, expected, strict=True):
+                order = np.argsort(-state)[:5]
+                p = np.exp(state[order]) / np.exp(state[order]).sum()
+                kept = order[: int(np.searchsorted(np.cumsum(p), top_p - 1e-6)) + 1][:5]
+                assert set(row[row >= 0]) == set(kept) and len(kept) in sizes
+                mass = np.exp(state[kept]).sum()
+                np.testing.assert_allclose(found[: len(kept)], state[row[: len(kept)]] - np.log(mass), atol=1e-4)
+    short = collect(engine(top_logprobs=4).generate(prompts(), dataclasses.replace(SAMPLING, top_k=5), **NUMBERS))
+    with pytest.raises(EngineError, match="the engine samples from more tokens than it lists"):
+        check_top_logprobs(short, 4, 40, whole=True)
+
+
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs several devices, see XLA_FLAGS in BUILD.md")
 def test_a_split_vocabulary_lists_the_same():
     there = local_mesh_test

@@ -119,15 +119,15 @@ def test_float32_logprobs_are_those_of_the_embedded_engine(engine, embedded, tem
         np.testing.assert_allclose(again, theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_the_likeliest_tokens_are_those_of_the_embedded_engine(engine, top_p):
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.5, 0), (0.8, 6)])
+def test_the_likeliest_tokens_are_those_of_the_embedded_engine(engine, top_p, top_k):
     """The lists are processed as the draw is: at its temperature, and of a nucleus those tokens alone."""
     embedded = local_engine(small_model(), precision="exact", max_total_tokens=TOTAL, top_logprobs=LISTED)
     embedded.push_weights(random_params(small_model(), 7), 7)
-    sampling = SamplingParams(4, 16, 0.7, top_p, stop_token_ids=(STOP,))
+    sampling = SamplingParams(4, 16, 0.7, top_p, top_k, stop_token_ids=(STOP,))
     asked = prompts(4, engine.config)
     mine, theirs = (collect(one.generate(asked, sampling, seed=1, step=2)) for one in (engine, embedded))
-    check_top_logprobs(mine, LISTED, engine.config.vocab_size)
+    check_top_logprobs(mine, LISTED, engine.config.vocab_size, whole=sampling.cuts)
     outside = 0
     for a, b in zip(mine, theirs, strict=True):
         first = a.prompt_length  # the same state in both, whatever was sampled there

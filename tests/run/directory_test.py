@@ -252,7 +252,7 @@ def test_a_removed_setting_is_ignored_where_it_did_what_is_done_now(run_dir):
 def test_a_removed_setting_with_a_meaning_is_named(run_dir):
     kept = (run_dir / "config.json").read_text()
     for name, value, line in (
-        ("rollout.top_p", 0.9, "got 0.9, no setting any more; training samples from the"),
+        ("rollout.top_p", 0.9, "got 0.9, no setting any more; the trainer's own distri"),
         (
             "rollout.vllm.expert_parallel",
             True,
@@ -282,7 +282,11 @@ def test_a_removed_setting_with_a_meaning_is_named(run_dir):
         ("multplier", 1, "config.multplier: no such setting; did you mean 'algorithm.multiplier'?"),
         ("rollout", {"engine": "sglang"}, "config.rollout.engine: got 'sglang', allowed are local, vllm"),
         ("algorithm", 3, "config.algorithm: got 3, must be a section with named settings"),
-        ("rollout", {"top_p": 1.0}, "config.rollout.top_p: no setting any more"),  # of this version, it has no such one
+        (
+            "rollout",
+            {"partial": False},
+            "config.rollout.partial: no setting any more",
+        ),  # of this version, it has no such one
     ],
 )
 def test_what_this_version_does_not_know_is_named(run_dir, name, value, line):

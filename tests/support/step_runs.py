@@ -69,12 +69,11 @@ def make_params(seed=1):
 
 
 @functools.cache
-def programs(settings, mini_batches, mesh, compute, exact):
+def programs(settings, mini_batches, mesh, compute, exact, **options):
     """The maker of a state from parameters, the step, and the rescoring of precision "exact"; compiled once."""
     del mini_batches  # a step serves one number, so that its cache is that of a run
-    row_logprobs = make_row_logprobs(
-        MODEL, compute, temperature=TEMPERATURE, mesh=mesh, top_gradient=settings.differentiates_head
-    )
+    options = {"temperature": TEMPERATURE, "mesh": mesh, "top_gradient": settings.differentiates_head, **options}
+    row_logprobs = make_row_logprobs(MODEL, compute, **options)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
     transform = make_optimizer(OPTIMIZER, schedule)
     dual = initial_dual(settings)
@@ -88,13 +87,22 @@ def programs(settings, mini_batches, mesh, compute, exact):
 
 
 def run_steps(
-    *, settings=ALGORITHM, steps=1, mesh=None, compute=None, exact=False, rollout=None, ref_params=None, **packing
+    *,
+    settings=ALGORITHM,
+    steps=1,
+    mesh=None,
+    compute=None,
+    exact=False,
+    rollout=None,
+    ref_params=None,
+    options=(),
+    **packing,
 ):
     """`steps` steps on the same batch; the last state, every step's metrics, and the compiled step."""
     packing = {"mini_batches": 2, "tokens": 64, "mask_truncated": settings.mask_truncated, **packing}
     batch = packed_batch(rollout or make_rollout(), mesh=mesh, **packing)
     compute = compute or Compute(one_segment=packing.get("segments", 1) == 1, logprob_chunk=16)
-    create, step, rescore = programs(settings, packing["mini_batches"], mesh, compute, exact)
+    create, step, rescore = programs(settings, packing["mini_batches"], mesh, compute, exact, **dict(options))
     state = create(jax.tree.map(jnp.copy, make_params()))
     history = []
     for _ in range(steps):

@@ -31,6 +31,7 @@ class Listed(Rollout):
         for episode, table in zip(super().episodes, self.tables, strict=True):
             ids = np.argsort(-table, axis=1)[:, : self.k]
             values = np.take_along_axis(table, ids, axis=1)
+            ids = np.where(np.isfinite(values), ids, -1)
             whole = {
                 name: np.zeros((len(episode.token_ids), self.k), x.dtype) for name, x in (("i", ids), ("v", values))
             }
@@ -148,3 +149,63 @@ def test_without_centring_the_column_changes_no_update():
     for a, b in zip(*(jax.tree.leaves(run[0].params) for run in (with_column, without)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
     assert not any(name.startswith("distribution/") for name in without[1][0])
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2, 2, 1)], ids=str)
+def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
+    """The engine keeps the 6 likeliest tokens: log p_y - log S, its gradient, S and the discrepancy."""
+    rollout, rewards, _ = _rollout(6)
+    base, spans = step_runs.padded(rollout)
+    kept = [np.argsort(-table, axis=1)[:, :6] for table in rollout.tables]
+    chosen = [
+        np.where((c[:, None] == ids).any(1), c, ids[:, 0]) for c, ids in zip(rollout.completion_ids, kept, strict=True)
+    ]
+    cut = [np.take_along_axis(x, ids, 1) for x, ids in zip(rollout.tables, kept, strict=True)]
+    mass = [np.log(np.exp(x).sum(1, keepdims=True)) for x in cut]
+    tables = [np.full(x.shape, -np.inf) for x in rollout.tables]
+    for table, ids, x, m in zip(tables, kept, cut, mass, strict=True):
+        np.put_along_axis(table, ids, x - m, 1)
+    sampled = [table[np.arange(len(c)), c].astype(np.float32) for table, c in zip(tables, chosen, strict=True)]
+    ours = dataclasses.replace(rollout, completion_ids=chosen, rollout_logprobs=sampled, tables=tables)
+    mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:8])
+    options = {
+        "settings": SETTINGS,
+        "rollout": (ours, rewards),
+        "mini_batches": 1,
+        "mesh": mesh,
+        "options": {"cut": True},
+    }
+    _, (metrics,), _ = step_runs.run_steps(**options)
+    ids = base.copy()
+    for row, (a, b), c in zip(ids, spans, chosen, strict=True):
+        row[a:b] = c
+    masks = np.full((*ids[:, 1:].shape, V), True)
+    for row, (a, b), table in zip(masks, spans, tables, strict=True):
+        row[a - 1 : b - 1] = np.isfinite(table)
+    groups = rewards.reshape(step_runs.PROMPTS, step_runs.GROUP)
+    deviation = groups.std(axis=1, ddof=1, keepdims=True) + SETTINGS.std_epsilon
+    advantages = ((groups - groups.mean(axis=1, keepdims=True)) / deviation).reshape(-1)
+    weights = np.zeros(ids[:, 1:].shape)
+    for i, (row, (a, b)) in enumerate(zip(weights, spans, strict=True)):
+        row[a - 1 : b - 1] = -advantages[i] / (b - a) / len(rewards)
+
+    @jax.jit
+    def objective(params):
+        full = _tables(params, ids)
+        log_p = jax.nn.log_softmax(jnp.where(masks, full, -jnp.inf))
+        tokens = jnp.take_along_axis(log_p, ids[:, 1:, None], -1)[..., 0]
+        return jnp.sum(jnp.where(weights != 0, weights * tokens, 0.0)), (
+            tokens,
+            jnp.sum(jnp.where(masks, jnp.exp(full), 0), -1),
+        )
+
+    gradient, (tokens, masses) = jax.grad(objective, has_aux=True)(step_runs.make_params())
+    norm = np.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(gradient)))
+    assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    there = [
+        (np.asarray(tokens)[i, a - 1 : b - 1], np.asarray(masses)[i, a - 1 : b - 1]) for i, (a, b) in enumerate(spans)
+    ]
+    p, q = np.exp(np.concatenate([x for x, _ in there])), np.exp(np.concatenate(sampled))
+    assert metrics["discrepancy/mean"] == pytest.approx(np.abs(p - q).mean(), abs=1e-6)
+    assert metrics["distribution/kept_mass"] == pytest.approx(np.concatenate([x for _, x in there]).mean(), abs=1e-6)
+    assert metrics["distribution/kept_mass"] < 0.95

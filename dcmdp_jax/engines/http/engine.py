@@ -97,7 +97,7 @@ class RemoteEngine:
         ENGINE.check_temperature(temperature)
         prompts = checked_prompts(self, prompts, sampling)
         seeds = request_seeds(seed, step, first_prompt * group + np.arange(len(prompts) * group)).tolist()
-        known = temperature == 0 or (temperature == 1 and sampling.top_p == 1) or self._reports_processed(prompts[0])
+        known = temperature == 0 or (temperature == 1 and not sampling.cuts) or self._reports_processed(prompts[0])
         top = self._top_logprobs if temperature else 0
         if top and not known:
             raise EngineError(
@@ -110,7 +110,7 @@ class RemoteEngine:
             "stop_token_ids": list(sampling.stop_token_ids),
         }
         if temperature:
-            drawn["top_p"] = sampling.top_p
+            drawn |= {"top_p": sampling.top_p, "top_k": sampling.top_k}
         if known:
             drawn["logprobs"] = top
         payloads = [{"prompt": prompts[row // group].tolist(), **drawn} for row in range(len(seeds))]

@@ -124,7 +124,9 @@ class LocalEngine:
                 raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
         prompts = checked_prompts(self, prompts, sampling)
         group, limit = sampling.group_size, sampling.max_completion_tokens
-        mode = "greedy" if sampling.temperature == 0 else "sample" if sampling.top_p == 1 else "nucleus"
+        mode = "sample" if sampling.top_p == 1 else "nucleus"
+        mode += f":{min(sampling.top_k, self.config.vocab_size)}" if sampling.top_k else ""
+        mode = mode if sampling.temperature else "greedy"
         inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
         draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32))
         routed = self.config.routing[:2] if self.program.routed_experts else None

@@ -94,7 +94,7 @@ def choose_tokens(
         inverse_temperature: [] float32, 1 / temperature; not used by "greedy".
         top_p: [] float32; used by "nucleus" only.
         mode: "sample" (full support), "nucleus" (top-p, renormalized) or "greedy" (the most likely token, ties: the
-            first; its log-prob at temperature 1).
+            first; its log-prob at temperature 1). "sample:K" and "nucleus:K" first leave out all but the K likeliest.
         top: k, also list the likeliest tokens of the distribution; not of "greedy". 0: none.
 
     Returns:
@@ -104,13 +104,16 @@ def choose_tokens(
     Raises:
         ValueError: for another mode.
     """
-    if mode not in MODES:
+    kind, _, count = mode.partition(":")
+    if kind not in MODES:
         raise ValueError(f"mode: got {mode!r}, allowed are {', '.join(MODES)}")
     if mode == "greedy":
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return tokens, jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1)
     scaled = logits * inverse_temperature
-    if mode == "nucleus":
+    if count:
+        scaled = jnp.where(scaled >= jax.lax.top_k(scaled, int(count))[0][:, -1:], scaled, -jnp.inf)
+    if kind == "nucleus":
         scaled = jnp.where(nucleus(scaled, top_p), scaled, -jnp.inf)
     rows, vocab = logits.shape
     top_logit = jnp.max(scaled, axis=-1, keepdims=True)

@@ -140,6 +140,7 @@ class Replica:
             "sampling": {
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p if sampling.temperature else 1.0,
+                "top_k": sampling.top_k if sampling.temperature else 0,
                 "max_tokens": sampling.max_completion_tokens,
                 "stop_token_ids": list(sampling.stop_token_ids),
             },
