@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from scipy.stats import nct
 
+from dcmdp_jax.algorithm.corrections import CORRECTIONS
+from dcmdp_jax.algorithm.losses import LOSSES
+from dcmdp_jax.algorithm.penalties import PENALTIES
+from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.evaluation.estimators import t_half_width, t_p_value, t_quantile
+from dcmdp_jax.lab.oracle.gradients import Moments, quality
 from dcmdp_jax.lab.oracle.page import draw_oracle
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import tables
@@ -27,6 +32,7 @@ from docs.dose_tables import (
     p_values,
     rank_correlation,
 )
+from docs.oracle_table import KEPT, oracle_page
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAGE, _APPENDIX = (_ROOT / "docs" / name for name in ("evidence.md", "evidence_appendix.md"))
@@ -342,6 +348,16 @@ def test_the_remedies_at_three_policies_are_those_of_the_kept_numbers():
             assert max(found[name] for name in ("mean_k1", "sum_k2", "sequence_rejection")) < found["no remedy"]
             assert min(found[name] for name in ("token_k1", "token_k2", "geometric_rejection")) > found["no remedy"]
     assert all(not error > 1 for found in errors.values() for error in found.values())
+
+
+def test_every_remedy_on_the_demos_policy_is_that_of_the_kept_numbers():
+    assert "\n".join(oracle_page()) in (_ROOT / "docs" / "probe.md").read_text()
+    (kept,) = json.loads(KEPT.read_text())
+    for one in kept["remedies"]:
+        found = quality(Moments(**one["moments"]))  # the figures from the moments, kept to five digits
+        assert found.error == pytest.approx(one["quality"]["error"], abs=2e-3), one["name"]
+    names = {one["name"].split("(")[0].split(",")[0] for one in kept["remedies"]}
+    assert names == {"no remedy", *PENALTIES, *CORRECTIONS, *TRUST_REGIONS, *LOSSES} - {"grpo", "surrogate"}
 
 
 def test_the_runs_that_were_tried_first_are_on_the_page():

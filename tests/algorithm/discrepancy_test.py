@@ -62,7 +62,7 @@ def test_ratio_charges_a_token_no_more_than_10():
 
 
 @pytest.mark.parametrize("sided", ["two", "one"])
-@pytest.mark.parametrize("measure", ["diff", "ratio", "log"])
+@pytest.mark.parametrize("measure", ["diff", "ratio", "log", "logit"])
 def test_a_broken_token_is_not_hidden(measure, sided):
     assert np.isnan(d.token_discrepancy(np.array([np.nan]), np.array([-1.0]), measure=measure, sided=sided)[0])
 

@@ -20,7 +20,9 @@ def _distributions(sharpness=3.0):
 def _exact(log_p, log_q, measure):
     """Sums over the whole vocabulary in float64."""
     p, q = np.exp(log_p), np.exp(log_q)
-    delta = {"diff": np.abs(p - q), "ratio": np.abs(p / q - 1), "log": np.abs(log_p - log_q)}[measure]
+    delta = {"diff": np.abs(p - q), "ratio": np.abs(p / q - 1), "log": np.abs(log_p - log_q)}
+    delta["logit"] = np.abs(log_p - np.log1p(-p) - (log_q - np.log1p(-q)))
+    delta = delta[measure]
     expected = (q * delta).sum(-1)
     values = (np.abs(p - q).sum(-1) / 2, (q * (log_q - log_p)).sum(-1), (p * (log_p - log_q)).sum(-1), expected)
     return dict(zip(_NAMES, (*values, (q * delta**2).sum(-1) - expected**2), strict=True))
@@ -33,7 +35,7 @@ def _measured(log_p, log_q, k, measure):
     return {name: np.asarray(value, np.float64) for name, value in measures.items()}
 
 
-@pytest.mark.parametrize("measure", ["diff", "ratio", "log"])
+@pytest.mark.parametrize("measure", ["diff", "ratio", "log", "logit"])
 def test_of_the_whole_vocabulary_they_equal_float64_sums(measure):
     log_p, log_q = _distributions()
     found = _measured(log_p, log_q, VOCAB, measure)
@@ -42,7 +44,7 @@ def test_of_the_whole_vocabulary_they_equal_float64_sums(measure):
     np.testing.assert_allclose(found["head_mass"], 1, atol=1e-6)
 
 
-@pytest.mark.parametrize("measure", ["diff", "ratio", "log"])
+@pytest.mark.parametrize("measure", ["diff", "ratio", "log", "logit"])
 @pytest.mark.parametrize("k", [1, 4, 16, 49])
 def test_of_a_head_the_true_value_lies_between_value_and_bound(measure, k):
     log_p, log_q = _distributions()

@@ -36,7 +36,7 @@ def _extreme():
 
 
 @pytest.mark.parametrize("sided", ["two", "one"])
-@pytest.mark.parametrize("measure", ["diff", "ratio", "log"])
+@pytest.mark.parametrize("measure", ["diff", "ratio", "log", "logit"])
 def test_token_discrepancy_is_ours(measure, sided):
     batches = [_batch(seed)[:2] for seed in range(50)] + [_extreme()]
     for train, rollout in batches:
