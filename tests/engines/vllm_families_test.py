@@ -6,14 +6,31 @@ import jax
 import numpy as np
 import pytest
 
+from dcmdp_jax.models.config import ModelConfig, layer_pattern
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
+from dcmdp_jax.models.families import FAMILIES
 from tests.support.vllm_tools import EXPERTS, prompts, random_params, small_model
 
 LLAMA = dataclasses.replace(small_model("qwen3", tied=False), model_type="llama")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("config", [pytest.param(LLAMA, id="llama"), pytest.param(EXPERTS, id="qwen3_moe")])
+def _family(model_type: str, **fields: object) -> ModelConfig:
+    """Four layers with the family's pattern, or one of three layers, and a window of 5 tokens."""
+    pattern = layer_pattern({"sliding_window": 5, "sliding_window_pattern": 3}, FAMILIES[model_type], 4)
+    return dataclasses.replace(LLAMA, model_type=model_type, num_layers=4, rope_theta=1e4, **pattern, **fields)
+
+
+GEMMA = _family("gemma3_text", tie_word_embeddings=True, sliding_rope_theta=100.0, query_pre_attn_scalar=24)
+_LONG = {"llama": LLAMA, "qwen3_moe": EXPERTS, **{name: _family(name) for name in ("mistral", "smollm3", "olmo3")}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(GEMMA, id="gemma3", marks=pytest.mark.engines),
+        *(pytest.param(config, id=name, marks=pytest.mark.long) for name, config in _LONG.items()),
+    ],
+)
 def test_logprobs_are_the_training_stacks_after_each_push(start, config):
     """Three policies, and the first again: an engine that keeps packed weights is wrong from the second on."""
     live = start(config, precision="float32")
