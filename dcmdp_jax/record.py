@@ -10,8 +10,10 @@ file may also be copied into another project.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ class Recorder:
             raise ValueError(f"framework is {framework!r}, rank is {rank}: allowed are a name and a number from 0")
         self._directory, self._framework, self._rank = Path(directory), framework, int(rank)
         self._begun: set[int] = set()
+        self._top: int | None = None
 
     def write(
         self,
@@ -55,6 +58,7 @@ class Recorder:
         groups: Sequence[Any] | None = None,
         sources: Sequence[str] | None = None,
         lags: Any = None,
+        top: tuple[Any, Any, Any] | None = None,
     ) -> None:
         """Write the completions of a batch.
 
@@ -71,6 +75,9 @@ class Recorder:
             groups: [N] texts or integers, which prompt each answers.
             sources: [N] names of the task or environment.
             lags: [N] integers, how many steps old the weights were that sampled it.
+            top: the engine's k likeliest ids at each token, likeliest first and -1 for none, the training stack's
+                log-probs of them and the engine's, [N, T, k] each. They take 11 k bytes a token at most, see
+                `packed_top`; a recording has one k.
 
         Raises:
             ValueError: if `step` is negative or a shape differs from that of `token_ids`, naming the argument.
@@ -85,6 +92,9 @@ class Recorder:
         for name, values in tokens.items():
             if values.shape != ids.shape:
                 raise ValueError(f"{name} is {list(values.shape)}, token_ids is {list(ids.shape)}: must be the same")
+        lists = None if top is None else [_array(values) for values in top]
+        if lists is not None:
+            self._check_top(lists, ids.shape)
         sampled = tokens["mask"]
         whole = {"advantage": advantages, "reward": rewards, "group": groups, "source": sources, "lag": lags}
         whole = {name: _array(values, name) for name, values in whole.items() if values is not None}
@@ -100,12 +110,48 @@ class Recorder:
             span = slice(places[0], places[-1] + 1)
             record = {"recorder": SCHEMA, "framework": self._framework, "step": int(step), "rank": self._rank}
             record |= {name: _plain(values[row, span]) for name, values in tokens.items()}
+            record |= {} if lists is None else {"top": packed_top(*(values[row, span] for values in lists))}
             rows.append(json.dumps(record | {name: _plain(values[row]) for name, values in whole.items()}) + "\n")
         path = self._directory / f"step_{step}" / f"rank_{self._rank}.jsonl"
         os.makedirs(path.parent, exist_ok=True)
         with path.open("a" if step in self._begun else "w", encoding="utf-8") as file:
             file.writelines(rows)
         self._begun.add(step)
+
+    def _check_top(self, lists: list[np.ndarray], shape: tuple[int, ...]) -> None:
+        count = lists[0].shape[-1]
+        wrong = [values.shape for values in lists if values.shape != (*shape, count)]
+        if wrong or count != (self._top or count):
+            said = f"this recording began with k={self._top}" if not wrong else f"expected {[*shape, count]} for all"
+            raise ValueError(f"top is {[list(values.shape) for values in lists]}: {said}")
+        self._top = count
+
+
+def packed_top(ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> dict[str, Any]:
+    """Lists [T, k] as a JSON value: int32 ids and float16 differences, compressed by zlib, in base 64.
+
+    Of the engine's log-probs the differences from one entry to the next, of the training stack's those from the
+    engine's: each loses 2^-11 of itself at most. 8 k bytes a token before compression.
+    """
+    there = np.asarray(ids) >= 0
+    rollout, train = (np.where(there, x, 0).astype(np.float64) for x in (rollout_logprobs, train_logprobs))
+    steps = np.diff(rollout, axis=-1, prepend=0.0)
+    parts = {"ids": np.asarray(ids, np.int32), "rollout": steps.astype(np.float16)}
+    parts["train"] = (train - rollout).astype(np.float16)
+    packed = {name: base64.b64encode(zlib.compress(part.tobytes())).decode() for name, part in parts.items()}
+    return {"k": int(parts["ids"].shape[-1]), **packed}
+
+
+def unpacked_top(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`packed_top` read: ids int32, train_logprobs and rollout_logprobs float32, [T, k] each; 0 where the id is -1."""
+    kinds = {"ids": np.int32, "rollout": np.float16, "train": np.float16}
+    found = {
+        name: np.frombuffer(zlib.decompress(base64.b64decode(packed[name])), kind).reshape(-1, packed["k"])
+        for name, kind in kinds.items()
+    }
+    there, rollout = found["ids"] >= 0, np.cumsum(found["rollout"].astype(np.float64), axis=-1)
+    logprobs = (np.where(there, x, 0).astype(np.float32) for x in (rollout + found["train"], rollout))
+    return found["ids"], *logprobs
 
 
 def record_trl(recorder: Recorder, step: int, output: Mapping[str, Any], old_logprobs: Any = None) -> None:
