@@ -87,7 +87,7 @@ def _tests(copy: Path, mutant: Mutant) -> list[list[str]]:
     step = [f"tests/training/{name}_test.py" for name in _STEP]
     if room == "training":
         return [step[:1], [file for file in step[1:] if (copy / file).exists()]]
-    own = f"tests/algorithm/{name}_test.py"
+    own = f"tests/algorithm/{name if name != 'trust_regions' else 'losses'}_test.py"
     rest = sorted(path.relative_to(copy).as_posix() for path in (copy / "tests" / "algorithm").glob("*_test.py"))
     return [[own], [path for path in rest if path not in (own, "tests/algorithm/docs_test.py")], step[:1]]
 
