@@ -79,7 +79,7 @@ def make_row_logprobs(
         scheme: roundings of the engine that the forward pass repeats; gradients pass straight through.
         head_dtype: "compute", or "float32" for the product of the output layer.
         top_gradient: the gradient of `top_logprobs` flows too.
-        cut: of rows with `top_ids` the distribution is cut to these ids, as the engine's was (top-p, top-k).
+        cut: True cuts the distribution of rows with `top_ids` to these ids, like the engine's (top-p, top-k).
     """
     pin: dict[str, Any] = {"mesh": mesh}
     if not data_parallel_only(mesh):

@@ -60,7 +60,7 @@ class Lifted:
 
 @dataclasses.dataclass(frozen=True)
 class Leg:
-    """A leg of the gap: from the engine while decoding to its own scores of the tokens, or from these to the trainer.
+    """A leg of the gap, between the engine while decoding and its own scores of the tokens, or these and the trainer.
 
         q - p = (q - s) + (s - p),    s the engine's probability of the tokens, scored in one pass
 
@@ -104,7 +104,7 @@ class OperatorDifference:
 
     Attributes:
         operator: "embedding", "norm", "attention", "cache", "mlp" or "head"; key of `causes.CAUSES`.
-        layer: from 0; None before the first and after the last.
+        layer: number of the layer, 0 is the first; None before the first and after the last.
         relative: ||f_engine(x) - f(x)|| / ||f(x)||.
     """
 
