@@ -191,6 +191,9 @@ def test_scoring_again_stops_at_the_change_that_explains_the_mismatch(model, tmp
     assert names == ["the model in float32", "int8 weights", "int4 weights", "fp8 weights"] and record["finished"]
     # The same weights in another program: what is left is float32's rounding. No engine without the setting is built.
     assert evidence["explanations"][-1]["share"] > 0.999 and evidence["lifted"] == []
+    # Three bits of a mantissa put each product of a layer off by some percent; its norms are not touched.
+    operators = {(one["operator"], one["layer"]): one["relative"] for one in evidence["operators"]}
+    assert operators["mlp", 1] > 100 * operators["norm", 1]
 
 
 def test_a_probe_that_is_stopped_leaves_what_it_had_and_the_next_says_so(model, tmp_path, capsys, monkeypatch):

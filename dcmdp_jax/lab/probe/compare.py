@@ -52,19 +52,18 @@ def compare(
     else:
         train = scorer.score(prompts, sampled.completion_ids, temperature=setup.temperature)
     asked = prompts, sampled.completion_ids
-    first = next(iter(engines.values()))
-    scored = _scored(first, *asked, temperature=setup.temperature)
+    first, sampler = next(iter(engines.items()))
+    scored = _scored(sampler, *asked, temperature=setup.temperature)
     floors = {}
     for (engine_name, engine), together in zip(engines.items(), (scored, train), strict=True):
         floors[engine_name] = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
     pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies)
     if setup.sampling_floor is not None:
-        first = next(iter(engines))
         floors[first] = max(floors[first] or 0.0, setup.sampling_floor)
     floors = {engine_name: floor for engine_name, floor in floors.items() if floor is not None}
     return Measured(
         name, source, pairs, setup.text, floors, settings=setup.settings,
-        operators=operator_differences(first, setup.params, *asked),
+        operators=operator_differences(sampler, setup.params, *asked),
         scored=None if scored is None else np.concatenate(scored),
     )  # fmt: skip
 

@@ -49,7 +49,7 @@ def operator_differences(
     program, config = engine.program, engine.config
     weights = program.own_weights({key: leaf for key, leaf in engine.weights.items() if key != "layers"})
     x, own = _embedded(params, weights, tokens, program=program)
-    found = [OperatorDifference("embedding", None, _relative(own, x, lengths))]
+    found = [OperatorDifference("embedding", None, float(_relative(own, x, lengths)))]
     for index, (layer, rope, window) in enumerate(
         zip(engine.weights["layers"], config.layer_ropes, config.layer_windows(tokens.shape[1]), strict=True)
     ):
