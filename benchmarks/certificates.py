@@ -171,7 +171,10 @@ def page() -> str:
         for record in records
     ]
     text = _TEXT.replace("ENGINES", ", ".join(f"`{spec}`" for spec in ENGINES)).replace("BAR", f"{BAR}")
+    missing = [family for family in TOYS if not (KEPT / f"random_{family}.json").is_file()]
+    missing += [f"{record['model']} against transformers" for record in records if "transformers" not in record]
     for mark, table in (
+        ("MISSING", f"Not made yet: {', '.join(missing)}.\n" if missing else ""),
         ("TABLE", _markdown([_bars(heading), *rows])),
         ("AGAINST", _markdown([against, *other])),
         ("MADE", _markdown([("model", "date", "command", "versions"), *made])),
@@ -216,7 +219,8 @@ AGAINST
 ## How they were made
 
 MADE
-"""
+
+MISSING"""
 
 
 def main(argv: list[str] | None = None) -> None:
