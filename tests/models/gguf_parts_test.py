@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,8 @@ def test_ids_are_those_of_another_reader(converted, tmp_path):
     name, directory = converted
     ours, text = AutoTokenizer.from_pretrained(directory), _text()
     ids = ours(text, add_special_tokens=False)["input_ids"]
-    assert ours.decode(ids) == text
+    # Qwen's normalizer composes the decomposed letters.
+    assert ours.decode(ids) == (text if "gemma" in name else unicodedata.normalize("NFC", text))
     file = _file(name, tmp_path)
     if "gemma" in name:
         theirs = _sentencepiece(GGUFModel(file)).encode(text)
@@ -78,7 +80,8 @@ def _file(name: str, directory: Path) -> Path:
 
 
 def test_log_probs_and_greedy_text_are_those_of_transformers(converted, tmp_path):
-    """500 tokens in float32, and 64 greedy tokens of the embedded engine, against transformers' reading of the file."""
+    """500 tokens in float32, and 64 greedy tokens of the embedded engine, against transformers' reading of the file.
+    Gemma measured at 7.8e-5."""
     torch = pytest.importorskip("torch", reason="needs torch")
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
