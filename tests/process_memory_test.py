@@ -41,7 +41,7 @@ full = resident()
 last = add(jax.numpy.ones(2**10)).block_until_ready()
 del held
 freed = resident()
-release_freed_memory(above=2**30)
+release_freed_memory(above=2**31)
 kept = resident()
 release_freed_memory(above=2**28)
 print(json.dumps({"full": full, "freed": freed, "kept": kept, "after_release": resident()}))

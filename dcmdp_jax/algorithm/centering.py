@@ -9,15 +9,17 @@ import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import Level
-from dcmdp_jax.algorithm.distribution import Head, tail_logprobs
+from dcmdp_jax.algorithm.distribution import Head, require_head, tail_logprobs
 from dcmdp_jax.algorithm.losses import importance_ratio, sequence_log_ratio
 from dcmdp_jax.algorithm.masked import weighted_sum
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Tokens, require_tokens, split
+from dcmdp_jax.algorithm.require import require_same_shape
 from dcmdp_jax.types import Array
 
 
 def score_centering(tokens: Tokens) -> Corrected:
     """The name in `algorithm.corrections`: it weighs and drops nothing; the loss has a term more (`centering_loss`)."""
+    require_tokens(tokens)
     return Corrected(jnp.ones(jnp.shape(tokens.completion_mask)), jnp.ones_like(tokens.completion_mask))
 
 
@@ -60,9 +62,11 @@ def centering_loss(
         [] float32, to be subtracted from the sum of the loss. Through it the gradient reaches `head.train_logprobs`.
 
     Raises:
-        ValueError: if the shapes of tokens differ.
+        ValueError: if the shapes of tokens, weights or head differ.
     """
     require_tokens(tokens)
+    require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
+    require_head(head, tokens.completion_mask)
     active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
     arrays = {name: x for name, x in tokens._asdict().items() if x is not None and jnp.ndim(x) == active.ndim}
     inside = {name: jax.lax.stop_gradient(jnp.where(active, x, 0)) for name, x in arrays.items()}

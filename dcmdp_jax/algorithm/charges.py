@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.algorithm.distribution import Head, tail_logprobs
+from dcmdp_jax.algorithm.distribution import Head, require_head, tail_logprobs
 from dcmdp_jax.algorithm.masked import weighted_sum
 from dcmdp_jax.algorithm.numerics import clamped_log_ratio
 from dcmdp_jax.algorithm.remedies import Tokens, require_tokens
@@ -63,9 +63,11 @@ def charge_loss(tokens: Tokens, weights: Array, head: Head, charge: str) -> jax.
         [] float32.
 
     Raises:
-        ValueError: if the shapes of tokens differ.
+        ValueError: if the shapes of tokens, weights or head differ.
     """
     require_tokens(tokens)
+    require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
+    require_head(head, tokens.completion_mask)
     active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
     present = head.present & active[..., None]
 

@@ -47,8 +47,15 @@ class Head(NamedTuple):
         return jnp.asarray(self.ids) >= 0
 
 
+def require_head(head: Head, mask: Array) -> None:
+    """Raise ValueError unless the head's arrays have one shape, [R, L, k] beside a mask [R, L]."""
+    require_same_shape(**head._asdict())
+    require_same_shape(mask=mask, head=head.ids[..., 0])
+
+
 def tail_logprobs(logprobs: Array, present: Array) -> jax.Array:
     """log(1 - sum_H e^x), at least log `LEAST_TAIL`, [...] of [..., k]; the gradient flows while it is above that."""
+    require_same_shape(logprobs=logprobs, present=present)
     mass = jnp.sum(jnp.where(present, jnp.exp(jnp.asarray(logprobs, jnp.float32)), 0.0), axis=-1)
     return jnp.log(jnp.maximum(1.0 - mass, LEAST_TAIL))
 
@@ -120,5 +127,6 @@ def distribution_statistics(head: Head, mask: Array, how: Mapping[str, Any]) -> 
         mask: [R, L] bool, true on sampled tokens.
         how: measure and sided of the discrepancy.
     """
+    require_head(head, mask)
     measures = state_measures(head.old_logprobs, head.rollout_logprobs, head.present, **how)
     return {f"distribution/{name}": masked_sum(values, mask) for name, values in measures.items()}

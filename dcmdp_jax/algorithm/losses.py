@@ -175,6 +175,9 @@ def sequence_log_ratio(
     train_logprobs: Array, old_logprobs: Array, mask: jax.Array, completion_index: Array, num_completions: int
 ) -> jax.Array:
     """The mean log-ratio of each token's completion in value, that of the token alone in gradient; [R, L], clamped."""
+    require_same_shape(
+        train_logprobs=train_logprobs, old_logprobs=old_logprobs, mask=mask, completion_index=completion_index
+    )
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
     old = lax.stop_gradient(jnp.where(mask, jnp.asarray(old_logprobs, jnp.float32), 0.0))
     difference = log_difference(train, old)

@@ -12,9 +12,12 @@ import pytest
 import dcmdp_jax.algorithm
 from dcmdp_jax.algorithm import (
     advantages,
+    centering,
+    charges,
     corrections,
     dc_grpo,
     discrepancy,
+    distribution,
     dual,
     losses,
     masked,
@@ -39,6 +42,9 @@ TOKENS = {
 } | {"completion_mask": MASK, "completion_index": INDEX, "multiplier": ONE, "tolerance": ONE}
 PAIR = {"train_logprobs": ROWS, "rollout_logprobs": ROWS}
 WHERE = {"completion_mask": MASK, "completion_index": INDEX}
+LISTS, LISTED = np.full((R, L, 3), -2.0, np.float32), np.ones((R, L, 3), bool)
+LOGPROBS = dict.fromkeys(("train_logprobs", "rollout_logprobs"), LISTS)
+HEAD = LOGPROBS | {"ids": np.zeros((R, L, 3), np.int32), "old_logprobs": LISTS, "start_logprobs": LISTS}
 GROUP = {"rewards": REWARDS, "group_ids": GROUPS, "valid": VALID}
 MEASURE = {"measure": "diff", "sided": "two"}
 ASCENT = {"learning_rate": ONE, "minimum": np.float32(0), "maximum": ONE}
@@ -52,6 +58,16 @@ def _of_tokens(function, **more):
         return function(remedies.Tokens(**arrays, num_completions=N), **own)
 
     return call, TOKENS | more
+
+
+def _of_head(function):
+    """(call, arrays) of a function of `Tokens`, weights and `Head`."""
+    head = {f"head_{name}": array for name, array in HEAD.items()}
+
+    def call(tokens, weights, **arrays):
+        return function(tokens, weights, distribution.Head(**{name[5:]: array for name, array in arrays.items()}))
+
+    return _of_tokens(call, weights=ROWS, **head)
 
 
 def _part(function, *static, **options):
@@ -97,6 +113,10 @@ CASES = {
         _part(losses.reference_kl, estimator="k3"),
         {"train_logprobs": ROWS, "ref_logprobs": ROWS, "completion_mask": MASK},
     ),
+    "losses.sequence_log_ratio": (
+        _part(losses.sequence_log_ratio, num_completions=N),
+        {"train_logprobs": ROWS, "old_logprobs": ROWS, "mask": MASK, "completion_index": INDEX},
+    ),
     "losses.importance_ratio": (losses.importance_ratio, {"train_logprobs": ROWS, "old_logprobs": ROWS}),
     "trust_regions.clipped_surrogate": (trust_regions.clipped_surrogate, {"ratio": ROWS, "advantages": ROWS}),
     "penalties.penalized_advantages": (
@@ -115,6 +135,18 @@ CASES = {
         f"corrections.{name}": _of_tokens(_part(one, **({} if inspect.signature(one).parameters["high"].default
            is not inspect.Parameter.empty else {"high": 1.0})) if "high" in inspect.signature(one).parameters else one)
         for name, one in corrections.CORRECTIONS.items()
+    },
+    "distribution.tail_logprobs": (distribution.tail_logprobs, {"logprobs": LISTS, "present": LISTED}),
+    "distribution.state_measures": (distribution.state_measures, LOGPROBS | {"present": LISTED}),
+    "distribution.distribution_statistics": (
+        lambda mask, **head: distribution.distribution_statistics(distribution.Head(**head), mask, MEASURE),
+        HEAD | {"mask": MASK},
+    ),
+    "centering.score_centering": _of_tokens(centering.score_centering),
+    "centering.centering_loss": _of_head(_part(centering.centering_loss, loss=losses.surrogate)),
+    "charges.charge_loss": _of_head(_part(charges.charge_loss, charge="state_tv")),
+    **{
+        f"charges.{one.__name__}": (one, {"log_p": LISTS, "log_q": LISTS}) for one in charges.STATE_CHARGES.values()
     },
     "corrections.chain": _of_tokens(_part(corrections.chain, corrections=[corrections.tis])),
     "corrections.statistics": (
@@ -140,7 +172,7 @@ CASES = {
 # One array, numbers of Python alone, or by design another shape than the index (its own checks are in masked_test).
 OTHERS = set(
     """
-    numerics.as_float numerics.clamp numerics.exp_minus_linear discrepancy.log_odds
+    distribution.require_head numerics.as_float numerics.clamp numerics.exp_minus_linear discrepancy.log_odds
     advantages.overlong_penalty masked.gather_to_tokens masked.all_equal_groups dual.dual_init penalties.grpo
 """.split()
 )

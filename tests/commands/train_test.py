@@ -102,7 +102,8 @@ def _commands(base):
         "misspelled_choice": (
             [*debug, "--config.algorithm.method=dcgrpo"],
             "config.algorithm.method: got 'dcgrpo'; did you mean dc_grpo or grpo or dual_grpo? allowed are grpo, "
-            "dual_grpo, threshold_grpo, dc_grpo, and functions of yours as path.py:function",
+            "dual_grpo, threshold_grpo, dc_grpo, state_tv, state_kl, state_delta, and functions of yours "
+            "as path.py:function",
         ),
         "group_of_one": (
             [*debug, "--config.rollout.group_size=1"],

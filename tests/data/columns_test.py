@@ -75,7 +75,7 @@ def test_a_column_that_is_not_declared_is_refused():
 def test_the_columns_of_a_run_follow_from_its_config():
     class Config:
         class rollout:
-            router_replay, lag = True, 0
+            router_replay, lag, top_logprobs = True, 0, 0
 
     class Model:
         routing = (3, 2, 8)
@@ -86,3 +86,6 @@ def test_the_columns_of_a_run_follow_from_its_config():
     assert columns_of_run(Config, Model) == shapes
     Config.rollout.lag = 1  # the trainer's own column
     assert columns_of_run(Config, Model) == {**shapes, "old_logprobs": ()}
+    Config.rollout.top_logprobs = 5
+    lists = dict.fromkeys(("top_ids", "top_logprobs", "old_top_logprobs"), (5,))
+    assert columns_of_run(Config, Model) == {**shapes, "old_logprobs": (), **lists}

@@ -216,7 +216,7 @@ def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
     sidecar = engine.replicas[0].supervisor.sidecar
     bad = {"prompt_ids": np.ones(TOTAL + 9, np.int32), "prompt_lengths": np.array([4, TOTAL + 5], np.int32)}
     sampling = {"temperature": 1.0, "max_tokens": 4, "top_p": 1.0, "stop_token_ids": []}
-    header = {"sampling": sampling, "sleep_level": 0}
+    header = {"sampling": sampling, "sleep_level": 0, "top_logprobs": 0}
     arrays = {**bad, "prompt_of_row": np.array([0, 1, 0], np.int32), "seeds": np.arange(3, dtype=np.int64)}
     with pytest.raises(ValueError, match="request 1: .*"):
         sidecar.request("generate", header, arrays, answer="generated")

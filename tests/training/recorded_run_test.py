@@ -62,7 +62,7 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
     assert all(math.isfinite(value) for step in (3, 4) for value in after[step].values())
     # From now on it is a run of this version.
     saved = json.loads((run_dir / "config.json").read_text())
-    assert saved["config_version"] == VERSION and "top_p" not in saved["rollout"]
+    assert saved["config_version"] == VERSION and "std_ddof" not in saved["algorithm"]
 
 
 @pytest.mark.long

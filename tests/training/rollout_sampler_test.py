@@ -62,7 +62,7 @@ class _Scoring:
 def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
     monkeypatch.setattr(rollout_sampler, "BatchScoring", _Scoring)
     training = SimpleNamespace(prompts_per_step=wanted, seed=5, steps=9)
-    rollout = SimpleNamespace(on_non_finite="error", router_replay=False)
+    rollout = SimpleNamespace(on_non_finite="error", router_replay=False, top_logprobs=0)
     config = SimpleNamespace(training=training, algorithm=SimpleNamespace(refill_rounds=rounds), rollout=rollout)
     ids = [np.array([i], np.int32) for i in range(problems)]
     train = SimpleNamespace(problems=[SimpleNamespace(answer=str(i)) for i in range(problems)], token_ids=ids)
