@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import Level
-from dcmdp_jax.algorithm.distribution import Head, require_head, tail_logprobs
+from dcmdp_jax.algorithm.distribution import Head, require_head, with_tail
 from dcmdp_jax.algorithm.losses import importance_ratio, sequence_log_ratio
 from dcmdp_jax.algorithm.masked import weighted_sum
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Tokens, require_tokens, split
@@ -95,9 +95,7 @@ def centering_loss(
 
     def outcomes(values: Array) -> jax.Array:
         """[k + 1, R, L], the head and the tail."""
-        values = jnp.where(present, values, 0.0)
-        both = jnp.concatenate([values, tail_logprobs(values, present)[..., None]], axis=-1)
-        return jnp.moveaxis(jnp.where(active[..., None], both, 0.0), -1, 0)
+        return jnp.moveaxis(jnp.where(active[..., None], with_tail(values, present), 0.0), -1, 0)
 
     names = "train_logprobs", "old_logprobs", "start_logprobs", "rollout_logprobs", anchor
     there = jnp.concatenate([present, active[..., None]], axis=-1)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.algorithm.distribution import Head, require_head, tail_logprobs
+from dcmdp_jax.algorithm.distribution import Head, require_head, with_tail
 from dcmdp_jax.algorithm.masked import weighted_sum
 from dcmdp_jax.algorithm.numerics import clamped_log_ratio
 from dcmdp_jax.algorithm.remedies import Tokens, require_tokens
@@ -71,10 +71,10 @@ def charge_loss(tokens: Tokens, weights: Array, head: Head, charge: str) -> jax.
     active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
     present = head.present & active[..., None]
 
+    there = jnp.concatenate([present, jnp.ones_like(active)[..., None]], axis=-1)
+
     def outcomes(values: Array) -> jax.Array:
-        inside = jnp.where(present, values, 0.0)
-        listed = jnp.where(present, inside, jnp.log(0.0))
-        return jnp.concatenate([listed, tail_logprobs(inside, present)[..., None]], axis=-1)
+        return jnp.where(there, with_tail(values, present), -jnp.inf)
 
     values = STATE_CHARGES[charge](
         outcomes(head.train_logprobs), jax.lax.stop_gradient(outcomes(head.rollout_logprobs))

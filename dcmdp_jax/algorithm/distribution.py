@@ -60,6 +60,13 @@ def tail_logprobs(logprobs: Array, present: Array) -> jax.Array:
     return jnp.log(jnp.maximum(1.0 - mass, LEAST_TAIL))
 
 
+def with_tail(logprobs: Array, present: Array) -> jax.Array:
+    """[..., k + 1] of [..., k]: the head, 0 where no token is present, and the tail as one token more."""
+    require_same_shape(logprobs=logprobs, present=present)
+    inside = jnp.where(present, logprobs, 0.0)
+    return jnp.concatenate([inside, tail_logprobs(inside, present)[..., None]], axis=-1)
+
+
 def state_measures(
     train_logprobs: Array, rollout_logprobs: Array, present: Array, *, measure: str = "diff", sided: str = "two"
 ) -> dict[str, jax.Array]:

@@ -207,7 +207,9 @@ class AlgorithmSettings:
         """
         functions = {name: tuple(_bind(name, call) for call in self.calls(name)) for name in _REMEDIES}
         calls = [call.function for call in self.calls("corrections")]
-        corrections = [(name, one) for name, one in zip(calls, functions["corrections"]) if name != _CENTERING]  # noqa: B905
+        corrections = [
+            (name, one) for name, one in zip(calls, functions["corrections"], strict=True) if name != _CENTERING
+        ]
         single, whole = (
             tuple(one for name, one in corrections if (name in OF_TOKENS) == of_tokens) for of_tokens in (True, False)
         )

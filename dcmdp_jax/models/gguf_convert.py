@@ -259,7 +259,7 @@ def _with_special(
     tokenizer: Tokenizer, fields: dict[str, Any], tokens: list[str], types: list[int], kind: str
 ) -> Tokenizer:
     """The tokenizer with its control and user-defined tokens, and what stands around a text."""
-    named = [(token, type_) for token, type_ in zip(tokens, types) if type_ in (_CONTROL, _USER_DEFINED)]  # noqa: B905
+    named = [(token, type_) for token, type_ in zip(tokens, types, strict=False) if type_ in (_CONTROL, _USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False) for token, type_ in named])
     tokenizer.post_processor = _post_processor(fields, tokens, kind)
     return tokenizer

@@ -137,6 +137,7 @@ CASES = {
         for name, one in corrections.CORRECTIONS.items()
     },
     "distribution.tail_logprobs": (distribution.tail_logprobs, {"logprobs": LISTS, "present": LISTED}),
+    "distribution.with_tail": (distribution.with_tail, {"logprobs": LISTS, "present": LISTED}),
     "distribution.state_measures": (distribution.state_measures, LOGPROBS | {"present": LISTED}),
     "distribution.distribution_statistics": (
         lambda mask, **head: distribution.distribution_statistics(distribution.Head(**head), mask, MEASURE),

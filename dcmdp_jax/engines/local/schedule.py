@@ -110,8 +110,11 @@ class Completions:
         self.sampled[rows] = sampled
 
     def top_of(self, row: int) -> dict[str, np.ndarray]:
-        """The columns of the likeliest tokens of a row."""
-        return {name: whole[row, : self.sampled[row]] for name, whole in zip((TOP_IDS, TOP_LOGPROBS), self.top)}  # noqa: B905
+        """The columns of the likeliest tokens of a row; none where none were asked for."""
+        return {
+            name: whole[row, : self.sampled[row]]
+            for name, whole in zip((TOP_IDS, TOP_LOGPROBS), self.top, strict=False)
+        }
 
     def routed_of(self, row: int) -> np.ndarray | None:
         """[P + C - 1, layers, k], the experts of a row's prompt and completion without its last token."""
