@@ -71,12 +71,7 @@ def charge_loss(tokens: Tokens, weights: Array, head: Head, charge: str) -> jax.
     active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
     present = head.present & active[..., None]
 
-    there = jnp.concatenate([present, jnp.ones_like(active)[..., None]], axis=-1)
-
-    def outcomes(values: Array) -> jax.Array:
-        return jnp.where(there, with_tail(values, present), -jnp.inf)
-
-    values = STATE_CHARGES[charge](
-        outcomes(head.train_logprobs), jax.lax.stop_gradient(outcomes(head.rollout_logprobs))
-    )
+    # Where the engine has fewer tokens both log-probs are 0: no charge differs from 0 there.
+    log_p, log_q = (with_tail(values, present) for values in (head.train_logprobs, head.rollout_logprobs))
+    values = STATE_CHARGES[charge](log_p, jax.lax.stop_gradient(log_q))
     return tokens.multiplier * weighted_sum(values, jax.lax.stop_gradient(jnp.where(active, weights, 0.0))).total
