@@ -17,7 +17,7 @@ from dcmdp_jax.lab.mismatch.page import LEFT_OUT
 from dcmdp_jax.lab.mismatch.recording import Columns, LeftOut, read_recording
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE
-from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.observe.metrics_io import read_metrics, without_placeholder
 from dcmdp_jax.run.directory import read_config
 
 _MAX_TOKENS = 5_000_000
@@ -78,7 +78,7 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
             f"--format={arguments.format}: {files[0].path} was recorded by {framework}; leave --format out, or name it"
         )
     run = _own_run(files)
-    metrics = read_metrics(run) if run else None
+    metrics = without_placeholder(read_metrics(run), read_config(run).algorithm.measured_steps) if run else None
     asked = {name: getattr(arguments, name) for name in ("max_tokens", "allow_gaps", "tolerance")}
     found = read_run(files, left_out, metrics=metrics, **asked)
     names = format_of(framework).columns

@@ -123,10 +123,10 @@ def spent(metrics: Collection[str]) -> str:
 
 def _over(series: Series) -> tuple[float, float] | None:
     """Mean delta of the window and c, if that delta is well above both c and the noise floor."""
-    delta, tolerance = _last(series, spent(series)), _last(series, "dual/tolerance")
+    delta, tolerance = _last(series, spent(series)), _last(series, "dual/tolerance", 1)
     if delta is None or tolerance is None:
         return None
-    mean, c = float(delta.mean()), float(tolerance[-1])
+    mean, c = float(delta.mean()), float(tolerance[0])
     return (mean, c) if mean > max(_OVER_BUDGET * c, _FLOORS * _floor(series)) else None
 
 
@@ -202,8 +202,8 @@ def _charge(series: Series) -> str | None:
         share = share[equal < 1] if np.mean(equal < 1) >= 0.5 else None
     part = None if share is None else float(np.median(share))
     first, last, half = multiplier[0], multiplier[-1], WINDOW // 2
-    tolerance = _last(series, "dual/tolerance")
-    over = tolerance is None or delta[half:].mean() > tolerance[half:].mean()
+    tolerance = _last(series, "dual/tolerance", 1)
+    over = tolerance is None or delta[half:].mean() > tolerance[0]
     rises = over and last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY
     if part is not None and part > _CHARGE_SHARE:
         text = f"The charge is {part:.1%} of the update at lambda = {last:.3g}: the policy learns the charge."
@@ -244,7 +244,7 @@ def _weight_sync(series: Series) -> str | None:
 
 
 def _noise(series: Series) -> str | None:
-    delta, tolerance = _last(series, spent(series)), _last(series, "dual/tolerance")
+    delta, tolerance = _last(series, spent(series)), _last(series, "dual/tolerance", 1)
     if delta is None or tolerance is None or not np.mean(delta > tolerance) > 0.5:
         return None
     floor = _floor(series)

@@ -51,6 +51,7 @@ _LOG = logging.getLogger(__name__)
 
 CLOCK = "time/clock"
 """Metric of each line of metrics.jsonl: when it was written."""
+_AGAINST_C = {"dual/tolerance", "dual/violation", "discrepancy/completions_over_tolerance"}
 _TENSORBOARD_FLUSH_SECONDS = 10
 _TENSORBOARD_QUEUE = 10_000
 _GIT_S = 5.0
@@ -293,6 +294,16 @@ def read_metrics(run_dir: str | Path) -> Series:
     if not merged:
         raise UserError(f"{path} holds no metrics yet; wait for the run's first step")
     return {name: _series(points) for name, points in merged.items()}
+
+
+def without_placeholder(series: Series, measured_steps: int) -> Series:
+    """The metrics without what compares with c at the first steps, which measure c: a setting is in its place there."""
+    kept = dict(series)
+    for name in _AGAINST_C & series.keys():
+        steps, values = kept.pop(name)
+        if (later := steps > measured_steps).any():
+            kept[name] = steps[later], values[later]
+    return kept
 
 
 def _series(points: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE, STARTS_FILE
-from dcmdp_jax.observe.metrics_io import Series, read_metrics
+from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
 
 _POINTS = 12
 """Rows of the curve's table."""
@@ -45,6 +45,7 @@ def model_card(run_dir: Path, step: int, *, on_hub: Callable[[str], bool]) -> st
     """
     config = flatten(read_json_object(run_dir / CONFIG_FILE)) if (run_dir / CONFIG_FILE).is_file() else {}
     series = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else {}
+    series = without_placeholder(series, config.get("algorithm.tolerance_steps", 0))
     starts: list[dict[str, Any]] = jsonl.read(run_dir / STARTS_FILE)
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     start = str(config.get("model.path") or "")

@@ -186,8 +186,7 @@ def _draw_budget(axes: Axes, runs: Runs) -> None:
         levels = set(values[np.isfinite(values)].tolist())
         if len(levels) == 1:
             constant.setdefault(levels.pop(), []).append(index)
-        elif levels:  # measured on the first steps, which have a setting in its place
-            steps, values = steps[values == values[-1]], values[values == values[-1]]
+        elif levels:  # a resumed run was given another
             axes.plot(steps, values, color=_color(index), linestyle="--", linewidth=1.3, label="tolerance c", zorder=2)
         floors = series.get("mismatch/noise_floor", (None, np.zeros(0)))[1]
         if (floors := floors[np.isfinite(floors)]).size:

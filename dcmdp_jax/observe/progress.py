@@ -37,6 +37,7 @@ class Progress:
         total_steps: last step of the run.
         start_step: finished steps at the start; above 0 for a resumed run.
         stream: output; standard error by default.
+        measured_steps: first steps, on which c is measured: none is shown there.
         clock: seconds, monotonic.
 
     Raises:
@@ -49,13 +50,14 @@ class Progress:
         start_step: int = 0,
         stream: TextIO | None = None,
         *,
+        measured_steps: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 <= start_step <= total_steps:
             raise ValueError(f"start_step is {start_step}; allowed: 0 to total_steps = {total_steps}")
         self._total = total_steps
         self._first = start_step + 1
-        self._step = start_step
+        self._step, self._measured = start_step, measured_steps
         self._values: dict[str, float] = {}
         self._clock = clock
         self._began = self._last_step_at = clock()
@@ -124,7 +126,7 @@ class Progress:
         discrepancy, tolerance = get(spent(self._values)), get("dual/tolerance")
         shown = f"discrepancy {number(discrepancy, '.5f')}"
         style = ""
-        if not math.isnan(tolerance):
+        if not math.isnan(tolerance) and self._step > self._measured:
             shown += f" (c {number(tolerance, '.5f')})"
             style = "red" if discrepancy > tolerance else "green"
         return [

@@ -21,7 +21,7 @@ from dcmdp_jax.number_format import score as shown
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, HELD_OUT_FILE, PLOTS_DIRECTORY, REPORT_FILE, SAMPLES_FILE, STARTS_FILE
 from dcmdp_jax.observe.metric_names import METRICS, metric_of
-from dcmdp_jax.observe.metrics_io import Series, read_metrics
+from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
 from dcmdp_jax.observe.page_kit import drawable, inline_svg, render_page
 from dcmdp_jax.observe.plots import FIGURES
 from dcmdp_jax.observe.run_summary import Summary, overlap, summarize, warnings, what_the_multiplier_did
@@ -65,6 +65,7 @@ def read_run(run_dir: str | Path, label: str | None = None) -> RecordedRun:
     series = read_metrics(run_dir)
     path = run_dir / CONFIG_FILE
     config = flatten(read_json_object(path)) if path.exists() else {}
+    series = without_placeholder(series, config.get("algorithm.tolerance_steps", 0))
     name, samples = label or run_dir.resolve().name, jsonl.read(run_dir / SAMPLES_FILE)
     return RecordedRun(name, series, config, samples, jsonl.read(run_dir / HELD_OUT_FILE), _describe_starts(run_dir))
 
@@ -176,7 +177,7 @@ def _cards(summary: Summary) -> list[tuple[str, str, str]]:
         cards.append((f"Held-out {score.name}", f"{shown(score.first)} → {shown(score.last)}", more))
     if not math.isnan(summary.mean_discrepancy):
         over = f"budget c = {number(summary.tolerance)}, exceeded in {percent(summary.share_over_tolerance)} of steps"
-        more = "no budget" if math.isnan(summary.tolerance) else over
+        more = "no budget c yet" if math.isnan(summary.tolerance) else over
         cards.append(("Mean discrepancy", number(summary.mean_discrepancy), more))
     if not math.isnan(summary.multiplier_low):
         span = f"{number(summary.multiplier_low)} to {number(summary.multiplier_high)}"

@@ -50,8 +50,7 @@ class Summary:
         scores: held-out scores, avg@K before pass@K.
         mean_discrepancy: over all steps.
         tolerance: c of the last step.
-        share_over_tolerance: steps whose mean discrepancy exceeds c, as a fraction of the steps with both, without
-            those that c was measured on.
+        share_over_tolerance: steps whose mean discrepancy exceeds c, as a fraction of the steps with both.
         multiplier_low, multiplier_high: range of lambda.
         multiplier_rises, multiplier_falls: steps with lambda above, below that of the previous step.
         tokens_per_second: median over steps.
@@ -208,17 +207,15 @@ def _over(series: Series) -> np.ndarray:
     _, left, right = np.intersect1d(series[name][0], series["dual/tolerance"][0], return_indices=True)
     discrepancy, tolerance = series[name][1][left], series["dual/tolerance"][1][right]
     both = np.isfinite(discrepancy) & np.isfinite(tolerance)
-    # While c is measured on the first steps, nothing is held against the setting in its place.
-    both &= tolerance == tolerance[both][-1] if both.any() else both
     return (discrepancy[both] > tolerance[both]).astype(np.float64)
 
 
 def _steps_at_cap(series: Series) -> int:
     """Count the steps at the end of the run with lambda at its maximum and the discrepancy over budget."""
     multiplier, over = _finite(series, "dual/multiplier"), _over(series)
-    if not len(multiplier) or multiplier.min() == multiplier.max() or len(over) != len(multiplier):
+    if not 0 < len(over) <= len(multiplier) or multiplier.min() == multiplier.max():
         return 0
-    capped = (multiplier == multiplier.max()) & (over > 0)
+    capped = (multiplier[-len(over) :] == multiplier.max()) & (over > 0)
     return len(capped) if capped.all() else int(np.argmin(capped[::-1]))
 
 

@@ -285,7 +285,8 @@ def _open_records(run: Run, stack: contextlib.ExitStack, step: int, resumed: boo
     config = run.config
     record_config(config, run.memory.rows)
     save_tokenizer(run.tokenizer, Path(config.run_dir) / "tokenizer", run.sampling.stop_token_ids)
-    progress = stack.enter_context(Progress(config.training.steps, step))
+    measured = config.algorithm.measured_steps
+    progress = stack.enter_context(Progress(config.training.steps, step, measured_steps=measured))
     return stack.enter_context(
         MetricsWriter(
             config.run_dir,

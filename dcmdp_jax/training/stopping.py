@@ -22,7 +22,7 @@ from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.alarms import ALARMS, WATCHED, Alarm, alarms, broken_completions
-from dcmdp_jax.observe.metrics_io import METRICS_FILE
+from dcmdp_jax.observe.metrics_io import METRICS_FILE, without_placeholder
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.protocol import RewardError
 
@@ -257,7 +257,7 @@ class AlarmWatch:
             config: whether an alarm stops the run, and where the metrics are.
             step: finished steps. An alarm that was raised at the last of them is not news.
         """
-        self._stops = config.observe.on_alarm == "stop"
+        self._stops, self._measured = config.observe.on_alarm == "stop", config.algorithm.measured_steps
         self._history: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in WATCHED}
         for record in jsonl.read(Path(config.run_dir) / METRICS_FILE):
             if record.get("step", step + 1) <= step:
@@ -305,4 +305,5 @@ class AlarmWatch:
                 values.append(float(metrics[name]))
 
     def _alarms(self) -> list[Alarm]:
-        return alarms({name: (np.array(s, np.int64), np.array(v)) for name, (s, v) in self._history.items() if s})
+        series = {name: (np.array(s, np.int64), np.array(v)) for name, (s, v) in self._history.items() if s}
+        return alarms(without_placeholder(series, self._measured))

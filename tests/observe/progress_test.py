@@ -120,6 +120,16 @@ def test_a_terminal_gets_a_live_display(monkeypatch):
     assert "\x1b[31mdiscrepancy 0.00421 (c 0.00370)" in shown
 
 
+def test_no_c_while_it_is_measured():
+    stream, clock = io.StringIO(), _Clock()
+    progress = Progress(2, stream=stream, measured_steps=1, clock=clock)
+    for step in (1, 2):
+        clock.now += 5
+        progress.update(step, _FULL)
+    first, second = stream.getvalue().splitlines()
+    assert "(c 0.00370)" not in first and "(c 0.00370)" in second
+
+
 def test_close_twice_and_bad_totals():
     progress = Progress(3, stream=io.StringIO())
     progress.close()

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from dcmdp_jax.observe.metrics_io import without_placeholder
 from dcmdp_jax.observe.run_summary import ScoreHistory, overlap, summarize, warnings, what_the_multiplier_did
 
 
@@ -53,15 +54,18 @@ def test_share_over_tolerance_compares_the_same_steps():
     assert summary.share_over_tolerance == 0.0
 
 
-def test_steps_that_c_was_measured_on_are_not_held_against_it():
-    """Two steps with the setting 1 in the place of c, then c = 4: one of three is above it, not three of five."""
-    steps = np.arange(1, 6)
-    series = {
-        "discrepancy/mean": (steps, np.array([3.0, 3.0, 3.0, 5.0, 4.0])),
-        "dual/tolerance": (steps, np.array([1.0, 1.0, 4.0, 4.0, 4.0])),
-    }
-    assert summarize(series).share_over_tolerance == pytest.approx(1 / 3)
-    assert "the budget c was exceeded in 1 of 3 steps" in what_the_multiplier_did(series)
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (0, "the budget c was exceeded in 3 of 5 steps"),
+        (2, "the budget c was exceeded in 1 of 3 steps"),
+        (5, "the discrepancy rose from 3 to 4 (first and last step)"),
+    ],
+)
+def test_steps_that_c_is_measured_on_are_not_held_against_the_setting_in_its_place(measured, said):
+    """The setting is 1, for the first two steps; then c = 4, which the last step meets."""
+    series = {"discrepancy/mean": _series([3, 3, 3, 5, 4]), "dual/tolerance": _series([1, 1, 4, 4, 4])}
+    assert what_the_multiplier_did(without_placeholder(series, measured)).startswith(said)
 
 
 def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():

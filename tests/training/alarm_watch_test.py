@@ -66,9 +66,9 @@ def test_broken_completions_stand_apart_from_the_others():
     assert broken_completions(np.zeros(4)) == 0
 
 
-def _watch(tmp_path, step=0, action="stop"):
+def _watch(tmp_path, step=0, action="stop", measured=0):
     raw = get_config().to_dict()
-    raw["task"]["train"], raw["run_dir"] = "x", str(tmp_path)
+    raw["task"]["train"], raw["run_dir"], raw["algorithm"]["tolerance_steps"] = "x", str(tmp_path), measured
     config = from_config_dict(raw)
     return AlarmWatch(dataclasses.replace(config, observe=dataclasses.replace(config.observe, on_alarm=action)), step)
 
@@ -88,6 +88,12 @@ def test_a_resumed_run_does_not_stop_again_at_the_alarm_that_it_stopped_at(tmp_p
     resumed = _watch(tmp_path, step=10)
     assert resumed.record(11, _over(11), np.full(4, 0.1))["alarm/mismatch"] == 1
     assert not resumed.ends_the_run and len(our_log(caplog)) == 1
+
+
+def test_nothing_is_over_c_while_c_is_measured(tmp_path):
+    watch = _watch(tmp_path, measured=12)
+    raised = [watch.record(step, _over(step), np.full(4, 0.1))["alarm/mismatch"] for step in range(1, 14)]
+    assert raised == [0] * 12 + [1]
 
 
 def test_warn_ends_nothing(tmp_path):
