@@ -15,6 +15,7 @@ from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, Opera
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, mean_of, measure, recommend
 from dcmdp_jax.lab.mismatch.remedy_effects import Effect, effects, not_computed
+from dcmdp_jax.lab.mismatch.states import StateMeasure, compared
 from dcmdp_jax.observe.page_kit import json_values
 
 TokenText = Callable[[int], str]
@@ -231,6 +232,8 @@ class Analysis:
         statistics: in numbers; completions over c for the recommended c.
         findings: causes, the likeliest first.
         recommendation: the budget c.
+        states, head_mass: whole states beside the sampled tokens' estimates, and the mean mass of the likeliest tokens;
+            empty and NaN without them.
         effects: the corrections' effects.
         not_computed: corrections whose effect depends on advantages, which were not recorded.
         groups: heading -> groups.
@@ -246,6 +249,8 @@ class Analysis:
     statistics: Statistics
     findings: tuple[Finding, ...]
     recommendation: Recommendation
+    states: tuple[StateMeasure, ...]
+    head_mass: float
     effects: tuple[Effect, ...]
     not_computed: tuple[str, ...]
     groups: Mapping[str, tuple[Group, ...]]
@@ -296,6 +301,8 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         statistics=measure(pairs, tolerance),
         findings=findings,
         recommendation=recommendation,
+        states=compared(pairs),
+        head_mass=math.nan if pairs.states is None else mean_of(pairs.states[:, -1]),
         effects=tuple(effects(pairs)),
         not_computed=tuple(not_computed(pairs)),
         groups={heading: tuple(found) for heading, found in groups.items() if found},

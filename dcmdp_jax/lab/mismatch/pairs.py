@@ -21,6 +21,7 @@ class TokenPairs:
         entropies: [n] float32 nats, of the training stack's distribution at each token; None if not known.
         lags: [n] int32, how many training steps old the weights were that sampled the token; None if not known.
         advantages: [N] float32, of each completion; None if not known. Its sign alone is used.
+        states: [n, 9] float32, measures of each token's whole state (`states.measured`); None without likeliest tokens.
     """
 
     token_ids: np.ndarray
@@ -30,6 +31,7 @@ class TokenPairs:
     entropies: np.ndarray | None = None
     lags: np.ndarray | None = None
     advantages: np.ndarray | None = None
+    states: np.ndarray | None = None
 
     @property
     def completion(self) -> np.ndarray:
@@ -65,6 +67,7 @@ def make_pairs(
     entropies: Sequence[np.ndarray] | None = None,
     lags: Sequence[np.ndarray] | None = None,
     advantages: Sequence[float] | None = None,
+    states: Sequence[np.ndarray] | None = None,
 ) -> TokenPairs:
     """Lay ragged completions, one array each, behind one another. `advantages` has one number for each.
 
@@ -75,7 +78,8 @@ def make_pairs(
     if not len(lengths) or not lengths.all():
         raise ValueError("token_ids: no completion, or an empty one")
     given = {"train_logprobs": train_logprobs, "rollout_logprobs": rollout_logprobs}
-    given |= {name: value for name, value in (("entropies", entropies), ("lags", lags)) if value is not None}
+    optional = {"entropies": entropies, "lags": lags, "states": states}
+    given |= {name: value for name, value in optional.items() if value is not None}
     for name, arrays in given.items():
         if [len(array) for array in arrays] != lengths.tolist():
             raise ValueError(f"{name}: lengths differ from those of token_ids")

@@ -14,6 +14,7 @@ from dcmdp_jax.engines.validation import sample_alone
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.causes import FLOAT32_ROUNDING
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
+from dcmdp_jax.lab.mismatch.states import measured as measured_states
 from dcmdp_jax.lab.probe.engines import Sampled, Scorer
 from dcmdp_jax.lab.probe.operators import operator_differences
 from dcmdp_jax.lab.probe.rescoring import Rescoring, Setup
@@ -46,7 +47,10 @@ def compare(
     prompts = [setup.prompts[index] for index in sampled.prompt_index]
     scorer = list(engines.values())[1]
     show(f"{name}: scoring {sum(map(len, sampled.completion_ids)):,} tokens")
-    entropies = None
+    entropies, states = None, None
+    if isinstance(scorer, TrainingStack) and sampled.top_ids is not None:
+        top = scorer.score_listed(prompts, sampled.completion_ids, sampled.top_ids, temperature=setup.temperature)
+        states = list(map(measured_states, sampled.top_ids, top, sampled.top_logprobs))
     if isinstance(scorer, TrainingStack):
         train, entropies = scorer.score_with_entropies(prompts, sampled.completion_ids, temperature=setup.temperature)
     else:
@@ -57,7 +61,7 @@ def compare(
     floors = {}
     for (engine_name, engine), together in zip(engines.items(), (scored, train), strict=True):
         floors[engine_name] = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
-    pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies)
+    pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies, states=states)
     if setup.sampling_floor is not None:
         floors[first] = max(floors[first] or 0.0, setup.sampling_floor)
     floors = {engine_name: floor for engine_name, floor in floors.items() if floor is not None}

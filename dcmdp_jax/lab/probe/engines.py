@@ -13,10 +13,11 @@ import numpy as np
 from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
-from dcmdp_jax.data.episode import collect
+from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, collect
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.engines.registry import find_engine
+from dcmdp_jax.engines.validation import check_top_logprobs
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.lab.probe.training_stack import LOGPROB_CHUNK, TrainingStack
@@ -53,20 +54,28 @@ class Sampled:
         prompt_index: [N] int, the prompt that each answers.
         completion_ids: [T_i] int32 each.
         logprobs: [T_i] float32 each, as the engine reported them while sampling.
+        top_ids, top_logprobs: [T_i, k] int32 and float32 each, the engine's likeliest tokens; None without
+            `rollout.top_logprobs`.
     """
 
     prompt_index: np.ndarray
     completion_ids: list[np.ndarray]
     logprobs: list[np.ndarray]
+    top_ids: list[np.ndarray] | None = None
+    top_logprobs: list[np.ndarray] | None = None
 
 
 def sample(engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int) -> Sampled:
     """Sample from an engine; the one place that reads what `Engine.generate` gives."""
     episodes = collect(engine.generate(prompts, sampling, seed=seed, step=0))
+    lists = [name for name in (TOP_IDS, TOP_LOGPROBS) if name in episodes[0].columns]
+    if lists:
+        check_top_logprobs(episodes, episodes[0].columns[TOP_IDS].shape[-1], engine.config.vocab_size)
     return Sampled(
         np.array([episode.group for episode in episodes]),
         [episode.completion_ids for episode in episodes],
         [episode.rollout_logprobs[episode.sampled_mask] for episode in episodes],
+        *([episode.columns[name][episode.sampled_mask] for episode in episodes] for name in lists),
     )
 
 
@@ -101,6 +110,7 @@ def build(spec: ProbeSpec, run: ModelRun, *, directory: Path, max_total_tokens: 
     )
     with as_settings(of_engine(kind)):
         kind.check(arguments)
+        kind.check_top_logprobs(arguments.top_logprobs)
         engine = kind.start(arguments)
     try:
         engine.push_weights(params, 0)

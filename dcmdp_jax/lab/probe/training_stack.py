@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.data.episode import TOP_IDS
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.scheme import FULL, Scheme
@@ -50,28 +51,41 @@ class TrainingStack:
         program = _program(self._config, self._compute, self._scheme, temperature)
         return tuple(zip(*in_rows(functools.partial(program, self._params), prompts, completions), strict=True))
 
+    def score_listed(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], listed: Sequence[np.ndarray], *,
+        temperature: float,
+    ) -> list[np.ndarray]:  # fmt: skip
+        """Log-probs of listed ids [T_i, k] in the place of each token, float32 nats, likewise."""
+        program = _program(self._config, self._compute, self._scheme, temperature, listed=True)
+        return [one[0] for one in in_rows(functools.partial(program, self._params), prompts, completions, listed)]
+
     def close(self) -> None:
         """Nothing to free: the parameters are the caller's."""
 
 
 @functools.lru_cache(maxsize=16)
 def _program(
-    config: ModelConfig, compute: Compute, scheme: Scheme, temperature: float
+    config: ModelConfig, compute: Compute, scheme: Scheme, temperature: float, *, listed: bool = False
 ) -> Callable[[Params, Rows], jax.Array]:
     row_logprobs = make_row_logprobs(config, compute, temperature=temperature, mesh=one_device_mesh(), scheme=scheme)
 
     def logprobs_and_entropies(params: Params, rows: Rows) -> jax.Array:
         return jnp.stack(row_logprobs(params, rows)[:2])
 
-    return jax.jit(logprobs_and_entropies)
+    def of_listed(params: Params, rows: Rows) -> jax.Array:
+        return row_logprobs(params, rows).top_logprobs[None]
+
+    return jax.jit(of_listed if listed else logprobs_and_entropies)
 
 
 def in_rows(
-    run: Callable[[Rows], jax.Array], prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]
-) -> list[np.ndarray]:
-    """Run a program on completions, one a row, and cut its results [K, R, L] to their tokens: [K, T_i] each.
+    run: Callable[[Rows], jax.Array], prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray],
+    listed: Sequence[np.ndarray] | None = None,
+) -> list[np.ndarray]:  # fmt: skip
+    """Run a program on completions, one a row, and cut its results [K, R, L, ...] to their tokens: [K, T_i, ...] each.
 
-    Rows are at most 32 a call, of one length for each power of two, so few shapes compile.
+    Rows are at most 32 a call, of one length for each power of two, so few shapes compile. With `listed`, ids [T_i, k],
+    they have the column `top_ids`.
     """
     totals = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     buckets = [max(_SHORTEST, 1 << (total - 1).bit_length()) for total in totals]
@@ -83,10 +97,19 @@ def in_rows(
         for start in range(0, len(members), count):
             part = members[start : start + count]
             rows = one_a_row([prompts[i] for i in part], [completions[i] for i in part], length, count)
+            if listed is not None:
+                rows = rows.with_columns(**{TOP_IDS: in_places(rows, np.concatenate([listed[i] for i in part]))})
             results = np.asarray(run(rows))
             for place, index in enumerate(part):
                 found[index] = results[:, place, len(prompts[index]) : totals[index]].copy()
     return found
+
+
+def in_places(rows: Rows, values: np.ndarray) -> np.ndarray:
+    """A column [R, L, ...] of rows, from values [n, ...] of all sampled tokens in order; 0 elsewhere."""
+    column = np.zeros((*rows.input_ids.shape, *values.shape[1:]), values.dtype)
+    column[rows.completion_mask] = values
+    return column
 
 
 def one_a_row(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int, count: int = 0) -> Rows:

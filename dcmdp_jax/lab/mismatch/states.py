@@ -1,0 +1,86 @@
+"""How far two engines are apart in whole states, and how noisily the sampled tokens say so; see `state_measures`.
+
+The engine's k likeliest tokens give the exact value of a state, within its bound. Everybody's metric has the sampled
+token alone, whose term has that value as its mean under q:
+
+    total variation        |r - 1| / 2        r = p / q of the sampled token
+    KL(q || p)             -log r             (k1)
+    KL(p || q)             r log r
+    expected |p - q|       |p - q|
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from dcmdp_jax.lab.mismatch.pairs import TokenPairs
+
+MEASURES = {
+    "total_variation": "total variation",
+    "kl_engine": "KL(q || p), nats",
+    "kl_trainer": "KL(p || q), nats",
+    "expected_discrepancy": "expected |p - q|",
+}
+"""Name in `state_measures` -> title, in the order of the columns of `TokenPairs.states`; each one's bound comes next."""
+_ENTRIES = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class StateMeasure:
+    """A measure of whole states beside its estimate from sampled tokens.
+
+    Attributes:
+        title: for people.
+        exact: mean over the states.
+        bound: how much larger the true mean can be.
+        sampled: mean of the sampled tokens' terms.
+        noise: standard error of `sampled` for the states given, sqrt(sum (term - exact)^2) / n.
+    """
+
+    title: str
+    exact: float
+    bound: float
+    sampled: float
+    noise: float
+
+
+def measured(ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.ndarray:
+    """`state_measures` of T states, a few at a time in one shape.
+
+    Args:
+        ids: [T, k] int32, likeliest first, -1 where the engine has fewer.
+        train_logprobs, rollout_logprobs: [T, k] nats.
+
+    Returns:
+        [T, 9] float32: each of `MEASURES` and its bound, and the head's mass.
+    """
+    # Recordings are read without JAX, which the algorithm imports.
+    from dcmdp_jax.algorithm.distribution import state_measures
+
+    names = [name for each in MEASURES for name in (each, f"{each}_bound")] + ["head_mass"]
+    size, found = max(1, _ENTRIES // ids.shape[1]), [np.zeros((0, len(names)), np.float32)]
+    for start in range(0, len(ids), size):
+        parts = [values[start : start + size] for values in (train_logprobs, rollout_logprobs, ids)]
+        train, rollout, part = (np.pad(x, ((0, size - len(x)), (0, 0))) for x in parts)
+        values = state_measures(train, rollout, part >= 0)
+        found.append(np.stack([values[name] for name in names], axis=1)[: len(parts[0])])
+    return np.concatenate(found)
+
+
+def compared(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
+    """Each measure over the states of sampled tokens beside its estimate; empty without likeliest tokens."""
+    if pairs.states is None:
+        return ()
+    log_ratio, states = pairs.log_ratio, pairs.states.astype(np.float64)
+    ratio = np.exp(log_ratio)
+    terms = np.abs(ratio - 1) / 2, -log_ratio, ratio * log_ratio, pairs.discrepancy
+    found = []
+    for place, (title, term) in enumerate(zip(MEASURES.values(), terms, strict=True)):
+        exact, bound = states[:, 2 * place], states[:, 2 * place + 1]
+        noise = float(np.sqrt(np.sum((term - exact) ** 2)) / len(term))
+        found.append(StateMeasure(title, float(exact.mean()), float(bound.mean()), float(term.mean()), noise))
+    return tuple(found)
