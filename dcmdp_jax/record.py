@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 SCHEMA = 1
+_Lists = tuple[Any, Any, Any] | None
 
 
 class Recorder:
@@ -154,11 +155,14 @@ def unpacked_top(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, np.
     return found["ids"], *logprobs
 
 
-def record_trl(recorder: Recorder, step: int, output: Mapping[str, Any], old_logprobs: Any = None) -> None:
+def record_trl(
+    recorder: Recorder, step: int, output: Mapping[str, Any], old_logprobs: Any = None, *, top: _Lists = None
+) -> None:
     """Record a batch of TRL from `GRPOTrainer._generate_and_score_completions`, with vLLM as its engine.
 
     TRL computes `old_per_token_logps` when `vllm_importance_sampling_correction` is on or generation and optimizer
-    steps are not aligned; else give `old_logprobs`. A token for which vLLM has no log-prob (NaN) is left out.
+    steps are not aligned; else give `old_logprobs`. A token for which vLLM has no log-prob (NaN) is left out. `top`, here
+    and below, is that of `Recorder.write`, at the places of the batch's completion tokens: no batch has the lists.
 
     Raises:
         ValueError: if the batch lacks one of the two log-probs, naming the setting that gives it.
@@ -175,12 +179,13 @@ def record_trl(recorder: Recorder, step: int, output: Mapping[str, Any], old_log
         mask = mask * _array(output["tool_mask"])
     rollout = _array(output["sampling_per_token_logps"])
     mask = mask * ~np.isnan(rollout)
-    recorder.write(step, output["completion_ids"], old, rollout, mask, advantages=output["advantages"])
+    recorder.write(step, output["completion_ids"], old, rollout, mask, advantages=output["advantages"], top=top)
 
 
 def record_verl(
-    recorder: Recorder, step: int, batch: Mapping[str, Any], other: Mapping[str, Any] | None = None
-) -> None:
+    recorder: Recorder, step: int, batch: Mapping[str, Any], other: Mapping[str, Any] | None = None, *,
+    top: _Lists = None,
+) -> None:  # fmt: skip
     """Record a batch of verl: `DataProto.batch` and `.non_tensor_batch`, after the advantages are computed.
 
     Needs actor_rollout_ref.rollout.calculate_log_probs=True. In bypass mode both log-probs are the engine's, and there
@@ -200,10 +205,10 @@ def record_verl(
         if other is not None and key in other:
             optional[name] = other[key]
     names = "responses", "old_log_probs", "rollout_log_probs", "response_mask"
-    recorder.write(step, *(batch[name] for name in names), **optional)
+    recorder.write(step, *(batch[name] for name in names), **optional, top=top)
 
 
-def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any]) -> None:
+def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any], *, top: _Lists = None) -> None:
     """Record a `TrainingInputBatch` of SkyRL, after `compute_advantages_and_returns`.
 
     Every tensor is padded on the left; `sequences` holds the prompts too. Needs
@@ -218,7 +223,7 @@ def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any]) -> Non
     width = _array(batch["loss_mask"]).shape[1]
     sequences = _array(batch["sequences"])[:, -width:]
     columns = [batch[name] for name in ("action_log_probs", "rollout_logprobs", "loss_mask")]
-    recorder.write(step, sequences, *columns, advantages=batch["advantages"])
+    recorder.write(step, sequences, *columns, advantages=batch["advantages"], top=top)
 
 
 def _array(values: Any, name: str = "") -> np.ndarray:

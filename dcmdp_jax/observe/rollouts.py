@@ -1,8 +1,8 @@
 """Records every token of a step with both of its probabilities: rollouts/step_N.parquet of a run directory.
 
 One completion a row. About 13 bytes a token after the prompt: an id, two log-probs, a mask; the other columns are
-almost constant, or repeat in a group, and take little. A run whose batches lag adds 4 bytes. `dcmdp probe` and
-`dcmdp view` read them.
+almost constant, or repeat in a group, and take little. A run whose batches lag adds 4 bytes, one with
+`rollout.top_logprobs` at most 11 for each listed token. `dcmdp probe` and `dcmdp view` read them.
 
 | column | type | |
 |---|---|---|
@@ -17,6 +17,7 @@ almost constant, or repeat in a group, and take little. A run whose batches lag 
 | rollout_logprobs | list of float32 | log q, the engine; 0 where not sampled |
 | start_logprobs | list of float32 | with a lag: log p_now, the training stack's at the start of the step |
 | policy_versions | list of int32 | training step whose weights sampled it; -1 where not sampled |
+| top | string | with likeliest tokens: JSON, their ids and both log-probs (`dcmdp_jax.record.unpacked_top`) |
 | reward, advantage | float32 | of the completion; the advantage before the penalty |
 
 With a lag, staleness is start_logprobs - train_logprobs, mismatch train_logprobs - rollout_logprobs, the gap their sum.
@@ -41,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 _LISTS = dict.fromkeys(("prompt_token_ids", "token_ids", "policy_versions"), "int32") | {"mask": "bool_"}
 _LISTS |= dict.fromkeys(("train_logprobs", "rollout_logprobs", "start_logprobs"), "float32")
 _SCALARS = dict.fromkeys(("step", "completion", "prompt_id"), "int32") | {"source": "string"}
-_SCALARS |= dict.fromkeys(("reward", "advantage"), "float32")
+_SCALARS |= dict.fromkeys(("reward", "advantage"), "float32") | {"top": "string"}
 
 
 class RolloutWriter:
@@ -86,7 +87,7 @@ class RolloutWriter:
 
         columns = {"step": pyarrow.array(np.full(len(completions), step, np.int32))}
         for name, kind in _SCALARS.items():
-            if name != "step":
+            if name != "step" and (not completions or name in completions[0]):
                 values = [each[name] for each in completions]
                 columns[name] = pyarrow.array(values, getattr(pyarrow, kind)())
         for name in [name for name in _LISTS if not completions or name in completions[0]]:
@@ -99,7 +100,7 @@ class RolloutWriter:
         path = self._directory / f"step_{step}.parquet"
         temporary = path.with_suffix(".partial")
         # Ids and log-probs have too many values for a dictionary; it would be written beside them.
-        repeating = [name for name in columns if not name.endswith(("token_ids", "logprobs"))]
+        repeating = [name for name in columns if not name.endswith(("token_ids", "logprobs", "top"))]
         with temporary.open("wb") as file:  # pyarrow takes no name that is not UTF-8
             pyarrow.parquet.write_table(pyarrow.table(columns), file, compression="zstd", use_dictionary=repeating)
         if (size := temporary.stat().st_size) > self._max_bytes:

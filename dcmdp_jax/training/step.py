@@ -321,7 +321,9 @@ def _objective(
     }
     sums = _Sums(loss.total, kl, signals.dropped_tokens, router)
     start_logprobs = signals.tokens.start_logprobs if lags(rows) else None
-    return total, (sums, statistics, TokenValues(signals.tokens.old_logprobs, signals.discrepancy, start_logprobs))
+    top_logprobs = head.old_logprobs if head is not None and parts.record_tokens else None
+    values = TokenValues(signals.tokens.old_logprobs, signals.discrepancy, start_logprobs, top_logprobs)
+    return total, (sums, statistics, values)
 
 
 def _forward(

@@ -21,8 +21,9 @@ from dcmdp_jax.types import Array, Batch, Rows, TrainState
 
 Metrics = dict[str, jax.Array]
 
-RECORDED = ("tokens/train_logprobs", "tokens/start_logprobs", "completions/advantages")
-"""What a step returns beside its metrics for a recording of its tokens; the second of batches that lag."""
+RECORDED = ("tokens/train_logprobs", "tokens/start_logprobs", "completions/advantages", "tokens/top_logprobs")
+"""What a step returns beside its metrics for a recording of its tokens; the second of batches that lag, the last of
+those with the engine's likeliest tokens."""
 
 
 class TokenValues(NamedTuple):
@@ -32,11 +33,13 @@ class TokenValues(NamedTuple):
         old_logprobs: nats, training stack, weights that sampled.
         discrepancy: delta.
         start_logprobs: nats, training stack, weights at the start of the step; None unless the rows lag.
+        top_logprobs: `old_logprobs` of the engine's likeliest tokens; None unless they are recorded.
     """
 
     old_logprobs: Array
     discrepancy: Array
     start_logprobs: Array | None
+    top_logprobs: Array | None
 
 
 class Updates(NamedTuple):
@@ -79,10 +82,12 @@ def step_metrics(
 
 def recorded_tokens(updates: Updates) -> dict[str, tuple[jax.Array, ...] | jax.Array]:
     """The entries of `RECORDED`."""
-    train, start, advantages = RECORDED
+    train, start, advantages, top = RECORDED
     found = {train: tuple(bucket.old_logprobs for bucket in updates.tokens), advantages: updates.advantages.reshape(-1)}
     if updates.tokens[0].start_logprobs is not None:
         found[start] = tuple(bucket.start_logprobs for bucket in updates.tokens)
+    if updates.tokens[0].top_logprobs is not None:
+        found[top] = tuple(bucket.top_logprobs for bucket in updates.tokens)
     return found
 
 

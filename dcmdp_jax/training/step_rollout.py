@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.activity import activity
-from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode
 from dcmdp_jax.data.lengths import QUANTILES
 from dcmdp_jax.data.problems import Problem
 from dcmdp_jax.observe.metric_names import STEP_PHASES
 from dcmdp_jax.process_memory import release_freed_memory
+from dcmdp_jax.record import packed_top
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.scoring import BatchScores, merge_scores, reward_metrics
 from dcmdp_jax.run.run import Run
@@ -244,6 +246,7 @@ def recorded_completions(
     train_logprobs: Sequence[np.ndarray],
     start_logprobs: Sequence[np.ndarray] | None,
     advantages: np.ndarray,
+    top_logprobs: Sequence[np.ndarray] | None = None,
     *,
     exact: bool,
 ) -> list[dict[str, Any]]:
@@ -256,6 +259,7 @@ def recorded_completions(
         train_logprobs: log p of its tokens, like `rows`.
         start_logprobs: where the batch lags, log p of the weights at the start of the step; else None.
         advantages: [M * N] float32.
+        top_logprobs: log p of the engine's likeliest tokens, [M, A, R, L, k] for each bucket; None without them.
         exact: the rollout log-probs were replaced by the training stack's own.
 
     Returns:
@@ -264,7 +268,9 @@ def recorded_completions(
     size, chosen = len(rollout.episodes) // len(rollout.problems), rollout.rows.tolist()
     found = []
     trained = _by_completion(rows, train_logprobs, len(chosen))
-    started = None if start_logprobs is None else _by_completion(rows, start_logprobs, len(chosen))
+    started, listed = (
+        None if each is None else _by_completion(rows, each, len(chosen)) for each in (start_logprobs, top_logprobs)
+    )
     for place, (row, train) in enumerate(zip(chosen, trained, strict=True)):
         if not len(train):
             continue
@@ -286,12 +292,22 @@ def recorded_completions(
                 "train_logprobs": log_p,
                 "rollout_logprobs": log_p if exact else np.where(mask, episode.rollout_logprobs[after], np.float32(0)),
                 **({} if started is None else {"start_logprobs": log_now}),
+                **({} if listed is None else {"top": _packed(episode, listed[place], exact=exact)}),
                 "policy_versions": np.where(mask, episode.policy_versions[after], -1),
                 "reward": float(rollout.scores.totals[row]),
                 "advantage": float(advantages[place]),
             }
         )
     return found
+
+
+def _packed(episode: Episode, train_logprobs: np.ndarray, *, exact: bool) -> str:
+    """The engine's likeliest tokens after the prompt as `record.packed_top` has them, -1 where not sampled."""
+    mask = episode.sampled_mask[episode.prompt_length :]
+    ids, rollout = (episode.columns[name][episode.prompt_length :] for name in (TOP_IDS, TOP_LOGPROBS))
+    train = np.zeros(ids.shape, np.float32)
+    train[mask] = train_logprobs
+    return json.dumps(packed_top(np.where(mask[:, None], ids, -1), train, train if exact else rollout))
 
 
 def _by_completion(rows: Sequence[Rows], values: Sequence[np.ndarray], completions: int) -> list[np.ndarray]:

@@ -41,6 +41,7 @@ def run(run_environment, tmp_path_factory):
         "observe.rollouts_every_steps=1",
         "training.steps=20",
         "algorithm.dual_learning_rate=3",
+        "rollout.top_logprobs=8",
         f"algorithm.method={recorded_penalty.__file__}:dc_grpo",
         f"rewards.functions={_ROOT}/examples/length_reward.py:score",  # differs where no answer is right
     )
@@ -65,6 +66,20 @@ def test_the_recorded_tokens_give_the_runs_own_metrics(run):
     assert any(note.startswith("metrics.jsonl has the same means") for note in found.over_training.notes)
     # Sampled by the weights that the step trained.
     assert set(found.pairs.lags.tolist()) == {0}
+
+
+def test_the_recorded_lists_give_the_runs_own_measures_of_whole_states(run):
+    """To what half precision of the log-ratios leaves: 2^-11 of each."""
+    metrics = read_metrics(run)
+    names = "total_variation", "kl_engine", "kl_trainer", "expected_discrepancy"
+    names = [name for each in names for name in (each, f"{each}_bound")] + ["head_mass"]
+    for step in (1, 20):
+        files = find_files([str(run / f"rollouts/step_{step}.parquet")], LeftOut())
+        states = read_run(files, LeftOut(), max_tokens=10**7).pairs.states
+        assert (states[:, -1] == 8).all()
+        for name, found in zip(names, states.mean(axis=0, dtype=np.float64), strict=False):
+            assert found == pytest.approx(metrics[f"distribution/{name}"][1][step - 1], rel=5e-3, abs=1e-5), name
+    assert metrics["distribution/total_variation"][1][-1] > 1e-4
 
 
 def test_every_completion_is_there_with_its_reward_and_advantage(run):

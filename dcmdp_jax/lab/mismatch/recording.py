@@ -16,9 +16,13 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten, shorten_name
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
+from dcmdp_jax.lab.mismatch.states import measured
+from dcmdp_jax.record import unpacked_top
 
 # Half precision may leave a log-prob a little above 0 and an entropy a little below.
 _ROUNDING = 1e-3
+# Half precision of differences, up to 20 nats of them.
+_HALF_PRECISION = 0.02
 _LARGEST = np.iinfo(np.int32).max
 _BASES = {"2": 1 / math.log(2), "10": 1 / math.log(10)}
 _OTHER_BASE_TOKENS = 16
@@ -38,6 +42,7 @@ class Columns:
         advantage: the completion's, a number, or a list with the same number for each token; "" if there is none.
         reward: the completion's, a number; "" if there is none. Less its group's mean it has the advantage's sign.
         group: prompt that a completion answers, a number or text; needed with `reward`.
+        top: the engine's likeliest tokens as `record.packed_top` has them, or that as JSON; "" if there is none.
     """
 
     token: str
@@ -49,6 +54,7 @@ class Columns:
     advantage: str = ""
     reward: str = ""
     group: str = ""
+    top: str = ""
 
     def options(self) -> dict[str, str]:
         """Option of `dcmdp probe` -> column, for those that are given."""
@@ -131,6 +137,8 @@ def checked_row(where: str, cells: dict[str, Any], columns: Columns, left_out: L
     sampled &= finite
     for kind, values in row.items():
         row[kind] = _VALUES[kind](f"{where}: {getattr(columns, kind)}", values, sampled)
+    if columns.top:
+        row["states"] = _states(f"{where}: {columns.top}", cells[columns.top], sampled)
     return row | _of_completion(where, cells, columns)
 
 
@@ -195,6 +203,25 @@ def _entropies(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray
 
 # Kind of column -> check of its values on sampled tokens, which it returns.
 _VALUES = {"token": _whole, "train": _logprobs, "rollout": _logprobs, "entropy": _entropies, "lag": _whole}
+
+
+def _states(where: str, cell: Any, sampled: np.ndarray) -> np.ndarray:
+    """`states.measured` of the lists of the sampled tokens."""
+    try:
+        lists = unpacked_top(json.loads(cell) if isinstance(cell, str) else cell)
+    except (ValueError, KeyError, TypeError, zlib.error):
+        raise UserError(
+            f"{where} is {shorten(cell)}, must be lists as dcmdp_jax.record.packed_top packs them"
+        ) from None
+    if len(lists[0]) != len(sampled):
+        raise UserError(f"{where} has {len(lists[0])} entries, there are {len(sampled)} tokens")
+    ids, train, rollout = (values[sampled] for values in lists)
+    mass = np.where(ids >= 0, np.exp(np.stack([train, rollout])), 0).sum(axis=-1)
+    if not (mass <= 1 + _HALF_PRECISION).all():
+        raise UserError(
+            f"{where}: listed tokens have a probability of {mass.max():.3g} together, at most 1 is possible"
+        )
+    return measured(ids, train, rollout)
 
 
 def _of_completion(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:
@@ -321,13 +348,17 @@ class KeptRows:
         """
         if not self._kept:
             raise UserError(f"{source}: no sampled token in {self.rows} rows{left_out.after('; left out: ')}")
-        return pairs_of([row for _, row in self._kept], self._rewards)
+        pairs = pairs_of([row for _, row in self._kept], self._rewards)
+        if pairs.states is not None and (counts := np.unique(pairs.states[:, -1]).astype(int).tolist())[1:]:
+            said = " and ".join(map(str, counts))
+            raise UserError(f"{source}: lists of {said} likeliest tokens; a recording has one k, probe each alone")
+        return pairs
 
 
 def pairs_of(rows: Iterable[Row], rewards: Mapping[Any, list[float]] | None = None) -> TokenPairs:
     """Lay the tokens of rows behind one another. `rewards` are all of each group, for the rows' advantages."""
     rows = list(rows)
-    optional = {"entropies": "entropy", "lags": "lag", "advantages": "advantage"}
+    optional = {"entropies": "entropy", "lags": "lag", "advantages": "advantage", "states": "states"}
     given = {key: [row[name] for row in rows] for key, name in optional.items() if all(name in row for row in rows)}
     if rewards:
         given["advantages"] = [_above_mean(float(row["reward"]), rewards[row["group"].item()]) for row in rows]

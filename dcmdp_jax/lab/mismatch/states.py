@@ -12,7 +12,9 @@ token alone, whose term has that value as its mean under q:
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +27,7 @@ MEASURES = {
     "kl_trainer": "KL(p || q), nats",
     "expected_discrepancy": "expected |p - q|",
 }
-"""Name in `state_measures` -> title, in the order of the columns of `TokenPairs.states`; each one's bound comes next."""
+"""Name in `state_measures` -> title. Of these are the columns of `TokenPairs.states`, each followed by its bound."""
 _ENTRIES = 1 << 16
 
 
@@ -56,19 +58,26 @@ def measured(ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs: np.n
         train_logprobs, rollout_logprobs: [T, k] nats.
 
     Returns:
-        [T, 9] float32: each of `MEASURES` and its bound, and the head's mass.
+        [T, 10] float32: each of `MEASURES` and its bound, the head's mass, and k.
     """
-    # Recordings are read without JAX, which the algorithm imports.
-    from dcmdp_jax.algorithm.distribution import state_measures
-
     names = [name for each in MEASURES for name in (each, f"{each}_bound")] + ["head_mass"]
     size, found = max(1, _ENTRIES // ids.shape[1]), [np.zeros((0, len(names)), np.float32)]
     for start in range(0, len(ids), size):
         parts = [values[start : start + size] for values in (train_logprobs, rollout_logprobs, ids)]
         train, rollout, part = (np.pad(x, ((0, size - len(x)), (0, 0))) for x in parts)
-        values = state_measures(train, rollout, part >= 0)
+        values = _program()(train, rollout, part >= 0)
         found.append(np.stack([values[name] for name in names], axis=1)[: len(parts[0])])
-    return np.concatenate(found)
+    return np.pad(np.concatenate(found), ((0, 0), (0, 1)), constant_values=ids.shape[1])
+
+
+@functools.cache
+def _program() -> Callable[..., dict[str, Any]]:
+    # Recordings are read without JAX.
+    import jax
+
+    from dcmdp_jax.algorithm.distribution import state_measures
+
+    return jax.jit(state_measures)
 
 
 def compared(pairs: TokenPairs) -> tuple[StateMeasure, ...]:

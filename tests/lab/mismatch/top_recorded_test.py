@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm.distribution import state_measures
-from dcmdp_jax.record import Recorder, unpacked_top
+from dcmdp_jax.commands import probe
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.record import Recorder, packed_top, record_skyrl, record_trl, record_verl, unpacked_top
 
 N, T, K = 3, 40, 16
 
@@ -52,3 +54,66 @@ def test_a_recording_has_one_k(tmp_path):
     ids, train, rollout = _lists()
     with pytest.raises(ValueError, match=r"^top is .*: expected \[3, 40, 16\] for all$"):
         recorder.write(1, ids[..., 0], train[..., 0], rollout[..., 0], top=(ids, train[..., :4], rollout))
+
+
+def test_the_probe_reads_the_lists_of_a_recording(tmp_path, capsys):
+    """Expected |p - q| over 16 of 100 tokens in float64, and its bound; half precision leaves 2%."""
+    lists = _lists()
+    _write(Recorder(tmp_path, "trl"), lists)
+    with pytest.raises(SystemExit) as left:
+        run_main(probe.main, ["probe", str(tmp_path), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr()
+    assert (left.value.code, said.err) == (0, "") and "whole states" in said.out
+    [pair] = json.loads((tmp_path / "out/probe.json").read_text())["pairs"]
+    p, q = np.exp(lists[1]), np.exp(lists[2])
+    found = {each["title"]: each for each in pair["states"]}
+    assert found["expected |p - q|"]["exact"] == pytest.approx((q * np.abs(p - q)).sum(-1).mean(), rel=0.02)
+    assert found["expected |p - q|"]["sampled"] == pytest.approx(np.abs(p - q)[..., 0].mean(), rel=1e-4)
+    assert pair["head_mass"] == pytest.approx(q.sum(-1).mean(), rel=1e-3)
+    assert "<h3>Whole states" in (tmp_path / "out/probe.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda top: top | {"k": 7}, "must be lists as dcmdp_jax.record.packed_top packs them"),
+        (lambda top: top | {"ids": "@"}, "must be lists as dcmdp_jax.record.packed_top packs them"),
+        (lambda top: packed_top(*(x[:9] for x in unpacked_top(top))), "top has 9 entries, there are 40 tokens"),
+        (lambda top: packed_top(*(x[:, :8] for x in unpacked_top(top))), "lists of 8 and 16 likeliest tokens"),
+        (lambda top: packed_top(*unpacked_top(top)[:2], 0 * unpacked_top(top)[2]), "have a probability of 16 together"),
+    ],
+)
+def test_lists_that_can_not_be_are_one_line(tmp_path, capsys, change, line):
+    _write(Recorder(tmp_path, "trl"), _lists())
+    path = tmp_path / "step_0/rank_0.jsonl"
+    rows = [json.loads(text) for text in path.read_text().splitlines()]
+    rows[1]["top"] = change(rows[1]["top"])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(SystemExit) as left:
+        run_main(probe.main, ["probe", str(tmp_path), "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and line in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("framework", ["trl", "verl", "skyrl"])
+def test_the_recorders_of_frameworks_take_lists_beside_their_batch(tmp_path, framework):
+    """At the places of the completion's tokens; two that are masked in front, and one behind, go with their tokens."""
+    lists = _lists()
+    ids, train, rollout = (x[..., 0] for x in lists)
+    mask = np.ones((N, T), int)
+    mask[:, :2], mask[:, -1:] = 0, 0
+    advantages, recorder = np.zeros((N, T)), Recorder(tmp_path, framework)
+    if framework == "trl":
+        names = "completion_ids", "old_per_token_logps", "sampling_per_token_logps", "completion_mask", "advantages"
+        record_trl(recorder, 0, dict(zip(names, (ids, train, rollout, mask, advantages), strict=True)), top=lists)
+    elif framework == "verl":
+        names = "responses", "old_log_probs", "rollout_log_probs", "response_mask"
+        record_verl(recorder, 0, dict(zip(names, (ids, train, rollout, mask), strict=True)), top=lists)
+    else:
+        names = "action_log_probs", "rollout_logprobs", "loss_mask", "advantages", "sequences"
+        whole = np.concatenate([np.full((N, 5), 7), ids], axis=1)  # behind the prompts
+        record_skyrl(recorder, 0, dict(zip(names, (train, rollout, mask, advantages, whole), strict=True)), top=lists)
+    for row, text in enumerate((tmp_path / "step_0/rank_0.jsonl").read_text().splitlines()):
+        line = json.loads(text)
+        np.testing.assert_array_equal(line["token_ids"], ids[row, 2:-1])
+        np.testing.assert_array_equal(unpacked_top(line["top"])[0], lists[0][row, 2:-1])
