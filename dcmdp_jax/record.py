@@ -161,8 +161,8 @@ def record_trl(
     """Record a batch of TRL from `GRPOTrainer._generate_and_score_completions`, with vLLM as its engine.
 
     TRL computes `old_per_token_logps` when `vllm_importance_sampling_correction` is on or generation and optimizer
-    steps are not aligned; else give `old_logprobs`. A token for which vLLM has no log-prob (NaN) is left out. `top`, here
-    and below, is that of `Recorder.write`, at the places of the batch's completion tokens: no batch has the lists.
+    steps are not aligned; else give `old_logprobs`. A token for which vLLM has no log-prob (NaN) is left out. `top` is
+    that of `Recorder.write`, here and below, at the places of the completion tokens: no batch has the lists.
 
     Raises:
         ValueError: if the batch lacks one of the two log-probs, naming the setting that gives it.
