@@ -7,6 +7,7 @@ the process runs answers these requests; `wire.PROTOCOL` counts every change of 
     push      segment, policy version                     -> pushed, with checksums and the prefix cache's reset
     generate  prompts, seeds, sampling, level of sleep    -> progress ..., generated, each with what has ended since
     score     rows, level of sleep                        -> progress ..., scored
+    observe   rows, names of modules, level of sleep      -> progress ..., observed, what they read and gave
     cancel                                                -> cancelled, instead of the answer to a request in flight
     health                                                -> healthy
     close                                                 -> closed, and the process ends

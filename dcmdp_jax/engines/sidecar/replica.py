@@ -231,6 +231,28 @@ class Replica:
         return self.supervisor.run(calls, score)
 
 
+    def observe(
+        self, calls: Calls, publication: Publication, rows: Sequence[np.ndarray], modules: Sequence[str]
+    ) -> dict[str, np.ndarray]:
+        """Return what modules of the engine's network read and gave for the tokens of the rows, as they came."""
+
+        def observe(sidecar: Sidecar) -> dict[str, np.ndarray]:
+            self._ensure(sidecar, calls, publication)
+            asked = {"modules": list(modules), "sleep_level": self._sleep_level}
+            reply = sidecar.request("observe", asked, _rows(rows), answer="observed", stopped=calls.stopped)
+            self._fell_asleep(sidecar)
+            return reply.arrays
+
+        return self.supervisor.run(calls, observe)
+
+
+def _rows(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    return {
+        "row_ids": np.concatenate(rows).astype(np.int32),
+        "row_lengths": np.array([row.size for row in rows], np.int32),
+    }
+
+
 def _score(
     sidecar: Sidecar,
     calls: Calls,
@@ -240,11 +262,7 @@ def _score(
     temperature: float,
     sleep_level: int,
 ) -> list[np.ndarray]:
-    arrays = {
-        "row_ids": np.concatenate(rows).astype(np.int32),
-        "row_lengths": np.array([row.size for row in rows], np.int32),
-        "starts": np.array(starts, np.int32),
-    }
+    arrays = _rows(rows) | {"starts": np.array(starts, np.int32)}
     header = {"temperature": temperature, "sleep_level": sleep_level}
     reply = sidecar.request("score", header, arrays, answer="scored", stopped=calls.stopped)
     logprobs = reply.arrays.get("logprobs", np.empty(0))

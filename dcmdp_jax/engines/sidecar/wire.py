@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Changes with any change of frames or of what they say; both sides must have the same."""
 
 _MAGIC = b"DCM1"

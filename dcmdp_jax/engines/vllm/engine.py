@@ -19,7 +19,7 @@ from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import SharedWeights
-from dcmdp_jax.engines.validation import check_finite, checked_prompts, scored_rows
+from dcmdp_jax.engines.validation import check_finite, checked_prompts, checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm import ENGINE, devices, launch
 from dcmdp_jax.types import Params
 
@@ -60,6 +60,8 @@ class VllmEngine:
             arguments = dataclasses.replace(arguments, platform=launch.check_machine(arguments))
             launch.check_planned(arguments)
         settings, platform = arguments.settings, arguments.platform
+        cache = arguments.kv_cache_dtype if arguments.kv_cache_dtype in ENGINE.emulated_caches else "full"
+        self.cache_rounding = ENGINE.scheme(arguments, "full", cache, platform).cache
         self.config, self.max_total_tokens = arguments.model, arguments.max_total_tokens
         if platform == "cpu" and settings.sleep:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
@@ -185,6 +187,36 @@ class VllmEngine:
         results = [dealt[row % count][row // count] for row in range(len(rows))]
         check_finite(results)
         return results
+
+    def observe(
+        self, rows: Sequence[np.ndarray], modules: Sequence[str]
+    ) -> dict[str, tuple[np.ndarray | None, np.ndarray]]:
+        """Inputs and outputs of modules of vLLM's network while rows are scored in one pass each, by forward hooks.
+
+        Args:
+            rows: token ids.
+            modules: names in vLLM's network, "model.layers.0.mlp".
+
+        Returns:
+            Name -> what it read, None where that is token ids, and what it gave, [tokens, width] float32 each, the
+            tokens of all rows one after the other.
+
+        Raises:
+            EngineError: if a module was not called, which compiled or captured networks do not, or the engine breaks.
+        """
+        publication = self.weights.published
+        if publication is None:
+            raise EngineError("no weights: push_weights must come before observe")
+        rows = checked_sequences(rows, "row", vocab_size=self.config.vocab_size, limit=self.max_total_tokens)
+        ask = functools.partial(self.replicas[0].observe, publication=publication, rows=rows, modules=modules)
+        [kept] = self._begin([ask]).results()
+        tokens, found = sum(row.size for row in rows), {}
+        for name in modules:
+            gave = kept.get(f"{name} gave", np.empty(0))
+            if gave.ndim != 2 or len(gave) != tokens:
+                raise EngineError(f"observe: {name} gave shape {gave.shape} for {tokens} tokens")
+            found[name] = kept.get(f"{name} read"), gave
+        return found
 
     def release_weights(self) -> None:
         """Do nothing: a sidecar has memory of its own, which `rollout.vllm.sleep` frees between calls."""

@@ -58,6 +58,9 @@ _Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
 """Arrays of the signs of progress, then those of the answer."""
 
 
+_ANSWERS = {"generate": "generated", "score": "scored", "observe": "observed"}
+
+
 class Refused(ValueError):
     """A request that was refused before anything was computed."""
 
@@ -186,6 +189,24 @@ class EngineHost:
         self._sleep(fields["sleep_level"])
         return {"logprobs": np.concatenate(scored)}
 
+    def observe(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> _Parts:
+        """What `modules` read and give while each row is scored, alone, so that tokens come in the order of the rows.
+
+        "NAME read" and "NAME gave", [tokens, width] float32, of the modules that the forward pass calls: none in a
+        compiled one.
+        """
+        one = {"temperature": 1.0, "sleep_level": 0}
+        self.llm.collective_rpc("dcmdp_observe", args=(fields["modules"],))
+        try:
+            for row in _split(arrays["row_ids"], arrays["row_lengths"]):
+                ids, length = np.array(row, np.int32), np.array([len(row)], np.int32)
+                yield from self.score(one, {"row_ids": ids, "row_lengths": length, "starts": np.ones(1, np.int32)})
+        finally:
+            # Each worker of several has the whole residual stream; the first has the logits.
+            kept = self.llm.collective_rpc("dcmdp_observe", args=([],))[0]
+        self._sleep(fields["sleep_level"])
+        return kept
+
     def _run(self, prompts: list[list[int]], params: list[Any]) -> Generator[dict[int, Any], None, None]:
         """Run all requests; yield, twice a second and at the end, the outputs of those that have ended, by place.
 
@@ -294,9 +315,8 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
                 connection.send(
                     "pushed", {"policy_version": host.version, "seconds": time.monotonic() - began}, {"checksums": sums}
                 )
-            elif op in ("generate", "score"):
-                parts = host.generate(header, arrays) if op == "generate" else host.score(header, arrays)
-                _send_parts(connection, parts, "generated" if op == "generate" else "scored", host.version)
+            elif op in _ANSWERS:
+                _send_parts(connection, getattr(host, op)(header, arrays), _ANSWERS[op], host.version)
             elif op == "cancel":
                 # Its request was answered in the meantime.
                 connection.send("cancelled")

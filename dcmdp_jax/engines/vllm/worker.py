@@ -44,6 +44,21 @@ class WeightReceiver:
         """Return [tokens, layers, k] int16 for each of these requests, see `RoutingRecorder.take`."""
         return self._dcmdp_recorder.take(requests)
 
+    def dcmdp_observe(self, names: list[str]) -> dict[str, np.ndarray]:
+        """Keep what these modules read and give from now on, none ends it; return what was kept before, and forget it.
+
+        Returns:
+            "NAME read" and "NAME gave", [tokens, width] float32 each, of the modules that were called.
+        """
+        for handle in self.__dict__.pop("_dcmdp_handles", ()):
+            handle.remove()
+        before, kept = self.__dict__.pop("_dcmdp_kept", {}), {}
+        self._dcmdp_kept: dict[str, list[torch.Tensor]] = kept
+        modules = [(name, each) for name, each in self.model_runner.get_model().named_modules() if name in names]
+        hooks = [(module, functools.partial(_keep, kept, name)) for name, module in modules]
+        self._dcmdp_handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
+        return {name: torch.cat(parts).numpy() for name, parts in before.items()}
+
     @functools.cached_property
     def _dcmdp_recorder(self) -> RoutingRecorder:
         return RoutingRecorder(self.model_runner)
@@ -87,6 +102,26 @@ class WeightReceiver:
         if temperature != 1.0:
             plain = model.compute_logits
             model.__dict__["compute_logits"] = lambda *a, **k: plain(*a, **k).to(torch.float32).div_(temperature)
+
+
+def _keep(
+    kept: dict[str, list[torch.Tensor]],
+    name: str,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """A forward hook. Copies: later kernels write in place. A norm that adds first gives the sum that it read, too."""
+    del module
+    floats = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point())
+    read = next(floats, None)
+    if isinstance(output, tuple):
+        output, read = output[0], read if output[1] is None else output[1]
+    for side, value in (("read", read), ("gave", output)):
+        if value is not None:
+            copy = value.detach().to("cpu", torch.float32, copy=True)
+            kept.setdefault(f"{name} {side}", []).append(copy.flatten(0, -2))
 
 
 @functools.cache

@@ -164,7 +164,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     5. A setting of the engine without which at least 50% of the mismatch is gone: quantized weights or cache.
     6. A re-scoring that explains at least 50%.
     7. raw log-probs on both sides, or tokens from a sharper distribution.
-    8. An operator that stands out on the training stack's own input, where no setting has it as its price.
+    8. An operator that stands out on the same input, where no setting has it as its price.
     9. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
        not measured and no setting of the engine has a price, median |d| within 0.04 nats.
     10. decoding, where that leg is 90% of the gap.
@@ -474,16 +474,18 @@ def _decoding(e: Evidence) -> Iterator[Finding]:
 
 def _operator(e: Evidence) -> Iterator[Finding]:
     """The first operator that stands out, by depth, where no setting of the engine has it as its price."""
-    found = outliers(e.operators)
-    priced = "quantized_cache" if found and found[0].operator == "cache" else "quantized_weights"
-    if not found or priced in e.settings or e.mean <= _TIMES * (e.floor or 0.0):
+    price = {"cache": "quantized_cache"}
+    found = [
+        each for each in outliers(e.operators) if price.get(each.operator, "quantized_weights") not in e.settings
+    ]
+    if not found or e.mean <= _TIMES * (e.floor or 0.0):
         return
     alike = sum(each.operator == found[0].operator for each in found)
     more = f", {alike} like it" if alike > 1 else ""
     rest = float(np.median([each.relative for each in e.operators]))
     yield _say(
         found[0].operator,
-        f"On the training stack's own input the {found[0]}{more} gives something else: by {found[0].relative:.2g} of "
+        f"On the same input the {found[0]}{more} gives something else: by {found[0].relative:.2g} of "
         f"its size, where half of the {len(e.operators)} operators are within {rest:.1g}.",
     )
 

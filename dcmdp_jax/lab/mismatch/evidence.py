@@ -100,12 +100,12 @@ def legs_of(pairs: TokenPairs, scored: np.ndarray | None) -> list[Leg]:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorDifference:
-    """An operator of the engine on the training stack's own input to it.
+    """An operator of the engine beside the training stack's, on the same input.
 
     Attributes:
         operator: "embedding", "norm", "attention", "cache", "mlp" or "head"; key of `causes.CAUSES`.
         layer: number of the layer, 0 is the first; None before the first and after the last.
-        relative: ||f_engine(x) - f(x)|| / ||f(x)||.
+        relative: ||f_engine(x) - f(x)|| / ||f(x)||; x is the training stack's own, or what vLLM's operator read.
     """
 
     operator: str
@@ -205,7 +205,7 @@ class Evidence:
         settings: cause -> setting of the engine that has it as its price; empty for a recording.
         lifted: re-scorings without each of these settings; empty if not measured.
         legs: the gap's two legs; empty if the engine does not score.
-        operators: differences of an embedded engine's operators; empty for others.
+        operators: differences of the engine's operators, embedded or vLLM; empty for others.
 
     From `median_log_ratio` to `correlation` all is over the other completions where some are broken, and from the 17th
     token on where the first ones stand apart, so that a second cause shows.

@@ -287,7 +287,7 @@ _FIGURES: dict[str, tuple[str, Callable[[TokenPairs, Analysis], Figure | None]]]
     "steps": ("|p - q| over training.", _draw_steps),
     "scatter": ("Each token's probability under both.", _draw_scatter),
     "distribution": ("Share of tokens above each |p - q|; mean, noise floors and c.", _draw_distribution),
-    "operators": ("Each operator of the engine on the training stack's own input to it.", _draw_operators),
+    "operators": ("Each operator of the engine beside the training stack's, on the same input.", _draw_operators),
     "groups": ("Mean |p - q| where it arises.", _draw_groups),
 }
 """File stem to (caption, function)."""

@@ -13,6 +13,7 @@ from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
 from dcmdp_jax.engines.validation import sample_alone
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.causes import FLOAT32_ROUNDING
+from dcmdp_jax.lab.mismatch.evidence import OperatorDifference
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.lab.mismatch.states import measured as measured_states
 from dcmdp_jax.lab.probe.engines import Sampled, Scorer
@@ -67,9 +68,22 @@ def compare(
     floors = {engine_name: floor for engine_name, floor in floors.items() if floor is not None}
     return Measured(
         name, source, pairs, setup.text, floors, settings=setup.settings,
-        operators=operator_differences(sampler, setup.params, *asked),
+        operators=_operators(sampler, setup, *asked),
         scored=None if scored is None else np.concatenate(scored),
     )  # fmt: skip
+
+
+def _operators(
+    engine: Scorer, setup: Setup, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]
+) -> list[OperatorDifference]:
+    """Differences of the engine's operators; none of another model's, or of one that can't be looked into."""
+    if getattr(engine, "config", setup.config) != setup.config:
+        return []
+    try:
+        return operator_differences(engine, setup.params, prompts, completions)
+    except EngineError as error:
+        logger.warning("the engine's operators are not looked into: %s", error)
+        return []
 
 
 def _scored(

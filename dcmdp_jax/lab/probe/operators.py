@@ -14,7 +14,9 @@ from dcmdp_jax.engines.local.cache import load, store
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.forward import embed, logits
 from dcmdp_jax.engines.local.layout import Program
+from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference
+from dcmdp_jax.lab.probe.observed import observed_differences
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.decoder import Attend, Block, block_of, final_norm, output_kernel
 from dcmdp_jax.models.layers import MLP, all_rotary_tables, embedding_scale
@@ -33,13 +35,15 @@ def operator_differences(
     and the output head. An error is seen where it arises; it does not travel to later layers.
 
     Args:
-        engine: any; only an embedded one that is not split has operators to look at.
+        engine: any; an embedded one that is not split has operators to look at, vLLM's are `observed_differences`.
         params: the trainer's parameters.
         prompts, completions: token ids; the first 8 rows, 256 tokens each.
 
     Returns:
         Differences in the order of the forward pass; empty for another engine.
     """
+    if isinstance(engine, VllmEngine):
+        return observed_differences(engine, params, prompts, completions)
     if not isinstance(engine, LocalEngine) or engine.weights is None or engine.program.mesh.size > 1:
         return []
     rows = [np.concatenate(pair)[:_TOKENS] for pair in zip(prompts[:_ROWS], completions, strict=False)]
