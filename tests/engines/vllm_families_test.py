@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from dcmdp_jax.lab.probe.observed import observed_differences
 from dcmdp_jax.models.config import ModelConfig, layer_pattern
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.families import FAMILIES
@@ -47,3 +48,6 @@ def test_logprobs_are_the_training_stacks_after_each_push(start, config):
             logprobs = np.asarray(jax.nn.log_softmax(hidden[0] @ output_kernel(params) / 0.7))
             want = [logprobs[prompt.size - 1 + step, token] for step, token in enumerate(answer)]
             np.testing.assert_allclose(have, want, atol=1e-4, rtol=0)
+    # Each operator of its network too, as hooks see it.
+    found = {str(each): each.relative for each in observed_differences(live, params, asked, answers)}
+    assert len(found) == 3 + 3 * config.num_layers and max(found.values()) < 1e-4, found
