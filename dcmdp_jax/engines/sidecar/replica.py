@@ -230,7 +230,6 @@ class Replica:
 
         return self.supervisor.run(calls, score)
 
-
     def observe(
         self, calls: Calls, publication: Publication, rows: Sequence[np.ndarray], modules: Sequence[str]
     ) -> dict[str, np.ndarray]:

@@ -475,9 +475,7 @@ def _decoding(e: Evidence) -> Iterator[Finding]:
 def _operator(e: Evidence) -> Iterator[Finding]:
     """The first operator that stands out, by depth, where no setting of the engine has it as its price."""
     price = {"cache": "quantized_cache"}
-    found = [
-        each for each in outliers(e.operators) if price.get(each.operator, "quantized_weights") not in e.settings
-    ]
+    found = [each for each in outliers(e.operators) if price.get(each.operator, "quantized_weights") not in e.settings]
     if not found or e.mean <= _TIMES * (e.floor or 0.0):
         return
     alike = sum(each.operator == found[0].operator for each in found)

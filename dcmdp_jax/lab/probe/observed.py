@@ -65,7 +65,8 @@ def observed_differences(
         sizes = _layer(trained, pairs, positions, segment_ids, **how)
         order = ("norm", "attention", "cache", "mlp")
         found += [OperatorDifference(name, index, float(sizes[name])) for name in order if name in sizes]
-    last = _last({key: leaf for key, leaf in params.items() if key != "layers"}, seen[_NORM], seen[_HEAD], config=config)
+    outer = {key: leaf for key, leaf in params.items() if key != "layers"}
+    last = _last(outer, seen[_NORM], seen[_HEAD], config=config)
     return [*found, *(OperatorDifference(name, None, float(size)) for name, size in last.items())]
 
 
@@ -79,9 +80,16 @@ def _relative(own: jax.Array, trained: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("config", "rope", "window", "cache"))
 def _layer(
-    trained: Params, pairs: dict[str, _Pair], positions: jax.Array, segment_ids: jax.Array,
-    *, config: ModelConfig, rope: str, window: int, cache: str,
-) -> dict[str, jax.Array]:  # fmt: skip
+    trained: Params,
+    pairs: dict[str, _Pair],
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    config: ModelConfig,
+    rope: str,
+    window: int,
+    cache: str,
+) -> dict[str, jax.Array]:
     """The relative difference of each operator of a layer."""
     block = block_of(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained), config)
     platform, length = jax.default_backend(), segment_ids.shape[1]
