@@ -1,5 +1,7 @@
 """Faults planted in the weights and the cache of a real vLLM: the leg and the layer are named."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.lab.mismatch.analysis import analyze
 from dcmdp_jax.lab.mismatch.evidence import outliers
+from dcmdp_jax.lab.mismatch.page import table
 from dcmdp_jax.lab.probe.compare import compare
 from dcmdp_jax.lab.probe.engines import sample
 from dcmdp_jax.lab.probe.rescoring import Setup
@@ -41,8 +44,10 @@ def test_a_cache_in_fp8_is_the_only_difference_of_right_weights(engine):
     assert all(each.relative > 0.01 for each in outliers(operators))
     # vLLM's float32 operators are ours, its attention too once ours rounds keys and values as its cache does.
     others = {str(each): each.relative for each in operators if each.operator != "cache"}
+    assert list(others)[:4] == ["embedding", "norm of layer 0", "attention of layer 0", "mlp of layer 0"]
     assert len(others) == 9 and max(others.values()) < 1e-5, others
     assert found.findings[0].cause == "cache" and "cache of layer 0, 2 like it gives" in found.findings[0].evidence[0]
+    assert re.search("11 operators on the same input, half within .*; the first to stand out: cache of", table([found]))
     # vLLM reads the cache in one pass too: its decoding is its scores.
     decoding, one_pass = found.evidence.legs
     assert decoding.share + one_pass.share == pytest.approx(1, abs=1e-9) and one_pass.share > 0.99

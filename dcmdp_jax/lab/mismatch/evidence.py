@@ -116,6 +116,14 @@ class OperatorDifference:
         return self.operator if self.layer is None else f"{self.operator} of layer {self.layer}"
 
 
+_IN_A_LAYER = ("norm", "attention", "cache", "mlp", "head")
+
+
+def in_order(sizes: Mapping[str, Any], layer: int | None) -> list[OperatorDifference]:
+    """Differences of a layer, or of what comes after the last, in the order of the forward pass."""
+    return [OperatorDifference(name, layer, float(sizes[name])) for name in _IN_A_LAYER if name in sizes]
+
+
 _TIMES_MEDIAN, _LEAST_RELATIVE = 10.0, 1e-4
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured
+from dcmdp_jax.lab.mismatch.evidence import outliers
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, means_by_completion
 from dcmdp_jax.lab.mismatch.states import StateMeasure
@@ -140,6 +141,7 @@ def table(analyses: Sequence[Analysis]) -> str:
         if legs := analysis.evidence.legs:
             said = (f"{leg.name} {leg.mean:.3g} ({leg.share:.0%} of the gap)" for leg in legs)
             lines.append(f"  mean |dp| of its legs: {', '.join(said)}")
+        lines += _first_operator(analysis)
         if analysis.states:
             heading = ["  whole states", "exact", "at most more", "sampled tokens say", "+-"]
             rows = [[f"  {each.title}", *(number(x, ".3g") for x in _values(each))] for each in analysis.states]
@@ -152,6 +154,16 @@ def table(analyses: Sequence[Analysis]) -> str:
 
 def _values(each: StateMeasure) -> tuple[float, ...]:
     return each.exact, each.bound, each.sampled, each.noise
+
+
+def _first_operator(analysis: Analysis) -> list[str]:
+    """A line that says which operator is the first to differ; none where they were not looked at."""
+    if not (operators := analysis.evidence.operators):
+        return []
+    half = float(np.median([each.relative for each in operators]))
+    stand_out = [f"the first to stand out: {each}, {each.relative:.2g}" for each in outliers(operators)]
+    said = (stand_out or ["none stands out"])[0]
+    return [f"  {len(operators)} operators on the same input, half within {half:.2g} of their size; {said}"]
 
 
 _LABELS = "tokens; completions; mean |dp|; p50; p99; max; k1, nats; k3, nats; Pearson; |eps|: mean, p50, p95"

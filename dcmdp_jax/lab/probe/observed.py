@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.lab.mismatch.evidence import OperatorDifference
+from dcmdp_jax.lab.mismatch.evidence import OperatorDifference, in_order
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import block_of, final_norm, output_kernel
@@ -62,12 +62,9 @@ def observed_differences(
         trained = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
         pairs = {part: seen[name] for part, name in names.items()}
         how = {"config": config, "rope": rope, "window": window, "cache": engine.cache_rounding}
-        sizes = _layer(trained, pairs, positions, segment_ids, **how)
-        order = ("norm", "attention", "cache", "mlp")
-        found += [OperatorDifference(name, index, float(sizes[name])) for name in order if name in sizes]
+        found += in_order(_layer(trained, pairs, positions, segment_ids, **how), index)
     outer = {key: leaf for key, leaf in params.items() if key != "layers"}
-    last = _last(outer, seen[_NORM], seen[_HEAD], config=config)
-    return [*found, *(OperatorDifference(name, None, float(size)) for name, size in last.items())]
+    return found + in_order(_last(outer, seen[_NORM], seen[_HEAD], config=config), None)
 
 
 _Pair = tuple[jax.Array, jax.Array]

@@ -15,7 +15,7 @@ from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.forward import embed, logits
 from dcmdp_jax.engines.local.layout import Program
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.lab.mismatch.evidence import OperatorDifference
+from dcmdp_jax.lab.mismatch.evidence import OperatorDifference, in_order
 from dcmdp_jax.lab.probe.observed import observed_differences
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.decoder import Attend, Block, block_of, final_norm, output_kernel
@@ -59,9 +59,8 @@ def operator_differences(
     ):
         trained = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
         x, sizes = _layer(trained, layer, x, lengths, program=program, rope=rope, window=window)
-        found += [OperatorDifference(name, index, float(size)) for name, size in sizes.items()]
-    last = {name: float(size) for name, size in _last(params, weights, x, lengths, program=program).items()}
-    return [*found, *(OperatorDifference(name, None, size) for name, size in last.items())]
+        found += in_order(sizes, index)
+    return found + in_order(_last(params, weights, x, lengths, program=program), None)
 
 
 def _relative(own: jax.Array, trained: jax.Array, lengths: jax.Array) -> jax.Array:
