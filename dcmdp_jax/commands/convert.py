@@ -22,7 +22,7 @@ from dcmdp_jax.models.config import ModelConfig, read_model_config
 from dcmdp_jax.models.gguf_convert import convert_gguf
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, push
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
-from dcmdp_jax.models.hf_weights import load_params, save_params
+from dcmdp_jax.models.hf_weights import directory_digest, load_params, save_params
 from dcmdp_jax.models.lora import load_base
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.models.peft_files import base_checksum, save_adapter
@@ -114,10 +114,10 @@ def _export(arguments: argparse.Namespace) -> None:
     _check_apart(latest_checkpoint(run_dir)[0], out_dir)
     if arguments.adapter:
         adapters, saved, config = load_adapters(run_dir, arguments.step)
-        checksum = base_checksum(load_base(Path(saved.base_path), config, "bfloat16"))
+        base, overwrite = Path(saved.base_path), arguments.overwrite
         save_adapter(
-            adapters, config, saved.lora, out_dir, base_model=saved.base_path, checksum=checksum,
-            overwrite=arguments.overwrite,
+            adapters, config, saved.lora, out_dir, base_model=saved.base_path, overwrite=overwrite,
+            checksum=base_checksum(load_base(base, config, "bfloat16")), digest=directory_digest(base, config),
         )  # fmt: skip
         print(f"wrote {out_dir}: adapters of rank {saved.rank} for {saved.base_path}, as PEFT reads them")
         return

@@ -24,7 +24,7 @@ from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Params
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_BASE = "base_checksum"
+_BASE, _DIGEST = "base_checksum", "base_digest"
 
 # Fields that a plain LoRA adapter may have with any value: they name it, or act in training alone.
 _FREE = {
@@ -40,12 +40,13 @@ class Adapter(NamedTuple):
     Attributes:
         lora: its shape.
         params: float32 NumPy arrays in the tree of `lora.adapter_declarations`.
-        base_checksum: checksum of the base it was trained on, where the file has it (see `save_adapter`); else None.
+        base_checksum, base_digest: sums of its base (see `save_adapter`); None where the file has none.
     """
 
     lora: Lora
     params: Params
     base_checksum: int | None
+    base_digest: int | None
 
 
 def base_checksum(base: Params) -> int:
@@ -55,7 +56,7 @@ def base_checksum(base: Params) -> int:
 
 def save_adapter(
     adapters: Params, model: ModelConfig, lora: Lora, directory: Path, *, base_model: str, checksum: int,
-    overwrite: bool = False,
+    digest: int, overwrite: bool = False,
 ) -> None:  # fmt: skip
     """Write adapters as PEFT reads them; the directory appears whole or not at all.
 
@@ -64,7 +65,7 @@ def save_adapter(
         model, lora: the base's shape and the adapters'.
         directory: created.
         base_model: directory or Hub name of the base, for people and for PEFT's `AutoPeftModel`.
-        checksum: `base_checksum`, kept in the file's metadata.
+        checksum, digest: `base_checksum`, and `hf_weights.directory_digest` of the base, kept in the file's metadata.
         overwrite: replace a directory that is not empty.
 
     Raises:
@@ -84,7 +85,7 @@ def save_adapter(
         tensors[name] = np.ascontiguousarray(to_host(leaf[place.index]).T)
     with whole_directory(directory, overwrite=overwrite) as partial:
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, partial / TENSORS, metadata={"format": "pt", _BASE: str(checksum)})
+        save_file(tensors, partial / TENSORS, metadata={"format": "pt", _BASE: str(checksum), _DIGEST: str(digest)})
 
 
 def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
@@ -111,7 +112,7 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
     try:
         with safe_open(directory / TENSORS, framework="flax") as file:
             found = {name: np.asarray(file.get_tensor(name), np.float32) for name in file.keys()}  # noqa: SIM118
-            recorded = (file.metadata() or {}).get(_BASE)
+            metadata = file.metadata() or {}
     except SafetensorError as error:
         raise UserError(f"{directory / TENSORS}: can't be read ({error})") from error
     lora = Lora(int(fields["r"]), float(fields["lora_alpha"]), tuple(_targets(found)))
@@ -129,7 +130,7 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
         for key in place.path:
             leaf = leaf[key]
         leaf[place.index] = found[name].T
-    return Adapter(lora, tree, None if recorded is None else int(recorded))
+    return Adapter(lora, tree, *(int(metadata[key]) if key in metadata else None for key in (_BASE, _DIGEST)))
 
 
 def _targets(found: Mapping[str, Any]) -> list[str]:

@@ -33,6 +33,7 @@ from dcmdp_jax.models.config import ModelConfig, layer_pattern, read_model_confi
 from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
+from dcmdp_jax.models.hf_weights import directory_digest
 from dcmdp_jax.models.peft_files import Adapter, read_adapter
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
@@ -78,7 +79,18 @@ def adapter(config: Config, model: ModelConfig) -> Adapter:
             f"config.model.lora_rank: got {config.model.lora_rank}, the adapters of model.adapter have rank "
             f"{found.lora.rank}; set 0"
         )
+    # Without a look at all values, which the run's start takes.
+    if found.base_digest is not None and config.model.path and not config.warmup.steps:
+        base = path_of_model(config)
+        if found.base_digest != directory_digest(base, model):
+            raise other_base(config, base)
     return found
+
+
+def other_base(config: Config, base: Path) -> UserError:
+    """The refusal of adapters that were trained on another base."""
+    name = config.model.adapter
+    return UserError(f"config.model.adapter: {name} was trained on another base than {base}; give model.path that base")
 
 
 def path_of_model(config: Config) -> Path:

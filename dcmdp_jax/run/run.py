@@ -466,10 +466,7 @@ class Run:
             if recorded is not None and recorded != base_checksum(
                 load_base(base, self.model, "bfloat16", self.shardings)
             ):
-                raise UserError(
-                    f"config.model.adapter: {self.asked.model.adapter} was trained on another base than {base}; give "
-                    "model.path that base"
-                )
+                raise files.other_base(self.asked, base)
             return to_global(self._adapter.params, shardings)
         declared, key = adapter_declarations(self.model, self.lora), jax.random.key(self.asked.training.seed)
         draw = jax.jit(lambda: draw_params(declared, key, self.asked.model.param_dtype), out_shardings=shardings)

@@ -164,8 +164,8 @@ def test_values_and_gradients_are_pefts(theirs: tuple[Any, Path], tmp_path: Path
     peft_model.save_pretrained(tmp_path / "adapter")
     model = read_model_config(directory)
     base = load_params(directory, model, dtype="float32")
-    lora, adapters, checksum = read_adapter(tmp_path / "adapter", model)
-    assert checksum is None
+    lora, adapters, *sums = read_adapter(tmp_path / "adapter", model)
+    assert sums == [None, None]
     assert lora == Lora(3, 12.0, ("down_proj", "q_proj", "v_proj"))
     ids = np.asarray(IDS)
     peft_model.eval()
@@ -196,7 +196,7 @@ def test_what_is_saved_peft_reads(theirs: tuple[Any, Path], tmp_path: Path) -> N
     base = load_params(directory, model, dtype="float32")
     lora = Lora(2, 5.0)
     adapters = _adapters(model, lora)
-    target = {"base_model": str(directory), "checksum": base_checksum(base)}
+    target = {"base_model": str(directory), "checksum": base_checksum(base), "digest": 5}
     save_adapter(adapters, model, lora, tmp_path / "mine", **target)
     with pytest.raises(FileExistsError, match="is not empty"):
         save_adapter(adapters, model, lora, tmp_path / "mine", **target)
@@ -207,8 +207,8 @@ def test_what_is_saved_peft_reads(theirs: tuple[Any, Path], tmp_path: Path) -> N
         whole = loaded.merge_and_unload()(input_ids=torch.tensor(np.asarray(IDS))).logits
     np.testing.assert_allclose(_logits(adapted(base, adapters, lora), model), want, atol=2e-5)
     np.testing.assert_allclose(_logits(merged(base, adapters, lora), model), whole, atol=2e-5)
-    again_lora, again, checksum = read_adapter(tmp_path / "mine", model)
-    assert checksum == base_checksum(base)
+    again_lora, again, checksum, digest = read_adapter(tmp_path / "mine", model)
+    assert (checksum, digest) == (base_checksum(base), 5)
     assert (again_lora.rank, again_lora.alpha) == (2, 5.0)
     for have, want in zip(jax.tree.leaves(again), jax.tree.leaves(adapters), strict=True):
         np.testing.assert_array_equal(have, want)
@@ -229,7 +229,7 @@ def test_what_is_saved_peft_reads(theirs: tuple[Any, Path], tmp_path: Path) -> N
     ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
 )
 def test_other_kinds_of_adapters_are_refused(base: Any, tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    save_adapter(_adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7)
+    save_adapter(_adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5)
     fields = json.loads((tmp_path / "a" / CONFIG).read_text())
     (tmp_path / "a" / CONFIG).write_text(json.dumps(fields | change))
     with pytest.raises(UserError, match=said):
@@ -237,7 +237,7 @@ def test_other_kinds_of_adapters_are_refused(base: Any, tmp_path: Path, change: 
 
 
 def test_an_adapter_of_another_base_is_refused(base: Any, tmp_path: Path) -> None:
-    save_adapter(_adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7)
+    save_adapter(_adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5)
     deeper = ModelConfig("llama", 64, 32, 48, 3, 4, 2, 8)
     with pytest.raises(UserError, match="layers.2.mlp.down_proj.lora_A.weight has shape missing"):
         read_adapter(tmp_path / "a", deeper)

@@ -337,7 +337,7 @@ def test_adapters_that_do_not_fit_are_named_before_anything_is_loaded(tmp_path, 
     if changes.get("adapter") == "of rank 4":
         model, lora = Run(from_config_dict(config)).model, Lora(4, 8.0)
         adapters = draw_params(adapter_declarations(model, lora), jax.random.key(0), "float32")
-        save_adapter(adapters, model, lora, tmp_path / "adapter", base_model="", checksum=0)
+        save_adapter(adapters, model, lora, tmp_path / "adapter", base_model="", checksum=0, digest=0)
         changes = changes | {"adapter": str(tmp_path / "adapter")}
     config.model.update({"lora_rank": 4} | changes)
     with pytest.raises(ValueError) as caught:

@@ -111,15 +111,17 @@ def test_a_run_begins_with_the_adapters_of_peft_and_refuses_those_of_another_bas
     assert read_digests(tmp_path / "on", 0)["params"] == read_digests(run_dir, 3)["params"]
     assert not (tmp_path / "on" / "reference").exists()
 
-    # One number of the base is another: no fresh run begins with the adapters, and none goes on.
+    # One number of the base is another: no fresh run begins with the adapters, and none goes on. The dry run reads the
+    # vectors and the matrices' first rows.
     from safetensors.flax import load_file, save_file
 
     tensors = load_file(base / "model.safetensors")
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].at[3].add(0.5)
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    output = finish(start(run_environment, tmp_path / "no", *given), 2)
-    assert f"config.model.adapter: {adapter} was trained on another base than {base}" in output
+    for name, place, more in (("model.norm.weight", 3, ("--dry_run",)), ("model.embed_tokens.weight", (-1, -1), ())):
+        changed = {**tensors, name: tensors[name].at[place].add(0.5)}
+        save_file(changed, base / "model.safetensors", metadata={"format": "pt"})
+        output = finish(start(run_environment, tmp_path / "no", *given, *more), 2)
+        assert f"config.model.adapter: {adapter} was trained on another base than {base}" in output
     output = finish(start(run_environment, tmp_path / "on", *given[:-1], "--config.training.steps=2"), 2)
-    assert f"{base}: ['norm']['scale'] is not what the run began with" in output
+    assert f"{base}: ['embedding'] is not what the run began with" in output
     output = _convert(run_environment, tmp_path / "on", tmp_path / "e", code=2)
     assert "is not what the adapters of" in output and "Traceback" not in output

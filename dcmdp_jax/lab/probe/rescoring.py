@@ -23,6 +23,7 @@ from dcmdp_jax.models.params import hf_tensors, quantized_leaves
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through
 from dcmdp_jax.models.scheme import FULL, Scheme
+from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.types import Params, Rows
 
 _MOST_TOKENS = 4096
@@ -145,7 +146,9 @@ class Rescoring:
             yield from self._unsynchronized(name, earlier)
 
     def _tried(self, change: _Change) -> Explanation:
-        return Explanation(change.name, change.cause, self._share(self._ask(change)))
+        explanation = Explanation(change.name, change.cause, self._share(self._ask(change)))
+        release_freed_memory()
+        return explanation
 
     def _share(self, logprobs: np.ndarray) -> float:
         whole = _distance(self._train, self._rollout).sum()
@@ -259,19 +262,26 @@ def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _in_blocks(params: Params, config: ModelConfig) -> Params:
     """The matrices that engines quantize, rounded to float8_e4m3fn with a scale for each block of 128 x 128."""
-    return jax.tree.map(lambda x, chosen: _block_rounded(x) if chosen else x, params, quantized_leaves(config))
+
+    def leaf(x: jax.Array, chosen: bool) -> jax.Array:
+        # One after another: the temporary memory of each is several times its own.
+        return jax.block_until_ready(_block_rounded(x)) if chosen else x
+
+    return jax.tree.map(leaf, params, quantized_leaves(config))
 
 
 @jax.jit
 def _block_rounded(x: jax.Array) -> jax.Array:
-    *stack, rows, columns = x.shape
+    if x.ndim > 2:
+        return jax.lax.map(_block_rounded, x)
+    rows, columns = x.shape
     padded = (-rows % _BLOCK, -columns % _BLOCK)
-    wide = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(stack) + [(0, padding) for padding in padded])
-    blocks = wide.reshape(*stack, (rows + padded[0]) // _BLOCK, _BLOCK, (columns + padded[1]) // _BLOCK, _BLOCK)
+    wide = jnp.pad(x.astype(jnp.float32), [(0, padding) for padding in padded])
+    blocks = wide.reshape((rows + padded[0]) // _BLOCK, _BLOCK, (columns + padded[1]) // _BLOCK, _BLOCK)
     scale = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True) / _FP8_MAX
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     rounded = jnp.clip(blocks / scale, -_FP8_MAX, _FP8_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
-    return rounded.reshape(wide.shape)[..., :rows, :columns].astype(x.dtype)
+    return rounded.reshape(wide.shape)[:rows, :columns].astype(x.dtype)
 
 
 def _places(config: ModelConfig) -> dict[str, _Place]:
