@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from dcmdp_jax.data.prompts import load_tokenizer
+from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer, save_tokenizer
 from dcmdp_jax.models.config import read_model_config
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.gguf_convert import package_model
-from dcmdp_jax.models.hf_weights import load_params
+from dcmdp_jax.models.hf_weights import load_params, save_params
 from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.models.ops import CPU
 
@@ -91,6 +91,30 @@ def test_log_probs_are_those_of_transformers(file, converted):
     assert ours.shape == (500,) and np.abs(ours - theirs).max() < 2e-4
     # It reads the text: chance is -10.8 nats a token.
     assert ours.mean() > -4.0
+
+
+@pytest.mark.long
+def test_what_is_exported_transformers_reads_with_its_special_tokens(converted, tmp_path):
+    """As a run exports: parameters, and the run's own copy of the tokenizer."""
+    torch = pytest.importorskip("torch", reason="needs torch")
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    tokenizer, config = load_tokenizer(str(converted), vocab_size=49_152), read_model_config(converted)
+    save_tokenizer(tokenizer, tmp_path / "tokenizer", end_token_ids(tokenizer, converted, vocab_size=49_152))
+    params = load_params(converted, config, dtype="float32")
+    save_params(params, config, tmp_path / "export", dtype="float32", tokenizer_dir=tmp_path / "tokenizer")
+    del params
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        for directory in (converted, tmp_path / "export")
+    )
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert [getattr(after.generation_config, name) for name in names] == [1, [0, 2], 2]
+    assert [getattr(after.config, name) for name in names] == [1, [0, 2], 2]
+    ids = torch.tensor([tokenizer(_text())["input_ids"][:64]])
+    with torch.no_grad():
+        assert torch.equal(before(ids).logits, after(ids).logits)
 
 
 def _log_probs(directory, ids):
