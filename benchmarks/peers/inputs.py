@@ -55,11 +55,11 @@ class Workload:
         """[count] lengths of prompts, uniform between the fewest and the most."""
         return np.random.default_rng(0).integers(self.least_prompt, self.prompt_tokens + 1, count).tolist()
 
-    def lengths(self) -> list[int]:
+    def lengths(self, count: int = PROMPTS * GROUP) -> list[int]:
         """Lengths of the completions of a train step."""
         if not self.ends:
-            return [self.new_tokens] * (PROMPTS * GROUP)
-        return lognormal_lengths(self.median, self.new_tokens, PROMPTS * GROUP, seed=0).tolist()
+            return [self.new_tokens] * count
+        return lognormal_lengths(self.median, self.new_tokens, count, seed=0).tolist()
 
 
 WORKLOADS = {

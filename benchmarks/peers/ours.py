@@ -48,19 +48,25 @@ def train(job: Job, rounds: Rounds) -> None:
     rounds.repeat(lambda: jax.block_until_ready(step()))
 
 
-def sampler(job: Job, rounds: Rounds) -> None:
-    """The embedded engine as an evaluation builds it: token ids in, token ids and their log-probs out."""
+def sampler(
+    job: Job,
+    rounds: Rounds,
+    make: Callable[[EngineArguments], Engine] | None = None,
+    packages: Sequence[str] = _PACKAGES,
+) -> None:
+    """The embedded engine as an evaluation builds it: token ids in, token ids and their log-probs out. Or another."""
     config = _model(job)
     tokenizer = load_tokenizer(job.checkpoint)
     prompts = [np.asarray(ids, np.int32) for ids in tokenizer(job.texts()[: job.prompts])["input_ids"]]
     total, min_rows = job.prompt_tokens + job.new_tokens, get_config().rollout.min_rows
-    arguments = EngineArguments("float32", model=config, max_total_tokens=total, min_rows=min_rows)
-    engine = LocalEngine(arguments, mesh=sampling_mesh(one_device_mesh()))
+    dtypes = {"precision": job.dtype, "compute_dtype": job.dtype}
+    arguments = EngineArguments(**dtypes, model=config, max_total_tokens=total, min_rows=min_rows)
+    engine = make(arguments) if make else LocalEngine(arguments, mesh=sampling_mesh(one_device_mesh()))
     engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
     release_freed_memory()  # as bin.evaluate does
     stops = tuple(sorted(end_token_ids(tokenizer, job.checkpoint, vocab_size=config.vocab_size))) if job.ends else ()
     sampling = SamplingParams(job.group, job.new_tokens, stop_token_ids=stops)
-    rounds.hello(_PACKAGES)
+    rounds.hello(packages)
     step = 0
     while rounds.boundary():
         _check(job, collect(engine.generate(prompts, sampling, seed=0, step=step)))
@@ -164,7 +170,9 @@ def run_config(
 
 def _run_config(job: Job, mini_batches: int) -> ConfigDict:
     batch = {name: getattr(job, name) for name in ("prompts", "group", "prompt_tokens", "new_tokens")}
-    return run_config(job.checkpoint, job.problems, job.scratch, mini_batches=mini_batches, **batch)
+    config = run_config(job.checkpoint, job.problems, job.scratch, mini_batches=mini_batches, **batch)
+    config.model.compute_dtype = config.rollout.precision = config.rollout.compute_dtype = job.dtype
+    return config
 
 
 def _model(job: Job) -> ModelConfig:

@@ -4,10 +4,11 @@ The result is a dict, kept as JSON:
 
     date, command, machine   when, how and where
     versions                 of each contender
-    parts                    for each part and size `part`, `size`, `in_turn`, `matmul_gflops` before and after, and
-                             `matmul_gflop_per_cpu_second`, `needed_flop`, `lengths`, `contenders`, by name `seconds`
-                             and `cpu_seconds` of the rounds, the same of the warm-up, `peak_mib`, and `error` if it did
-                             not come to its end
+    prompts, group           completions of a batch are their product
+    parts                    for each part, size, dtype and workload `part`, `size`, `dtype`, `lengths`, `in_turn`,
+                             `matmul_gflops` before and after, `matmul_gflop_per_cpu_second`, `needed_flop`,
+                             `contenders`, by name `seconds` and `cpu_seconds` of the rounds, the same of the warm-up,
+                             `peak_mib`, and `error` if it did not come to its end
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from typing import Any
 from benchmarks.timing import median_and_spread, ratio
 from dcmdp_jax.atomic_write import atomic_write
 
-LABELS = {"ours": "ours", "trl": "TRL", "tunix": "Tunix"}
+LABELS = {"ours": "ours", "trl": "TRL", "tunix": "Tunix", "vllm": "vLLM"}
 PARTS = {
-    "train1": "a train step on 128 completions, one mini-batch; TRL: plain torch with TRL's loss, as in train4",
-    "train4": "old log-probs of 128 completions, then four updates of 32",
-    "rl": "a whole RL step in the trainer's own loop: sample 128 completions, reward, one update",
+    "train1": "a train step, one mini-batch; TRL: plain torch with TRL's loss, as in train4",
+    "train4": "old log-probs, then four updates of a quarter each",
+    "rl": "a whole RL step in the trainer's own loop: sample, reward, one update",
     "train_lora": "as train1, adapters of rank 16 on every linear layer over a float32 base; TRL: with PEFT",
     "rl_lora": "as rl, with these adapters",
-    "sampler": "16 prompts x 8 completions by the trainer's own sampler",
+    "sampler": "as many completions by the trainer's own sampler",
 }
 
 
-WITHOUT = {"train_lora": ("tunix",), "rl_lora": ("tunix",)}
+WITHOUT = {part: ("tunix", "vllm") if part.endswith("_lora") else ("vllm",) for part in PARTS if part != "sampler"}
 """Contenders that a part has not got."""
 FLOOR_PARTS = ("train1", "train4")
 
@@ -47,7 +48,7 @@ def head(part: str, names: Sequence[str], apart: Sequence[str]) -> str:
     """Caption and head of a part's table; `apart` are the sizes at which the contenders do not take turns."""
     note = f". One after another, not in turn: {', '.join(apart)}" if apart else ""
     peers = [LABELS[name] for name in names if name != "ours"]
-    columns = ["size", "lengths", *(f"{LABELS[name]}, CPU s" for name in names)]
+    columns = ["size, dtype", "lengths", *(f"{LABELS[name]}, CPU s" for name in names)]
     columns += [f"{peer} / ours" for peer in peers] + [f"{peer} / ours, wall" for peer in peers]
     columns += [f"{LABELS[name]}, MiB" for name in names]
     if part in FLOOR_PARTS:
@@ -67,10 +68,12 @@ def row(measured: Mapping[str, Any], names: Sequence[str]) -> str:
         return "-" if ours is None else ratio(peer[clock], ours[clock])
 
     def share(one: Mapping[str, Any]) -> str:
+        if measured["dtype"] != "float32":
+            return "-"
         least = measured["needed_flop"] / measured["matmul_gflop_per_cpu_second"] / 1e9
         return f"{least / statistics.median(one['cpu_seconds']):.0%}"
 
-    columns = [measured["size"], measured["lengths"]]
+    columns = [f"{measured['size']}, {measured['dtype']}", measured["lengths"]]
     columns += cells(names, lambda one: median_and_spread(one["cpu_seconds"]))
     for clock in ("cpu_seconds", "seconds"):
         peers = [name for name in names if name != "ours"]
@@ -83,11 +86,11 @@ def row(measured: Mapping[str, Any], names: Sequence[str]) -> str:
 
 def foot(result: Mapping[str, Any]) -> str:
     """Where the numbers come from."""
-    machine = result["machine"]
+    machine, completions = result["machine"], f"{result['prompts']} prompts x {result['group']} completions"
     waits = "" if machine["omp_wait"] == "default" else f", OMP_WAIT_POLICY={machine['omp_wait']}"
-    lines = [f"\n{result['date']}, {machine['processor']}, {machine['cores']} cores, float32{waits}."]
+    lines = [f"\n{result['date']}, {machine['processor']}, {machine['cores']} cores, {completions}{waits}."]
     rates = [
-        f"{measured['part']} {measured['size']} {measured['lengths']} "
+        f"{measured['part']} {measured['size']} {measured['dtype']} {measured['lengths']} "
         + " to ".join(f"{rate:.0f}" for rate in measured["matmul_gflops"])
         for measured in result["parts"]
     ]
@@ -130,7 +133,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         axes.bar(places, middles, width, yerr=[below, above], capsize=3, label=LABELS[name])
     axes.axhline(1, color="black", linewidth=1)
     axes.set_xticks(
-        range(len(groups)), [f"{measured['part']}\n{measured['size']}\n{measured['lengths']}" for measured in groups]
+        range(len(groups)),
+        [f"{measured['part']}\n{measured['size']}\n{measured['dtype']}\n{measured['lengths']}" for measured in groups],
     )
     axes.set_ylabel("processor time against ours (above 1: ours is faster)")
     figure.legend(loc="outside upper center", ncols=len(peers))

@@ -35,6 +35,7 @@ class Job:
         lengths: [prompts x group] tokens of each completion of a train step.
         ends: whether sampled completions may end before their limit.
         cores: threads to compute with.
+        dtype: "float32" or "bfloat16": of matrix products and activations, and of a sampler's weights.
     """
 
     part: str
@@ -50,6 +51,7 @@ class Job:
     lengths: Sequence[int]
     ends: bool
     cores: int
+    dtype: str = "float32"
 
     @property
     def rows(self) -> int:
@@ -114,14 +116,14 @@ class Rounds:
             self._answer(
                 {
                     "seconds": time.perf_counter() - wall,
-                    "cpu_seconds": time.process_time() - cpu,
+                    "cpu_seconds": cpu_seconds() - cpu,
                     "peak_mib": peak_mib(),
                 }
             )
         if not sys.stdin.readline():
             self._began = None
             return False
-        self._began = time.perf_counter(), time.process_time()
+        self._began = time.perf_counter(), cpu_seconds()
         return True
 
     def repeat(self, call: Callable[[], object]) -> None:
@@ -142,15 +144,31 @@ class Ended(Exception):
     """Leaves a trainer's own loop: no more rounds are wanted."""
 
 
+def cpu_seconds() -> float:
+    """Processor time of all threads of this program and, on Linux, of the processes that it started and that live."""
+    ticks = 0
+    for process in _children():
+        # The name, in parentheses, may hold spaces; utime and stime are the 14th and 15th field.
+        ticks += sum(map(int, (process / "stat").read_text().rpartition(")")[2].split()[11:13]))
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _children() -> list[Path]:
+    lists = Path("/proc/self/task").glob("*/children")
+    return [Path("/proc", child) for one in lists for child in one.read_text().split()]
+
+
 def peak_mib() -> float:
-    """Peak resident memory of this program, MiB.
+    """Peak resident memory of this program, MiB; on Linux the peaks of the processes that it started are added.
 
     The kernel's VmHWM where there is one: Linux's ru_maxrss begins with the peak of the process that started this one.
     """
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) / 1024
+    if Path("/proc/self/status").exists():
+        kib = 0
+        for process in [Path("/proc/self"), *_children()]:
+            lines = (process / "status").read_text().splitlines()
+            kib += next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+        return kib / 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 

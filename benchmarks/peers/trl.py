@@ -48,7 +48,8 @@ def train(job: Job, rounds: Rounds) -> None:
 
     def logprobs(ids: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         attends = {"attention_mask": real.long()} if job.ragged else {}
-        logits = model(input_ids=ids, **attends, use_cache=False, logits_to_keep=predicting).logits
+        with torch.autocast("cpu", torch.bfloat16, enabled=job.dtype == "bfloat16"):
+            logits = model(input_ids=ids, **attends, use_cache=False, logits_to_keep=predicting).logits.float()
         return logits.log_softmax(-1).gather(-1, ids[:, begin:, None])[..., 0]
 
     def backward(ids: torch.Tensor, real: torch.Tensor, mask: torch.Tensor, *rest: torch.Tensor, share: float) -> None:
@@ -89,6 +90,7 @@ def train(job: Job, rounds: Rounds) -> None:
 def sampler(job: Job, rounds: Rounds) -> None:
     """The trainer's own call of transformers' generate: token ids in, token ids out."""
     trainer = _trainer(job)
+    trainer.model.to(getattr(torch, job.dtype))
     prompts = trainer.processing_class(text=job.texts()[: job.prompts])["input_ids"]
     repeated = [ids for ids in prompts for _ in range(job.group)]
     rounds.hello(_PACKAGES)
@@ -125,7 +127,7 @@ def _trainer(job: Job) -> GRPOTrainer:
     settings = GRPOConfig(
         output_dir=job.scratch,
         use_cpu=True,
-        bf16=False,
+        bf16=job.dtype == "bfloat16",
         # On by default, at the cost of a second forward pass.
         gradient_checkpointing=False,
         per_device_train_batch_size=job.rows // parts,
