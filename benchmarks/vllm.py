@@ -79,9 +79,9 @@ def _push_times(param_dtype: str, repeats: int) -> dict[str, list[float]]:
     params = jax.block_until_ready(init_params(config, jax.random.key(0), param_dtype))
     with tempfile.TemporaryDirectory() as directory:
         engine = sidecar(config, directory, precision="bfloat16", probe=True)
-        size = engine._weights.num_bytes
+        weights = engine.weights
+        size = weights.num_bytes
         source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
-        weights = engine._weights
         probe = weights.probe
 
         def push_with(wanted: Probe | None, version: int) -> None:
@@ -116,12 +116,11 @@ def client(repeats: int) -> None:
         with tempfile.TemporaryDirectory() as directory:
             engine = sidecar(config, directory, precision="bfloat16", probe=False)
             engine.push_weights(init_params(config, jax.random.key(0)), 0)
-            dtypes = {"precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "auto"}
-            sizes = {"max_total_tokens": TOTAL, "max_rows": ROWS, "cpu": True, "available": available_bytes()}
-            arguments = launch.engine_arguments(config, SETTINGS, Path(directory), **dtypes, **sizes)
+            sizes = {"max_total_tokens": TOTAL, "max_rows": ROWS, "settings": SETTINGS, "directory": Path(directory)}
+            arguments = EngineArguments("bfloat16", "bfloat16", model=config, platform="cpu", **sizes)
             request = {
-                "environment": launch.environment(SETTINGS, "cpu"),
-                "llm": arguments,
+                "environment": launch.environment(arguments),
+                "llm": launch.engine_arguments(arguments, available=available_bytes()),
                 "tokens": NEW_TOKENS,
                 "prompts": [ids.tolist() for ids in asked for _ in range(GROUP)],
                 "seeds": request_seeds(0, 0, np.arange(ROWS)).tolist(),

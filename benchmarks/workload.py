@@ -76,14 +76,14 @@ def batch_of(sampled: list[Episode], plan: RowShapes, config: ModelConfig) -> tu
     return jax.device_put(batch, shardings), 1 - report.tokens / report.computed_tokens
 
 
-def step_layout(config: ModelConfig, mini_batches: int) -> tuple[Compute, RowShapes]:
-    """Settings and shapes of a step on 16 x 8 completions of 64 tokens: rows of one length, no padding."""
+def step_layout(config: ModelConfig, mini_batches: int, prompts: int = PROMPTS) -> tuple[Compute, RowShapes]:
+    """Settings and shapes of a step on `prompts` x 8 completions of 64 tokens: rows of one length, no padding."""
     compute = Compute(one_segment=True, scan_unroll=config.num_layers, logprob_chunk=2048)
     plan = make_row_shapes(
         row_lengths=(PROMPT_TOKENS + NEW_TOKENS,),
         micro_batch_tokens=micro_batch_tokens(config),
         mini_batches=mini_batches,
-        completions=PROMPTS * GROUP // mini_batches,
+        completions=prompts * GROUP // mini_batches,
         segments_per_row=1,
         row_shards=training_mesh(num_params=num_params(config)).size,
     )
