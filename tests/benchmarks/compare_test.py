@@ -1,11 +1,14 @@
 """The comparison with other trainers: what all contenders are given, and the least that a step computes."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from benchmarks.compare import needed_flop
 from benchmarks.peers.inputs import WORKLOADS, Workload, make_inputs
-from benchmarks.peers.rounds import Job
+from benchmarks.peers.rounds import Job, cpu_seconds, peak_mib
 from benchmarks.workload import GROUP, PROMPTS, model
 from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
 from dcmdp_jax.models.config import ModelConfig
@@ -29,6 +32,7 @@ def test_needed_operations_by_hand() -> None:
     assert needed_flop("train1", config, workload) == PROMPTS * GROUP * one
     # A forward pass more.
     assert needed_flop("train4", config, workload) == pytest.approx(PROMPTS * GROUP * one * 4 / 3)
+    assert needed_flop("train1", config, workload, prompts=2, group=3) == 6 * one
     assert needed_flop("rl", config, workload) == 0
 
 
@@ -65,3 +69,17 @@ def test_completions_that_are_none_of_the_workload_are_refused() -> None:
     # Were the end token never sampled, the workload would be another one.
     with pytest.raises(RuntimeError, match="2 completions of 4 to 4 tokens, asked for 2 of at most 4"):
         _job(ends=True).check_completions([[1] * 4, [1] * 4])
+
+
+def test_time_and_memory_of_a_process_that_was_started_count() -> None:
+    # An engine's sidecar computes in a process of its own.
+    program = (
+        "import time; x = b'x' * (100 << 20)\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    seconds, mib = cpu_seconds(), peak_mib()
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as child:
+        assert child.stdout.readline() == b"done\n"
+        assert cpu_seconds() - seconds > 0.45
+        assert peak_mib() - mib > 100
+        child.communicate(b"\n")
