@@ -154,8 +154,11 @@ def cpu_seconds() -> float:
 
 
 def _children() -> list[Path]:
-    lists = Path("/proc/self/task").glob("*/children")
-    return [Path("/proc", child) for one in lists for child in one.read_text().split()]
+    found = []
+    for thread in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            found += [Path("/proc", child) for child in (thread / "children").read_text().split()]
+    return found
 
 
 def peak_mib() -> float:
@@ -167,7 +170,7 @@ def peak_mib() -> float:
         kib = 0
         for process in [Path("/proc/self"), *_children()]:
             lines = (process / "status").read_text().splitlines()
-            kib += next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+            kib += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
         return kib / 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
