@@ -29,7 +29,15 @@ from dcmdp_jax.config.settings import Config, for_sampling, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.study import SET_BY_THE_STUDY, Study, StudyRun, check_collisions, runs_of
-from dcmdp_jax.lab.studies.study_runs import EVALUATION, STOPPED, compare, finish_run, write_results
+from dcmdp_jax.lab.studies.study_runs import (
+    EVALUATION,
+    STOPPED,
+    compare,
+    evaluated,
+    evaluation_words,
+    finish_run,
+    write_results,
+)
 from dcmdp_jax.run.directory import check_run_directory
 
 _OVERRIDE = "--config."
@@ -67,7 +75,7 @@ def main(argv: list[str]) -> int:
     code, failed = 0, []
     for number, (run, config) in enumerate(zip(runs, configs, strict=True), start=1):
         label = f"[{number}/{len(runs)}] {run.label}"
-        code = finish_run(run, config.training.steps, _evaluation_words(study, run), label, _show)
+        code = finish_run(run, config.training.steps, evaluation_words(study, run), label, _show)
         if code in STOPPED:
             print("stopped; the same command continues", flush=True)
             break
@@ -78,15 +86,13 @@ def main(argv: list[str]) -> int:
 
 def _in_one_process(study: Study, runs: Sequence[StudyRun], configs: Sequence[Config], kept: Path, out: Path) -> int:
     """Run what `kept` has not in this process, kind by kind, and compare."""
-    if study.evaluation:
-        raise UserError("--one_process: the study has an evaluation, which needs each run's directory; leave it out")
     # Imported late: a study of processes needs no training code in this one.
     from dcmdp_jax.lab.studies.one_process import run_in_one_process
     from dcmdp_jax.training.stopping import Interrupted
 
     code = 0
     try:
-        run_in_one_process(runs, configs, kept, _show)
+        run_in_one_process(runs, configs, kept, _show, functools.partial(evaluated, study))
     except Interrupted as stopped:
         print(f"stopped; the same command continues after the runs in {kept}", flush=True)
         code = 128 + stopped.signal_number
@@ -174,10 +180,6 @@ def resolve(
     return runs, configs
 
 
-def _evaluation_words(study: Study, run: StudyRun) -> list[str]:
-    return [*study.evaluation, "--method", run.arm] if study.evaluation else []
-
-
 def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[Config]) -> None:
     """Refuse arguments, tasks and lengths that dcmdp evaluate would refuse once a run is trained."""
     if not study.evaluation:
@@ -192,7 +194,7 @@ def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[
         if (run.directory / EVALUATION).exists():
             continue
         try:
-            arguments, overrides = parse([str(run.directory), *_evaluation_words(study, run)])
+            arguments, overrides = parse([str(run.directory), *evaluation_words(study, run)])
             if arguments.step is not None and arguments.step > config.training.steps:
                 raise UserError(f"--step: got {arguments.step}, the run has training.steps={config.training.steps}")
             one = for_sampling(config, PAPERS_EVALUATION | overrides)

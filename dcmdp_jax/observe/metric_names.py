@@ -49,6 +49,7 @@ discrepancy/spent | discrepancy | the quantile over sampled tokens that algorith
 discrepancy/p50 | discrepancy | median over sampled tokens
 discrepancy/p99 | discrepancy | 99th percentile over sampled tokens
 discrepancy/max | discrepancy | largest over sampled tokens
+discrepancy/engine_share | fraction | part of the discrepancy in tokens that the engine finds likelier than the trainer
 discrepancy/completions_over_tolerance | fraction | completions whose own mean exceeds the tolerance
 discrepancy/broken_completions | fraction | completions whose own mean is above 0.1 and 10 times the median completion's
 displacement/mean | nats | logit p_train - logit p_engine of the sampled token: mean

@@ -12,7 +12,7 @@ import optax
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import completions_over_tolerance, displacement_statistics, mismatch_statistics
 from dcmdp_jax.algorithm.dual import QUANTILES
-from dcmdp_jax.algorithm.stats import Statistic
+from dcmdp_jax.algorithm.stats import Mean, Statistic
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.moe import Aux, router_metrics
 from dcmdp_jax.training.rescore import lags
@@ -117,6 +117,7 @@ def batch_metrics(
     total = mini_batches * completions
     over = completions_over_tolerance(delta, mask, index, total, tolerance=tolerance)
     mismatch = mismatch_statistics(train, rollout, mask)
+    engine_share = Mean(jnp.sum(jnp.where(mask & (rollout > train), delta, 0.0)), jnp.sum(jnp.where(mask, delta, 0.0)))
 
     rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)
     group_ids = (batch.group_ids + offsets).reshape(-1)
@@ -131,6 +132,7 @@ def batch_metrics(
         "discrepancy/p50": masked.masked_quantile(delta, mask, 0.5),
         "discrepancy/p99": masked.masked_quantile(delta, mask, 0.99),
         "discrepancy/max": masked.masked_max(delta, mask),
+        "discrepancy/engine_share": engine_share.value(),
         "discrepancy/completions_over_tolerance": over.value(),
         "mismatch/k1": mismatch["kl_k1"],
         "mismatch/k3": mismatch["kl_k3"],

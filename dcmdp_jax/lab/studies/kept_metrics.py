@@ -25,7 +25,18 @@ _KEPT = (
     "reward/mean",
     "discrepancy/mean",
     "discrepancy/max",
+    "discrepancy/p50",
+    "discrepancy/p99",
+    "discrepancy/spent",
+    "discrepancy/engine_share",
     "displacement/abs_mean",
+    "displacement/abs_p50",
+    "displacement/abs_p95",
+    "displacement/abs_p99",
+    "distribution/total_variation",
+    "completion/length_mean",
+    "completion/truncated_fraction",
+    "optimizer/grad_norm",
     "dual/charge_share",
     "dual/multiplier",
     "dual/tolerance",
@@ -64,7 +75,7 @@ def _write(path: Path, lines: Sequence[str]) -> None:
 def _lines(arm: str, seed: int, series: Series) -> list[str]:
     by_step: dict[int, dict[str, float]] = defaultdict(dict)
     for name, (steps, values) in series.items():
-        if name in _KEPT or (name.startswith("eval/") and "/avg@" in name):
+        if name in _KEPT or (name.startswith(("eval/", "evaluation/")) and "/avg@" in name):
             for step, value in zip(steps.tolist(), values.tolist(), strict=True):
                 by_step[step][name] = float(f"{value:.{_DIGITS}g}")
     return [jsonl.encode({"arm": arm, "seed": seed, "step": step, **by_step[step]}) for step in sorted(by_step)]

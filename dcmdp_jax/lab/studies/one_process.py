@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.lab.studies.kept_metrics import append_kept_metrics, kept_runs
 from dcmdp_jax.lab.studies.study import StudyRun
@@ -52,7 +54,11 @@ class Shared:
 
 
 def run_in_one_process(
-    runs: Sequence[StudyRun], configs: Sequence[Config], kept: Path, show: Callable[[str], None]
+    runs: Sequence[StudyRun],
+    configs: Sequence[Config],
+    kept: Path,
+    show: Callable[[str], None],
+    evaluate: Callable[[StudyRun], Mapping[str, float]],
 ) -> None:
     """Train the runs that `kept` has not, one after another; append each one's metrics and remove its directory.
 
@@ -61,6 +67,7 @@ def run_in_one_process(
         configs: theirs, checked.
         kept: the study's metrics, written after each run: a study that is stopped goes on with the next run.
         show: gets a line for each finished run.
+        evaluate: gives metrics of a run's last policy, while its directory is there.
 
     Raises:
         Interrupted: after a signal; the run in progress is begun again next time.
@@ -76,7 +83,9 @@ def run_in_one_process(
             # What a stopped study left behind has trained in part.
             shutil.rmtree(run.directory, ignore_errors=True)
             shared.train(config, show=lambda line: None)
-            append_kept_metrics(kept, run.arm, run.seed, read_metrics(run.directory))
+            series, step = read_metrics(run.directory), np.array([config.training.steps])
+            series |= {name: (step, np.array([value])) for name, value in evaluate(run).items()}
+            append_kept_metrics(kept, run.arm, run.seed, series)
             shutil.rmtree(run.directory)
             show(f"[{number}/{len(todo)}] {run.label}: kept in {kept}")
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dcmdp_jax
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
 from dcmdp_jax.lab.studies.kept_metrics import write_kept_metrics
@@ -92,6 +93,26 @@ def finish_run(run: StudyRun, steps: int, evaluation: Sequence[str], label: str,
         return _failed(code, f"{label}, evaluation", log, show)
     show(f"{label}: finished ({time.monotonic() - began:.0f} s)")
     return 0
+
+
+def evaluation_words(study: Study, run: StudyRun) -> list[str]:
+    """Arguments of `dcmdp evaluate` after a run's directory."""
+    return [*study.evaluation, "--method", run.arm] if study.evaluation else []
+
+
+def evaluated(study: Study, run: StudyRun) -> dict[str, float]:
+    """Scores of a trained run by the study's `evaluation`: `evaluation/TASK/avg@K`; empty for a study without one.
+
+    Raises:
+        UserError: if the evaluation fails.
+    """
+    if not study.evaluation:
+        return {}
+    out, log = run.directory / EVALUATION, run.directory.with_name(f"{run.directory.name}.log")
+    if code := run_command(["evaluate", str(run.directory), *evaluation_words(study, run), "--out", str(out)], log):
+        raise UserError(f"{run.label}: its evaluation ended with exit code {code} (log: {log})")
+    scores = read_scores(out)
+    return {f"evaluation/{task}/avg@{scores.samples[task]}": value for task, value in scores.averages.items()}
 
 
 def _failed(code: int, label: str, log: Path, show: Callable[[str], None]) -> int:

@@ -1,0 +1,106 @@
+"""The paper's range of lambda, and its charge's parts, on completions of 200 tokens (docs/evidence_long.md).
+
+    dcmdp sweep --study=configs/studies/long_completions.py --one_process=docs/evidence/long_completions.jsonl.gz \
+        --config.model.path=runs/evidence/policy_long
+
+Engine with int4 weights, one update a step, 32 steps. Every run's last policy is scored by its own engine and by one
+that computes as the trainer does. Charges are compared at the mean charge of the paper's measure: what they multiply
+lambda by, and the budgets, come from a run of GRPO that is not in the study (`SIZES`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from configs.studies.base import DEMO
+from configs.studies.dose_response import FIXED, SETTING
+from configs.studies.mismatch_map import LONG
+from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.lab.studies.study import Arm, Study
+
+PROBLEMS = "arithmetic:difficulty=6,count=128,split=heldout"
+STEPS = 32
+SIZES = {"diff": 8.7e-4, "log": 2.43e-3, "ratio": 1.57e-3, "logit": 0.319}
+"""Mean discrepancy of GRPO over its last 16 steps by measure, of a run with seed 100."""
+DISPLACEMENT_P95 = 0.80
+"""95th percentile of |logit p - logit q| of the same run."""
+TOP = 16
+"""Likeliest tokens of the engine, for state charges and score centering; the vocabulary has 104."""
+_MOVE = 0.3
+"""What the ascent moves lambda by in `STEPS` steps where the discrepancy is a tenth above c."""
+SCORED_EXACTLY = (
+    "--config.rollout.precision=float32",
+    f"--config.evaluation.task={PROBLEMS}",
+    "--config.evaluation.samples=(4,)",
+    "--config.evaluation.temperature=1.0",
+    f"--config.rollout.max_completion_tokens={LONG['rollout.max_completion_tokens']}",
+)
+
+
+def _gap(tokens: Tokens) -> jax.Array:
+    """p - q of each sampled token, [R, L]."""
+    return jnp.where(tokens.completion_mask, jnp.exp(tokens.old_logprobs) - jnp.exp(tokens.rollout_logprobs), 0.0)
+
+
+def engine_above(tokens: Tokens) -> jax.Array:
+    """A_i - lambda max(q - p, 0): the other half of the one-sided charge."""
+    return tokens.advantages - tokens.multiplier * jnp.maximum(-_gap(tokens), 0.0)
+
+
+def signed(tokens: Tokens) -> jax.Array:
+    """A_i - lambda (p - q): a token that the engine finds likelier is paid."""
+    return tokens.advantages - tokens.multiplier * _gap(tokens)
+
+
+def _ascent(measure: str, budget: float, statistic: str = "mean") -> dict[str, object]:
+    """Dual ascent from 0 whose lambda moves by `_MOVE`, at the paper's measure, in `STEPS` steps a tenth above c."""
+    scale = SIZES["diff"] / SIZES[measure]
+    level = SIZES[measure] if statistic == "mean" else DISPLACEMENT_P95
+    return {
+        "algorithm.method": "dc_grpo",
+        "algorithm.measure": measure,
+        "algorithm.budget": statistic,
+        "algorithm.tolerance": budget * level,
+        "algorithm.multiplier": 0.0,
+        "algorithm.multiplier_max": scale,
+        "algorithm.dual_learning_rate": scale * _MOVE / (STEPS * 0.1 * level),
+    }
+
+
+def get_study(arg: str = "") -> Study:
+    if arg:
+        raise ValueError(f"study argument {arg!r}: it has none")
+    engine = {"algorithm.method": "grpo", **SETTING, **LONG, "rollout.precision": "int4"}
+    engine |= {"evaluation.task": PROBLEMS, "evaluation.samples": (4,)}
+    columns = {"rollout.top_logprobs": TOP}
+
+    def fixed(strength: float, **changes: object) -> dict[str, object]:
+        return {**FIXED, "algorithm.multiplier": strength} | {f"algorithm.{key}": each for key, each in changes.items()}
+
+    here = "configs/studies/long_completions.py"
+    charges = {
+        **{f"token_{strength:g}": fixed(strength) for strength in (0.03, 0.1, 0.3, 1.0)},
+        "dc_grpo": {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037},
+        "ascent_0.9": _ascent("diff", 0.9),
+        "ascent_1.25": _ascent("diff", 1.25) | {"algorithm.multiplier": 0.1},
+        "trainer_above_1": fixed(1.0, sided="one"),
+        "engine_above_1": fixed(1.0, method=f"{here}:engine_above"),
+        "signed_1": fixed(1.0, method=f"{here}:signed"),
+        "token_1_tis": fixed(1.0, corrections="tis(high=2)"),
+        "log": fixed(SIZES["diff"] / SIZES["log"], measure="log"),
+        "ratio": fixed(SIZES["diff"] / SIZES["ratio"], measure="ratio"),
+        "logit": fixed(SIZES["diff"] / SIZES["logit"], measure="logit"),
+        "ascent_logit_p95": _ascent("logit", 0.9, "p95"),
+        "state_tv_1": fixed(1.0, method="state_tv") | columns,
+        "tis_centered": {"algorithm.corrections": "tis(high=2),score_centering"} | columns,
+    }
+    arms = {
+        "grpo": engine,
+        "grpo_perturbed": engine | {"algorithm.std_epsilon": 2e-6},
+        "exact": engine | {"rollout.precision": "exact"},
+        "tis": engine | {"algorithm.corrections": "tis(high=2)"},
+        **{name: engine | changes for name, changes in charges.items()},
+    }
+    found = {name: Arm(DEMO, settings) for name, settings in arms.items()}
+    return Study("Completions of 200 tokens, the paper's range", found, "grpo", tuple(range(10)), SCORED_EXACTLY)
