@@ -302,7 +302,9 @@ _LIKE = """    small = {
         name: Arm("configs/demo.py:debug", {**small, "algorithm.multiplier": value, "algorithm.tolerance_steps": 0})
         for name, value in (("low", 0.1), ("high", 0.9))
     }
-    return Study("Like", arms, "low", (3, 4))
+    words = ("--config.evaluation.task=arithmetic:difficulty=1,count=8", "--config.evaluation.samples=(3,)",
+             "--config.rollout.max_completion_tokens=8", "--config.evaluation.temperature=1.0")
+    return Study("Like", arms, "low", (3, 4), words)
 """
 
 
@@ -340,6 +342,10 @@ def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tm
     command = [sys.executable, "-m", "bin.train", *arguments, f"--config.run_dir={alone}"]
     assert subprocess.run(command, capture_output=True, timeout=HANGS_S).returncode == 0
     series = read_metrics(alone)
+    words = ["evaluate", str(alone), *sweep.load_study(str(study)).evaluation, "--out", str(tmp_path / "scores.json")]
+    assert subprocess.run([sys.executable, "-m", "dcmdp_jax", *words], timeout=HANGS_S).returncode == 0
+    score = json.loads((tmp_path / "scores.json").read_text())["tasks"]["arithmetic"]["average"]
+    series["evaluation/arithmetic/avg@3"] = np.array([series["reward/mean"][0][-1]]), np.array([score])
     for name, (steps, values) in everything["high"][4].items():
         assert series[name][0].tolist() == steps.tolist()
         np.testing.assert_allclose(series[name][1], values, rtol=1e-8)

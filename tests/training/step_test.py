@@ -144,6 +144,8 @@ def test_charge_in_the_update_and_displacement_of_a_step_by_hand(level):
     expected |= {f"abs_p{q}": np.percentile(np.abs(eps), q) for q in (50, 95, 99)}
     found = {name: float(history[0][f"displacement/{name}"]) for name in expected}
     assert found == pytest.approx(expected, rel=1e-3)
+    gap = np.exp(y) - np.exp(x)
+    assert history[0]["discrepancy/engine_share"] == pytest.approx(gap[gap > 0].sum() / np.abs(gap).sum(), rel=1e-3)
 
 
 @pytest.mark.parametrize(
