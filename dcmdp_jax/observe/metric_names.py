@@ -78,6 +78,10 @@ mismatch/pearson | correlation | Pearson correlation of train and rollout token 
 mismatch/effective_sample_size | fraction | effective share of tokens under train / rollout weights; 1 is best
 mismatch/noise_floor | discrepancy | mean discrepancy, or the quantile of algorithm.budget, of the engine against
     itself in another batch shape, at steps 1, 17, 65, 257, ...
+mismatch/leg_decoding | probability | mean |q - s|, s the engine's own probability in one pass, of the first 32
+    completions; at the steps of the noise floor whose tokens are recorded, step 1 by default
+mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is the sum of both legs
+mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the other leg has the rest
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
 mismatch/merge_rounding | fraction | with adapters: what the engine's rounding of the merged matrices adds to or takes
     from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base

@@ -24,7 +24,7 @@ from dcmdp_jax.observe.metric_names import METRICS, metric_of
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
 from dcmdp_jax.observe.page_kit import drawable, inline_svg, render_page
 from dcmdp_jax.observe.plots import FIGURES
-from dcmdp_jax.observe.run_summary import Summary, overlap, summarize, warnings, what_the_multiplier_did
+from dcmdp_jax.observe.run_summary import Summary, legs, overlap, summarize, warnings, what_the_multiplier_did
 
 _DPI = 130
 
@@ -155,7 +155,7 @@ def report_content(runs: Sequence[RecordedRun]) -> dict[str, Any]:
             for run, summary in zip(runs, summaries, strict=True)
         ],
         "provenance": [fact for run in runs for fact in run.starts] if not several else [],
-        "cards": _cards(summaries[0]) + _overlap_card(runs[0]),
+        "cards": _cards(summaries[0]) + _run_cards(runs[0]),
         "comparison": _comparison(summaries),
         "problems": [f"{run.label}: {text}" if several else text for run in runs for text in warnings(run.series)],
         "held_out": _held_out(runs),
@@ -189,9 +189,9 @@ def _cards(summary: Summary) -> list[tuple[str, str, str]]:
     return cards
 
 
-def _overlap_card(run: RecordedRun) -> list[tuple[str, str, str]]:
-    found = overlap(run.series)
-    return [("Overlap won", *found)] if found else []
+def _run_cards(run: RecordedRun) -> list[tuple[str, str, str]]:
+    cards = ("Overlap won", overlap(run.series)), ("Where the gap is", legs(run.series))
+    return [(name, *found) for name, found in cards if found]
 
 
 def _comparison(summaries: Sequence[Summary]) -> list[list[str]]:

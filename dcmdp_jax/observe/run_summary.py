@@ -136,6 +136,16 @@ def overlap(series: Series) -> tuple[str, str] | None:
     return f"{number(seconds('overlap'))} s a step", more
 
 
+def legs(series: Series) -> tuple[str, str] | None:
+    """Describe where the gap to the engine was, when it was last looked at; None for a run that did not."""
+    names = [f"mismatch/leg_{name}" for name in ("decoding_share", "decoding", "one_pass")]
+    if names[0] not in series:
+        return None
+    share, decoding, one_pass = (float(series[name][1][-1]) for name in names)
+    scored = f"mean |dp| {number(decoding)} to the engine's own scores in one pass, {number(one_pass)} from there"
+    return f"{share:.0%} while the engine decodes", f"step {series[names[0]][0][-1]}: {scored} to the trainer"
+
+
 def warnings(series: Series) -> list[str]:
     """List the problems in a run's metrics that put its result in doubt, each with a remedy."""
     found = []

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dcmdp_jax.config.arguments import PACKING, in_settings
 from dcmdp_jax.data.episode import Episode
@@ -42,12 +43,13 @@ class Sampled(NamedTuple):
 
     Attributes:
         rollout: completions and rewards.
-        floor: the noise floor of this host's engine, where it was measured.
+        floor: the noise floor of this host's engine, where it was measured; `scored`, the scores it rests on.
         timer: the phases of sampling.
     """
 
     rollout: StepRollout
     floor: float | None
+    scored: dict[int, np.ndarray]
     timer: PhaseTimer
 
 
@@ -60,12 +62,14 @@ class StepBatch:
         batch: on the devices.
         rows: the rows on the host.
         metrics: metrics of sampling and packing.
+        scored: number of a completion -> its log-probs in one pass of the engine, see `NoiseFloor.measure`.
     """
 
     rollout: StepRollout
     batch: Batch
     rows: tuple[Rows, ...]
     metrics: dict[str, Any]
+    scored: dict[int, np.ndarray]
 
 
 class Batches:
@@ -150,7 +154,7 @@ class Batches:
         """
         self._start(step, timer)
         with self._waiting(timer):
-            rollout, floor, sampler = self._in_flight.pop(step).result()
+            rollout, floor, scored, sampler = self._in_flight.pop(step).result()
         timer.add(sampler)
         with timer.phase("pack"):
             if self._exchanges:
@@ -170,7 +174,7 @@ class Batches:
             batch = self._score(state.params if version == step else self._kept[version], batch, metrics)
         if self._lag:
             self._keep(state.params, step)
-        return StepBatch(rollout, batch, rows, metrics)
+        return StepBatch(rollout, batch, rows, metrics, scored)
 
     @contextlib.contextmanager
     def _waiting(self, timer: PhaseTimer) -> Iterator[None]:
@@ -203,8 +207,9 @@ class Batches:
                 check_versions(rollout.episodes, version)
             first = self._run.hosts.share(rollout.batch_groups).start if self._exchanges else 0
             with timer.phase("noise_floor"):
-                floor = self._noise_floor.measure(rollout.episodes, step, first=first * self._run.sampling.group_size)
-            return Sampled(rollout, floor, timer)
+                first *= self._run.sampling.group_size
+                measured = self._noise_floor.measure(rollout.episodes, step, first=first)
+            return Sampled(rollout, *measured, timer)
         except BaseException:
             if self._thread:
                 self._thread.given_up.set()

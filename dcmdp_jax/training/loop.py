@@ -30,7 +30,13 @@ from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_prog
 from dcmdp_jax.training.rollout_sampler import trainer_state
 from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.step_metrics import RECORDED
-from dcmdp_jax.training.step_rollout import PhaseTimer, recorded_completions, rollout_metrics, shown_samples
+from dcmdp_jax.training.step_rollout import (
+    PhaseTimer,
+    leg_metrics,
+    recorded_completions,
+    rollout_metrics,
+    shown_samples,
+)
 from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, SkippedUpdates, StopSignal, Together
 from dcmdp_jax.types import Params, TrainState
 
@@ -137,6 +143,11 @@ class Trainer:
             metrics |= rollout_metrics(rollout, completions.reshape(-1), refills=config.algorithm.refill_rounds > 0)
             metrics |= skipped.record(step, metrics)
             metrics |= alarms.record(step, metrics, completions)
+            if writer.records(step):
+                exact = self.programs.rescore is not None
+                given = rollout, self.run.train.problems, made.rows, *jax.device_get(recorded)
+                tokens = recorded_completions(*given, exact=exact)
+                metrics |= leg_metrics(tokens, rollout.rows, {} if exact else made.scored)
             writer.write(step, metrics)
             if step == config.algorithm.measured_steps:
                 state = self._with_measured_tolerance(state)
@@ -144,9 +155,7 @@ class Trainer:
             if samples := shown_samples(self.run, step, rollout, completions):
                 writer.write_samples(step, samples)
             if writer.records(step):
-                given = rollout, self.run.train.problems, made.rows, *jax.device_get(recorded)
-                exact = self.programs.rescore is not None
-                writer.write_rollouts(step, recorded_completions(*given, exact=exact))
+                writer.write_rollouts(step, tokens)
             skipped.check(metrics)
             due, [stops] = self._evaluation_is_due(step), self.hosts.largest(alarms.ends_the_run)
             if due or stops or step == config.training.steps or step % config.checkpoint.every_steps == 0:

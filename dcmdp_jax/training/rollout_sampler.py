@@ -150,6 +150,9 @@ class StepRollouts:
         return dataclasses.replace(rollout, dropped=dropped)
 
 
+_Scored = dict[int, np.ndarray]
+
+
 class NoiseFloor:
     """The engine against itself in another batch shape, on the first completions: no budget below it can be met.
 
@@ -164,8 +167,8 @@ class NoiseFloor:
             functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided)
         )
 
-    def measure(self, episodes: Sequence[Episode], step: int, *, first: int = 0) -> float | None:
-        """Return the noise floor where it is due, None elsewhere.
+    def measure(self, episodes: Sequence[Episode], step: int, *, first: int = 0) -> tuple[float | None, _Scored]:
+        """Return the noise floor where it is due, None elsewhere; and what it was measured on.
 
         Completions are scored in one pass, and the first few sampled once more, each alone: the larger mean counts.
 
@@ -173,14 +176,18 @@ class NoiseFloor:
             episodes: completions of a call of the engine, from its first problem on.
             step: step of the batch.
             first: number of the first of them among the completions of all hosts.
+
+        Returns:
+            The floor; and number of a completion -> the log-probs of its tokens in one pass, [T] float32 nats, none
+            where the sampled distribution was cut.
         """
         run, sampling = self._run, self._run.sampling
         if step not in NOISE_FLOOR_STEPS:
-            return None
+            return None, {}
         rows = (row for row, episode in enumerate(episodes) if not broken_tokens(episode).any())
         usable = {first + row: episodes[row] for row in itertools.islice(rows, _SCORED_AGAIN)}
         if not usable:
-            return None
+            return None, {}
         few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
         shorter = dataclasses.replace(
             sampling, max_completion_tokens=min(_TOKENS_SAMPLED_AGAIN, sampling.max_completion_tokens)
@@ -197,7 +204,7 @@ class NoiseFloor:
             if run.config.rollout.on_non_finite != "drop":
                 raise
             logger.warning("no noise floor: %s", error)
-            return None
+            return None, {}
         masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable.values()]
         again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
         sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable.values()])
@@ -207,4 +214,4 @@ class NoiseFloor:
             differences.append(self._discrepancy(alone, together))
         share = QUANTILES.get(run.config.algorithm.budget)
         values = (float(np.mean(each) if share is None else np.quantile(each, share)) for each in differences)
-        return max(values, default=None)
+        return max(values, default=None), {} if sampling.cuts else dict(zip(usable, scored, strict=True))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode
 from dcmdp_jax.data.lengths import QUANTILES
 from dcmdp_jax.data.problems import Problem
+from dcmdp_jax.observe.legs import legs_of
 from dcmdp_jax.observe.metric_names import STEP_PHASES
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.record import packed_top
@@ -308,6 +309,28 @@ def _packed(episode: Episode, train_logprobs: np.ndarray, *, exact: bool) -> str
     train = np.zeros(ids.shape, np.float32)
     train[mask] = train_logprobs
     return json.dumps(packed_top(np.where(mask[:, None], ids, -1), train, train if exact else rollout))
+
+
+def leg_metrics(
+    completions: Sequence[Mapping[str, Any]], rows: np.ndarray, scored: Mapping[int, np.ndarray]
+) -> dict[str, float]:
+    """The legs of the gap of the completions that the engine scored in one pass, see `observe.legs`; none without.
+
+    Args:
+        completions: those of `recorded_completions`.
+        rows: number of each completion of the batch among all that were sampled.
+        scored: number of a completion -> the log-probs of its tokens, [T] float32 nats.
+    """
+    found = [
+        np.stack([each["rollout_logprobs"], scored[row], each["train_logprobs"]])[:, each["mask"]]
+        for each in completions
+        if (row := int(rows[each["completion"]])) in scored
+    ]
+    if not found:
+        return {}
+    decoding, one_pass = legs_of(*np.concatenate(found, axis=1))
+    means = {"mismatch/leg_decoding": decoding.mean, "mismatch/leg_one_pass": one_pass.mean}
+    return means | {"mismatch/leg_decoding_share": decoding.share}
 
 
 def _by_completion(rows: Sequence[Rows], values: Sequence[np.ndarray], completions: int) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.observe.metrics_io import without_placeholder
-from dcmdp_jax.observe.run_summary import ScoreHistory, overlap, summarize, warnings, what_the_multiplier_did
+from dcmdp_jax.observe.run_summary import ScoreHistory, legs, overlap, summarize, warnings, what_the_multiplier_did
 
 
 def _series(values, first=1):
@@ -128,3 +128,12 @@ def test_a_fixed_multiplier_or_a_met_budget_is_not_a_cap():
     assert warnings({**_HEALTHY, "dual/multiplier": _series([0.0] * 10)}) == []
     met = {**_HEALTHY, "discrepancy/mean": _series([0.003] * 10), "dual/multiplier": _series([0.5] * 4 + [1.0] * 6)}
     assert warnings(met) == []
+
+
+def test_where_the_gap_lies_is_of_the_last_step_that_looked():
+    names = {"decoding_share": [0.5, 0.25], "decoding": [1.0, 0.001], "one_pass": [1.0, 0.003]}
+    series = {f"mismatch/leg_{name}": (np.array([1, 17]), np.array(values)) for name, values in names.items()}
+    share, more = legs(series)
+    assert share == "25% while the engine decodes"
+    assert more == "step 17: mean |dp| 0.001 to the engine's own scores in one pass, 0.003 from there to the trainer"
+    assert legs({}) is None

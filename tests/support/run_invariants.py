@@ -48,7 +48,7 @@ _ORDERED_LAGGED = tuple(
 _JUDGED = ("math", "math_verify")
 # Not at a step whose completions have no value of the reward, or are none of the source's; or a function logs nothing.
 _SOMETIMES = re.compile(
-    r"reward/.+/(mean|std)|eval_(interval|reward)/.+|(eval_)?logged/.+|discrepancy/source/.+|completion/source/.+"
+    r"reward/.+/(mean|std)|eval_(interval|reward)/.+|(eval_)?logged/.+|discrepancy/source/.+|completion/source/.+|mismatch/leg_.+"
 )
 _ROUNDING = 1e-5
 

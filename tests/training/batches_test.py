@@ -58,7 +58,7 @@ class _Floor:
 
     def measure(self, episodes, step, *, first):
         self.first.append(first)
-        return 0.25
+        return 0.25, {}
 
 
 def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=ONE_PROCESS, sampler=_Sampler):

@@ -82,6 +82,20 @@ def test_the_recorded_lists_give_the_runs_own_measures_of_whole_states(run):
     assert metrics["distribution/total_variation"][1][-1] > 1e-4
 
 
+def test_the_legs_of_the_gap_are_those_of_the_first_completions(run):
+    """The embedded engine scores what it decoded to rounding, so the second leg is the gap itself."""
+    metrics, step = read_metrics(run), 17
+    legs = {name: metrics[f"mismatch/leg_{name}"] for name in ("decoding", "one_pass", "decoding_share")}
+    assert [at.tolist() for at, _ in legs.values()] == 3 * [[1, 17]]
+    p, q = (
+        np.exp(np.concatenate([np.array(row[name])[row["mask"]] for row in _recorded(run, step)[:32]]))
+        for name in ("train_logprobs", "rollout_logprobs")
+    )
+    decoding, one_pass, share = (values[-1] for _, values in legs.values())
+    assert one_pass == pytest.approx(np.abs(q - p).mean(), abs=1e-6) and one_pass > 1e-5
+    assert decoding < 1e-6 and abs(share) < 1e-2
+
+
 def test_every_completion_is_there_with_its_reward_and_advantage(run):
     metrics = read_metrics(run)
     config = json.loads((run / "config.json").read_text())

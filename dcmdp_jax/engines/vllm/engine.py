@@ -18,7 +18,7 @@ from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
-from dcmdp_jax.engines.sidecar.weights import SharedWeights
+from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 from dcmdp_jax.engines.validation import check_finite, checked_prompts, checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm import ENGINE, devices, launch
 from dcmdp_jax.types import Params
@@ -137,6 +137,11 @@ class VllmEngine:
         differences = self._begin(loads).results()
         return {} if publication.probe is None else {"mismatch/probe": max(differences)}
 
+    def _published(self, before: str) -> Publication:
+        if self.weights.published is None:
+            raise EngineError(f"no weights: push_weights must come before {before}")
+        return self.weights.published
+
     def generate(
         self, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int, step: int, first_prompt: int = 0
     ) -> Iterator[list[Episode]]:
@@ -145,9 +150,7 @@ class VllmEngine:
         A sidecar that breaks on the way is started again and samples its prompts again, which gives the same bits;
         what was yielded is not yielded again. An empty list comes every half second.
         """
-        publication = self.weights.published
-        if publication is None:
-            raise EngineError("no weights: push_weights must come before generate")
+        publication = self._published("generate")
         ENGINE.check_temperature(sampling.temperature)
         prompts = checked_prompts(self, prompts, sampling)
         dealt = [range(first, len(prompts), len(self.replicas)) for first in range(len(self.replicas))]
@@ -172,9 +175,7 @@ class VllmEngine:
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
     ) -> list[np.ndarray]:
         """See `Engine.score`; each row in one pass as a prompt."""
-        publication = self.weights.published
-        if publication is None:
-            raise EngineError("no weights: push_weights must come before score")
+        publication = self._published("score")
         prompts, rows = scored_rows(self, prompts, completions, temperature)
         starts = [prompt.size for prompt in prompts]
         count = len(self.replicas)
@@ -204,9 +205,7 @@ class VllmEngine:
         Raises:
             EngineError: if a module was not called, which compiled or captured networks do not, or the engine breaks.
         """
-        publication = self.weights.published
-        if publication is None:
-            raise EngineError("no weights: push_weights must come before observe")
+        publication = self._published("observe")
         rows = checked_sequences(rows, "row", vocab_size=self.config.vocab_size, limit=self.max_total_tokens)
         ask = functools.partial(self.replicas[0].observe, publication=publication, rows=rows, modules=modules)
         [kept] = self._begin([ask]).results()

@@ -54,9 +54,11 @@ class WeightReceiver:
             handle.remove()
         before, kept = self.__dict__.pop("_dcmdp_kept", {}), {}
         self._dcmdp_kept: dict[str, list[torch.Tensor]] = kept
-        modules = [(name, each) for name, each in self.model_runner.get_model().named_modules() if name in names]
-        hooks = [(module, functools.partial(_keep, kept, name)) for name, module in modules]
-        self._dcmdp_handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
+        self._dcmdp_handles = [
+            module.register_forward_hook(functools.partial(_keep, kept, name), with_kwargs=True)
+            for name, module in self.model_runner.get_model().named_modules()
+            if name in names
+        ]
         return {name: torch.cat(parts).numpy() for name, parts in before.items()}
 
     @functools.cached_property
@@ -104,24 +106,13 @@ class WeightReceiver:
             model.__dict__["compute_logits"] = lambda *a, **k: plain(*a, **k).to(torch.float32).div_(temperature)
 
 
-def _keep(
-    kept: dict[str, list[torch.Tensor]],
-    name: str,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-) -> None:
+def _keep(kept: dict[str, list[torch.Tensor]], name: str, _: Any, args: Any, kwargs: Any, output: Any) -> None:
     """A forward hook. Copies: later kernels write in place. A norm that adds first gives the sum that it read, too."""
-    del module
-    floats = (x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point())
-    read = next(floats, None)
-    if isinstance(output, tuple):
-        output, read = output[0], read if output[1] is None else output[1]
-    for side, value in (("read", read), ("gave", output)):
-        if value is not None:
-            copy = value.detach().to("cpu", torch.float32, copy=True)
-            kept.setdefault(f"{name} {side}", []).append(copy.flatten(0, -2))
+    gave, *added = output if isinstance(output, tuple) else (output,)
+    given = [x for x in (*added, *args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    for side, value in (("gave", gave), *(("read", x) for x in given[:1])):
+        copy = value.detach().to("cpu", torch.float32, copy=True)
+        kept.setdefault(f"{name} {side}", []).append(copy.flatten(0, -2))
 
 
 @functools.cache

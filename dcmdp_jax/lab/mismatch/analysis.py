@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, diagnose
-from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, OperatorDifference, collect, legs_of
+from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, OperatorDifference, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, mean_of, measure, recommend
 from dcmdp_jax.lab.mismatch.remedy_effects import Effect, effects, not_computed
 from dcmdp_jax.lab.mismatch.states import StateMeasure, compared
+from dcmdp_jax.observe.legs import legs_of
 from dcmdp_jax.observe.page_kit import json_values
 
 TokenText = Callable[[int], str]
@@ -278,7 +279,9 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     floor = max(measured.floors.values(), default=None)
     names = ("rounding", "explanations", "settings", "lifted", "operators")
     known = {name: getattr(measured, name) for name in names}
-    evidence = collect(pairs, floor=floor, legs=legs_of(pairs, measured.scored), **known)
+    scored = measured.scored
+    legs = [] if scored is None else legs_of(pairs.rollout_logprobs, scored, pairs.train_logprobs)
+    evidence = collect(pairs, floor=floor, legs=legs, **known)
     findings = tuple(diagnose(evidence))
     verdict = findings[0]
     odd_rank = measured.over_training.odd_rank if measured.over_training else ""

@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.evidence import DECODING, RELATED, Evidence, Lifted, least_unrelated, outliers
+from dcmdp_jax.lab.mismatch.evidence import RELATED, Evidence, Lifted, least_unrelated, outliers
+from dcmdp_jax.observe.legs import DECODING
 
 FEWEST_TOKENS, FEWEST_COMPLETIONS = 200, 8
 """With fewer, the columns alone give no verdict."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, mean_of
+from dcmdp_jax.observe.legs import Leg
 
 LARGE_LOG_RATIO = 0.3
 """Nats. Rounding and 8-bit quantization leave the median |d| of any stretch of tokens far below it."""
@@ -56,46 +57,6 @@ class Lifted:
     engine: str
     cause: str
     share: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Leg:
-    """A leg of the gap, between the engine while decoding and its own scores of the tokens, or these and the trainer.
-
-        q - p = (q - s) + (s - p),    s the engine's probability of the tokens, scored in one pass
-
-    Attributes:
-        name: both ends.
-        mean: mean |difference| of the probabilities.
-        log_ratio: mean difference of the log-probs, nats; both legs add up to the mean of log q - log p.
-        share: sum_t (leg)(q - p) / sum_t (q - p)^2; both legs add up to 1.
-    """
-
-    name: str
-    mean: float
-    log_ratio: float
-    share: float
-
-
-DECODING, ONE_PASS = "decoding - one pass", "one pass - trainer"
-
-
-def legs_of(pairs: TokenPairs, scored: np.ndarray | None) -> list[Leg]:
-    """Both legs; none without the engine's own scores.
-
-    Args:
-        pairs: the tokens.
-        scored: [n] float32 nats, the engine's own log-probs of them, each completion in one pass.
-    """
-    if scored is None:
-        return []
-    logs = [x.astype(np.float64) for x in (pairs.rollout_logprobs, scored, pairs.train_logprobs)]
-    q, s, p = map(np.exp, logs)
-    square = float(np.sum((q - p) ** 2)) or np.inf
-    return [
-        Leg(name, mean_of(np.abs(a - b)), mean_of(log_a - log_b), float((a - b) @ (q - p)) / square)
-        for name, a, b, log_a, log_b in ((DECODING, q, s, *logs[:2]), (ONE_PASS, s, p, *logs[1:]))
-    ]
 
 
 @dataclasses.dataclass(frozen=True)

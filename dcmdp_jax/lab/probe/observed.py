@@ -56,38 +56,30 @@ def observed_differences(
     segment_ids = np.repeat(np.arange(1, 1 + len(rows), dtype=np.int32), lengths)[None]
     looked_up = _relative(seen[_EMBEDDING][1], params["embedding"][np.concatenate(rows)])
     found = [OperatorDifference("embedding", None, float(looked_up))]
-    for index, (names, rope, window) in enumerate(
-        zip(layers, config.layer_ropes, config.layer_windows(positions.size), strict=True)
-    ):
+    kinds = zip(config.layer_ropes, config.layer_windows(positions.size), strict=True)
+    for index, (names, kind) in enumerate(zip(layers, kinds, strict=True)):
         trained = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
         pairs = {part: seen[name] for part, name in names.items()}
-        how = {"config": config, "rope": rope, "window": window, "cache": engine.cache_rounding}
-        found += in_order(_layer(trained, pairs, positions, segment_ids, **how), index)
+        sizes = _layer(trained, pairs, (positions, segment_ids), config, (*kind, engine.cache_rounding))
+        found += in_order(sizes, index)
     outer = {key: leaf for key, leaf in params.items() if key != "layers"}
     return found + in_order(_last(outer, seen[_NORM], seen[_HEAD], config=config), None)
 
 
-_Pair = tuple[jax.Array, jax.Array]
-"""What an operator read and gave, [tokens, width] each."""
+_Pair, _Sizes = tuple[jax.Array, jax.Array], dict[str, jax.Array]
+"""What an operator read and gave, [tokens, width] each; operator -> relative difference."""
+_Kind = tuple[str, int, str]
+"""Rotary embedding, window and rounding of the cache of a layer."""
 
 
 def _relative(own: jax.Array, trained: jax.Array) -> jax.Array:
     return jnp.linalg.norm(own - trained) / jnp.maximum(jnp.linalg.norm(trained), jnp.finfo(jnp.float32).tiny)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "rope", "window", "cache"))
-def _layer(
-    trained: Params,
-    pairs: dict[str, _Pair],
-    positions: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    config: ModelConfig,
-    rope: str,
-    window: int,
-    cache: str,
-) -> dict[str, jax.Array]:
-    """The relative difference of each operator of a layer."""
+@functools.partial(jax.jit, static_argnames=("config", "kind"))
+def _layer(trained: Params, pairs: dict[str, _Pair], rows: _Pair, config: ModelConfig, kind: _Kind) -> _Sizes:
+    """The relative difference of each operator of a layer; rows are positions and segment ids, [1, tokens] each."""
+    (positions, segment_ids), (rope, window, cache) = rows, kind
     block = block_of(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained), config)
     platform, length = jax.default_backend(), segment_ids.shape[1]
     ops, rotary = choose_ops(platform), all_rotary_tables(config, positions)[rope]
@@ -104,17 +96,16 @@ def _layer(
         return block.mlp(x, ops) if isinstance(block.mlp, MLP) else block.mlp(x, ops, None, None)[0]
 
     operators = {part: getattr(block, part) for part in config.family.norms} | {"mlp": mlp}
-    operators["attention"] = lambda x: attention(x, cache)
+    operators["attention"] = functools.partial(attention, rounding=cache)
+    if cache:
+        operators["cache"], pairs = functools.partial(attention, rounding=""), pairs | {"cache": pairs["attention"]}
     with products_in("float32"):
         sizes = {part: _relative(gave, operators[part](read[None])[0]) for part, (read, gave) in pairs.items()}
-        norm = jnp.max(jnp.stack([sizes.pop(part) for part in config.family.norms]))
-        read, gave = pairs["attention"]
-        extra = {"cache": _relative(gave, attention(read[None], "")[0])} if cache else {}
-    return {"norm": norm, **sizes, **extra}
+        return {"norm": jnp.max(jnp.stack([sizes.pop(part) for part in config.family.norms])), **sizes}
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _last(params: Params, norm: _Pair, head: _Pair, *, config: ModelConfig) -> dict[str, jax.Array]:
+def _last(params: Params, norm: _Pair, head: _Pair, *, config: ModelConfig) -> _Sizes:
     """The last norm, and the head's logits less their mean."""
     with products_in("float32"):
         logits = head[0] @ output_kernel(params).astype(jnp.float32)
