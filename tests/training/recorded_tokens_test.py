@@ -12,7 +12,7 @@ from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.lab.mismatch.over_training import AGREEMENT, find_files, read_run
 from dcmdp_jax.lab.mismatch.recording import LeftOut
 from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.training.step_rollout import _by_completion
+from dcmdp_jax.training.step_rollout import _by_completion, leg_metrics
 from dcmdp_jax.types import Rows
 from tests.support.processes import demo
 from tests.training import recorded_penalty
@@ -94,6 +94,17 @@ def test_the_legs_of_the_gap_are_those_of_the_first_completions(run):
     decoding, one_pass, share = (values[-1] for _, values in legs.values())
     assert one_pass == pytest.approx(np.abs(q - p).mean(), abs=1e-6) and one_pass > 1e-5
     assert decoding < 1e-6 and abs(share) < 1e-2
+
+
+def test_legs_by_hand():
+    """Of the completion with scores, without its second token: q = 0.5, 0.25, s = 0.4, 0.25, p = 0.3, 0.35."""
+    logs = {"rollout_logprobs": np.log([0.5, 1, 0.25]), "train_logprobs": np.log([0.3, 1, 0.35])}
+    completions = [{"completion": place, "mask": np.array([True, False, True]), **logs} for place in (0, 1)]
+    found = leg_metrics(completions, np.array([0, 3]), {3: np.log([0.4, 0.1, 0.25]), 1: np.zeros(3)})
+    # (0.1 x 0.2 + 0) / (0.2^2 + 0.1^2)
+    assert list(found.values()) == pytest.approx([0.05, 0.1, 0.4])
+    assert list(found) == [f"mismatch/leg_{name}" for name in ("decoding", "one_pass", "decoding_share")]
+    assert leg_metrics(completions, np.array([0, 3]), {}) == {}
 
 
 def test_every_completion_is_there_with_its_reward_and_advantage(run):
