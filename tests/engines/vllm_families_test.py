@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.lab.probe.observed import observed_differences
+from dcmdp_jax.lab.probe.observed import observed
+from dcmdp_jax.lab.probe.operators import operator_differences, tokens_of
 from dcmdp_jax.models.config import ModelConfig, layer_pattern
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.families import FAMILIES
@@ -49,5 +50,7 @@ def test_logprobs_are_the_training_stacks_after_each_push(start, config):
             want = [logprobs[prompt.size - 1 + step, token] for step, token in enumerate(answer)]
             np.testing.assert_allclose(have, want, atol=1e-4, rtol=0)
     # Each operator of its network too, as hooks see it.
-    found = {str(each): each.relative for each in observed_differences(live, params, asked, answers)}
+    tokens = tokens_of(asked, answers)
+    found = operator_differences(params, config, tokens, observed(live, tokens))
+    found = {str(each): each.relative for each in found}
     assert len(found) == 3 + 3 * config.num_layers and max(found.values()) < 1e-4, found

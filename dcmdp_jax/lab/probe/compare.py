@@ -17,7 +17,8 @@ from dcmdp_jax.lab.mismatch.evidence import OperatorDifference
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.lab.mismatch.states import measured as measured_states
 from dcmdp_jax.lab.probe.engines import Sampled, Scorer
-from dcmdp_jax.lab.probe.operators import operator_differences
+from dcmdp_jax.lab.probe.observed import observed
+from dcmdp_jax.lab.probe.operators import operator_differences, tokens_of
 from dcmdp_jax.lab.probe.rescoring import Rescoring, Setup
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 
@@ -79,11 +80,13 @@ def _operators(
     """Differences of the engine's operators; none of another model's, or of one that can't be looked into."""
     if getattr(engine, "config", setup.config) != setup.config:
         return []
+    tokens = tokens_of(prompts, completions)
     try:
-        return operator_differences(engine, setup.params, prompts, completions)
+        seen = observed(engine, tokens)
     except EngineError as error:
         logger.warning("the engine's operators are not looked into: %s", error)
         return []
+    return operator_differences(setup.params, setup.config, tokens, seen) if seen else []
 
 
 def _scored(

@@ -1,113 +1,99 @@
-"""The operators of vLLM's network, each beside the training stack's on the engine's own input."""
+"""What the operators of an engine read and give: of the embedded one, and of vLLM."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.engines.local.cache import load, store
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.local.forward import embed, logits
+from dcmdp_jax.engines.local.layout import Program
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.lab.mismatch.evidence import OperatorDifference, in_order
-from dcmdp_jax.models.attention import choose_kernel, row_attention
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import block_of, final_norm, output_kernel
-from dcmdp_jax.models.layers import MLP, all_rotary_tables
-from dcmdp_jax.models.ops import choose_ops
-from dcmdp_jax.models.products import products_in
-from dcmdp_jax.models.scheme_products import round_cache
+from dcmdp_jax.lab.probe.operators import Observed, Operator, Pair, Tokens, parts_of
+from dcmdp_jax.models.decoder import block_of, final_norm
+from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
+from dcmdp_jax.models.products import in_compute_dtype
 from dcmdp_jax.types import Params
 
-_TOKENS = 256
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens", "model.norm", "logits_processor"
 
-
-def observed_differences(
-    engine: VllmEngine, params: Params, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]
-) -> list[OperatorDifference]:
-    """Run the training stack's operators, in float32, on what vLLM's own read while it scored in one pass.
-
-    ||y - f(x)|| / ||f(x)||, x and y what the engine's operator read and gave: an error is seen where it arises, not in
-    later layers. "norm" is a layer's worst. With an FP8 cache "cache" is the difference of the attention to one that
-    keeps keys and values whole, and "attention" that to one that rounds them as the engine does.
-
-    Args:
-        engine: a running engine with weights.
-        params: the trainer's parameters.
-        prompts, completions: token ids; the first rows, of at most 256 tokens together.
-
-    Returns:
-        Differences in the order of the forward pass.
+def observed(engine: Any, tokens: Tokens) -> Observed | None:
+    """Have an engine that has weights compute the tokens; None of one that nobody can look into.
 
     Raises:
         EngineError: see `VllmEngine.observe`.
     """
-    config, rows = engine.config, []
-    for pair in zip(prompts, completions, strict=False):
-        if len(row := np.concatenate(pair)[: _TOKENS - sum(map(len, rows))]):
-            rows.append(row)
+    if isinstance(engine, VllmEngine):
+        return _of_vllm(engine, tokens)
+    if isinstance(engine, LocalEngine) and engine.weights is not None and engine.program.mesh.size == 1:
+        return _of_embedded(engine.program, engine.weights, tokens)
+    return None
+
+
+def _of_vllm(engine: VllmEngine, tokens: Tokens) -> Observed:
+    """By hooks. Its attention reads the cache in one pass too, so the training stack's has that rounding."""
+    config, rounding = engine.config, engine.cache_rounding
     parts = dict(config.family.norms) | {"attention": "self_attn", "mlp": "mlp"}
     layers = [{part: f"model.layers.{n}.{name}" for part, name in parts.items()} for n in range(config.num_layers)]
-    seen = engine.observe(rows, [_EMBEDDING, *(name for names in layers for name in names.values()), _NORM, _HEAD])
-    lengths = [len(row) for row in rows]
-    positions = np.concatenate([np.arange(length) for length in lengths])[None]
-    segment_ids = np.repeat(np.arange(1, 1 + len(rows), dtype=np.int32), lengths)[None]
-    looked_up = _relative(seen[_EMBEDDING][1], params["embedding"][np.concatenate(rows)])
-    found = [OperatorDifference("embedding", None, float(looked_up))]
-    kinds = zip(config.layer_ropes, config.layer_windows(positions.size), strict=True)
-    for index, (names, kind) in enumerate(zip(layers, kinds, strict=True)):
-        trained = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
-        pairs = {part: seen[name] for part, name in names.items()}
-        sizes = _layer(trained, pairs, (positions, segment_ids), config, (*kind, engine.cache_rounding))
-        found += in_order(sizes, index)
-    outer = {key: leaf for key, leaf in params.items() if key != "layers"}
-    return found + in_order(_last(outer, seen[_NORM], seen[_HEAD], config=config), None)
+    outer = "model.embed_tokens", "model.norm", "logits_processor"
+    seen = engine.observe(tokens.rows, [*outer, *(name for names in layers for name in names.values())])
+    pairs = [{part: seen[name] for part, name in names.items()} for names in layers]
+    pairs = [each | ({"cache": each["attention"]} if rounding else {}) for each in pairs]
+    (_, looked_up), *last = (seen[name] for name in outer)
+    return Observed(embedding_scale(config, looked_up), pairs, *last, rounding)
 
 
-_Pair, _Sizes = tuple[jax.Array, jax.Array], dict[str, jax.Array]
-"""What an operator read and gave, [tokens, width] each; operator -> relative difference."""
-_Kind = tuple[str, int, str]
-"""Rotary embedding, window and rounding of the cache of a layer."""
+def _of_embedded(program: Program, weights: Params, tokens: Tokens) -> Observed:
+    config, layers = program.config, []
+    outer = program.own_weights({key: leaf for key, leaf in weights.items() if key != "layers"})
+    x = looked_up = _embedded(outer, np.concatenate(tokens.rows)[None], program=program)
+    windows = config.layer_windows(x.shape[1])
+    for layer, rope, window in zip(weights["layers"], config.layer_ropes, windows, strict=True):
+        x, pairs = _layer(layer, x, tokens[1:], program=program, rope=rope, window=window)
+        layers.append(pairs)
+    return Observed(looked_up[0], layers, *_last(outer, x[0], program=program))
 
 
-def _relative(own: jax.Array, trained: jax.Array) -> jax.Array:
-    return jnp.linalg.norm(own - trained) / jnp.maximum(jnp.linalg.norm(trained), jnp.finfo(jnp.float32).tiny)
+@functools.partial(jax.jit, static_argnames=("program",))
+def _embedded(weights: Params, tokens: jax.Array, *, program: Program) -> jax.Array:
+    return embed(weights, tokens, program).astype(program.compute_dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kind"))
-def _layer(trained: Params, pairs: dict[str, _Pair], rows: _Pair, config: ModelConfig, kind: _Kind) -> _Sizes:
-    """The relative difference of each operator of a layer; rows are positions and segment ids, [1, tokens] each."""
-    (positions, segment_ids), (rope, window, cache) = rows, kind
-    block = block_of(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained), config)
-    platform, length = jax.default_backend(), segment_ids.shape[1]
-    ops, rotary = choose_ops(platform), all_rotary_tables(config, positions)[rope]
-    how = {"kernel": choose_kernel("auto", jnp.dtype("float32"), platform, length), "one_segment": False}
+@functools.partial(jax.jit, static_argnames=("program", "rope", "window"))
+@in_compute_dtype
+def _layer(
+    own: Params, x: jax.Array, rows: Pair, *, program: Program, rope: str, window: int
+) -> tuple[jax.Array, dict[str, Pair]]:
+    """The residual stream after the layer, and what its operators read and gave."""
+    positions, segment_ids = rows
+    block = block_of(program.own_weights(own), program.config)
+    rotary, seen = all_rotary_tables(program.config, positions)[rope], {}
 
-    def attention(x: jax.Array, rounding: str) -> jax.Array:
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-            key, value = (round_cache(each, rounding) for each in (key, value))
-            return row_attention(query, key, value, segment_ids, ops=ops, window=window, **how), None
+    def parts(cached: Operator) -> dict[str, Operator]:
+        how = {"ops": program.ops, "window": window}
+        return parts_of(block, rotary, segment_ids, cached, program.platform, **how)
 
-        return block.attention(x, rotary, attend, ops)[0]
+    def through(part: str, read: jax.Array) -> jax.Array:
+        if part not in operators:
+            return read
+        gave = operators[part](read)
+        seen[part] = read[0], gave[0]
+        return gave
 
-    def mlp(x: jax.Array) -> jax.Array:
-        return block.mlp(x, ops) if isinstance(block.mlp, MLP) else block.mlp(x, ops, None, None)[0]
-
-    operators = {part: getattr(block, part) for part in config.family.norms} | {"mlp": mlp}
-    operators["attention"] = functools.partial(attention, rounding=cache)
-    if cache:
-        operators["cache"], pairs = functools.partial(attention, rounding=""), pairs | {"cache": pairs["attention"]}
-    with products_in("float32"):
-        sizes = {part: _relative(gave, operators[part](read[None])[0]) for part, (read, gave) in pairs.items()}
-        return {"norm": jnp.max(jnp.stack([sizes.pop(part) for part in config.family.norms])), **sizes}
+    operators = parts(lambda x: x)
+    operators["cache"] = parts(lambda x: load(store(x, program.cache_dtype), x.dtype))["attention"]
+    read = through("attention_norm", x)
+    if program.cache_dtype != program.compute_dtype:
+        through("cache", read)
+    x = x + through("attention_out_norm", through("attention", read))
+    return x + through("mlp_out_norm", through("mlp", through("mlp_norm", x))), seen
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _last(params: Params, norm: _Pair, head: _Pair, *, config: ModelConfig) -> _Sizes:
-    """The last norm, and the head's logits less their mean."""
-    with products_in("float32"):
-        logits = head[0] @ output_kernel(params).astype(jnp.float32)
-        centered = (each - jnp.mean(each, -1, keepdims=True) for each in (head[1], logits))
-        return {"norm": _relative(norm[1], final_norm(params, config, norm[0])), "head": _relative(*centered)}
+@functools.partial(jax.jit, static_argnames=("program",))
+@in_compute_dtype
+def _last(weights: Params, x: jax.Array, *, program: Program) -> tuple[Pair, Pair]:
+    hidden = final_norm(weights, program.config, x)
+    return (x, hidden), (hidden, logits(weights, hidden))

@@ -1,146 +1,151 @@
-"""The operators of an embedded engine, each on the training stack's own input to it."""
+"""The operators of an engine, each beside the training stack's on the engine's own input."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.engines.local.cache import load, store
-from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.engines.local.forward import embed, logits
-from dcmdp_jax.engines.local.layout import Program
-from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference, in_order
-from dcmdp_jax.lab.probe.observed import observed_differences
 from dcmdp_jax.models.attention import choose_kernel, row_attention
-from dcmdp_jax.models.decoder import Attend, Block, block_of, final_norm, output_kernel
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Block, block_of, final_norm, output_kernel
 from dcmdp_jax.models.layers import MLP, all_rotary_tables, embedding_scale
-from dcmdp_jax.models.products import in_compute_dtype
+from dcmdp_jax.models.ops import choose_ops
+from dcmdp_jax.models.products import products_in
+from dcmdp_jax.models.scheme_products import round_cache
 from dcmdp_jax.types import Params
 
-_ROWS, _TOKENS, _HEAD_TOKENS = 8, 256, 256
+_TOKENS = 256
+NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+
+Operator = Callable[[jax.Array], jax.Array]
+"""[1, T, D] -> [1, T, D]."""
+Pair, Sizes = tuple[Any, Any], dict[str, jax.Array]
+"""What an operator read and gave, [T, width] each, floating point; operator -> relative difference."""
+
+
+class Tokens(NamedTuple):
+    """The first rows, of at most 256 tokens together, one after the other.
+
+    Attributes:
+        rows: token ids of each.
+        positions, segment_ids: [1, T] int32.
+    """
+
+    rows: list[np.ndarray]
+    positions: np.ndarray
+    segment_ids: np.ndarray
+
+
+class Observed(NamedTuple):
+    """What the operators of an engine read and gave while it computed `Tokens` in one pass.
+
+    Attributes:
+        embedding: [T, D], as the first layer reads it.
+        layers: "attention", "mlp", those of `NORMS` that the family has, and where the cache rounds "cache": the
+            attention that reads it.
+        norm, head: after the last layer; the head gives logits.
+        rounding: rounding in the cache, of `scheme.CACHES`, that "attention" has too; "" for none.
+    """
+
+    embedding: Any
+    layers: Iterable[Mapping[str, Pair]]
+    norm: Pair
+    head: Pair
+    rounding: str = ""
+
+
+def tokens_of(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]) -> Tokens:
+    """The tokens to look at."""
+    rows: list[np.ndarray] = []
+    for pair in zip(prompts, completions, strict=False):
+        if len(row := np.concatenate(pair)[: _TOKENS - sum(map(len, rows))]):
+            rows.append(row)
+    lengths = [len(row) for row in rows]
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    return Tokens(rows, positions[None], np.repeat(np.arange(1, 1 + len(rows), dtype=np.int32), lengths)[None])
 
 
 def operator_differences(
-    engine: Any, params: Params, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]
+    params: Params, config: ModelConfig, tokens: Tokens, seen: Observed
 ) -> list[OperatorDifference]:
-    """Run each operator of the engine on what the training stack, in float32, gives to its own.
+    """Run the training stack's operators, in float32, on what the engine's own read.
 
-    ||f_engine(x) - f(x)|| / ||f(x)|| for the embedding, the norms, the attention, what the cache adds to it, the MLP
-    and the output head. An error is seen where it arises; it does not travel to later layers.
-
-    Args:
-        engine: any; an embedded one that is not split has operators to look at, vLLM's are `observed_differences`.
-        params: the trainer's parameters.
-        prompts, completions: token ids; the first 8 rows, 256 tokens each.
+    ||y - f(x)|| / ||f(x)||, x and y what the engine's operator read and gave: an error is seen where it arises, not in
+    later layers. "norm" is a layer's worst. "cache" is the difference of the attention that reads the cache to one that
+    keeps keys and values whole.
 
     Returns:
-        Differences in the order of the forward pass; empty for another engine.
+        Differences in the order of the forward pass.
     """
-    if isinstance(engine, VllmEngine):
-        return observed_differences(engine, params, prompts, completions)
-    if not isinstance(engine, LocalEngine) or engine.weights is None or engine.program.mesh.size > 1:
-        return []
-    rows = [np.concatenate(pair)[:_TOKENS] for pair in zip(prompts[:_ROWS], completions, strict=False)]
-    tokens, lengths = np.zeros((len(rows), max(map(len, rows))), np.int32), np.array([len(row) for row in rows])
-    for place, row in enumerate(rows):
-        tokens[place, : len(row)] = row
-    program, config = engine.program, engine.config
-    weights = program.own_weights({key: leaf for key, leaf in engine.weights.items() if key != "layers"})
-    x, own = _embedded(params, weights, tokens, program=program)
-    found = [OperatorDifference("embedding", None, float(_relative(own, x, lengths)))]
-    for index, (layer, rope, window) in enumerate(
-        zip(engine.weights["layers"], config.layer_ropes, config.layer_windows(tokens.shape[1]), strict=True)
-    ):
+    looked_up = embedding_scale(config, params["embedding"].astype(jnp.float32)[np.concatenate(tokens.rows)])
+    found = [OperatorDifference("embedding", None, float(_relative(seen.embedding, looked_up)))]
+    kinds = zip(config.layer_ropes, config.layer_windows(tokens.positions.size), strict=True)
+    for index, (pairs, kind) in enumerate(zip(seen.layers, kinds, strict=True)):
         trained = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
-        x, sizes = _layer(trained, layer, x, lengths, program=program, rope=rope, window=window)
-        found += in_order(sizes, index)
-    return found + in_order(_last(params, weights, x, lengths, program=program), None)
+        found += in_order(_layer(trained, dict(pairs), tokens[1:], config, (*kind, seen.rounding)), index)
+    outer = {key: leaf for key, leaf in params.items() if key != "layers"}
+    return found + in_order(_last(outer, seen.norm, seen.head, config=config), None)
 
 
-def _relative(own: jax.Array, trained: jax.Array, lengths: jax.Array) -> jax.Array:
-    """||own - trained|| / ||trained|| over the rows' tokens; 0 of nothing."""
-    inside = (jnp.arange(trained.shape[1]) < lengths[:, None])[..., None]
-    square = jnp.sum(jnp.where(inside, (own.astype(jnp.float32) - trained) ** 2, 0))
-    return jnp.sqrt(square / jnp.maximum(jnp.sum(jnp.where(inside, trained**2, 0)), jnp.finfo(jnp.float32).tiny))
+def parts_of(
+    block: Block,
+    rotary: tuple[jax.Array, jax.Array],
+    segment_ids: jax.Array,
+    cached: Operator,
+    platform: str,
+    **how: Any,
+) -> dict[str, Operator]:
+    """The operators of a layer by their names in it; `cached` makes of keys and values what a cache would."""
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        kernel = choose_kernel("auto", query.dtype, platform, query.shape[1])
+        read = cached(key), cached(value)
+        return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=False, **how), None
+
+    ops, dense = how["ops"], isinstance(block.mlp, MLP)
+    parts = {part: norm for part in NORMS if (norm := getattr(block, part)) is not None}
+    parts["attention"] = lambda x: block.attention(x, rotary, attend, ops)[0]
+    return parts | {"mlp": lambda x: block.mlp(x, ops) if dense else block.mlp(x, ops, None, None)[0]}
 
 
-@functools.partial(jax.jit, static_argnames=("program",))
-def _embedded(params: Params, weights: Params, tokens: jax.Array, *, program: Program) -> tuple[jax.Array, jax.Array]:
-    trained = embedding_scale(program.config, params["embedding"].astype(jnp.float32)[tokens])
-    return trained, embed(weights, tokens, program)
+def _relative(own: jax.Array, trained: jax.Array) -> jax.Array:
+    norm = jnp.linalg.norm(trained)
+    return jnp.linalg.norm(own.astype(jnp.float32) - trained) / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
 
 
-@functools.partial(jax.jit, static_argnames=("program", "rope", "window"))
-@in_compute_dtype
+@functools.partial(jax.jit, static_argnames=("config", "kind"))
 def _layer(
-    trained: Params, own: Params, x: jax.Array, lengths: jax.Array, *, program: Program, rope: str, window: int
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The residual stream after the layer, and the relative difference of each operator in it."""
-    config, dtype, length = program.config, jnp.dtype(program.compute_dtype), x.shape[1]
-    segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
-    rotary = all_rotary_tables(config, jnp.arange(length)[None])[rope]
-    how = {"one_segment": True, "ops": program.ops, "window": window}
-
-    def attend(cache: str | None) -> Attend:
-        def run(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-            if cache:
-                key, value = (load(store(each, cache), dtype) for each in (key, value))
-            kernel = choose_kernel("auto", query.dtype, program.platform, length)
-            return row_attention(query, key, value, segment_ids, kernel=kernel, **how), None
-
-        return run
-
-    def attention(block: Block, read: jax.Array, cache: str | None = None) -> jax.Array:
-        return block.attention(read, rotary, attend(cache), program.ops)[0]
-
-    def mlp(block: Block, read: jax.Array) -> jax.Array:
-        dense = isinstance(block.mlp, MLP)
-        return block.mlp(read, program.ops) if dense else block.mlp(read, program.ops, None, None)[0]
-
-    norms: list[jax.Array] = []
-
-    def normed(place: str, x: jax.Array) -> jax.Array:
-        norm = getattr(block, place)
-        if norm is None:
-            return x
-        norms.append(_relative(getattr(engines, place)(x.astype(dtype)), norm(x), lengths))
-        return norm(x)
-
+    trained: Params, pairs: dict[str, Pair], rows: Pair, config: ModelConfig, kind: tuple[str, int, str]
+) -> Sizes:
+    """The relative difference of each operator of a layer of a kind: rotary embedding, window, rounding."""
+    (positions, segment_ids), (rope, window, rounding) = rows, kind
     block = block_of(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained), config)
-    engines = block_of(program.own_weights(own), config)
-    read = normed("attention_norm", x)
-    attended, plain = attention(block, read), attention(engines, read.astype(dtype))
-    x = x + normed("attention_out_norm", attended)
-    sizes = {
-        "attention": _relative(plain, attended, lengths),
-        "cache": _relative(
-            attention(engines, read.astype(dtype), program.cache_dtype), plain.astype(jnp.float32), lengths
-        ),
-    }
-    read = normed("mlp_norm", x)
-    y = mlp(block, read)
-    sizes["mlp"] = _relative(mlp(engines, read.astype(dtype)), y, lengths)
-    x = x + normed("mlp_out_norm", y)
-    return x, {"norm": jnp.max(jnp.stack(norms)), **sizes}
+    platform, rotary = jax.default_backend(), all_rotary_tables(config, positions)[rope]
+
+    def parts(cache: str) -> dict[str, Operator]:
+        how = {"ops": choose_ops(platform), "window": window}
+        return parts_of(block, rotary, segment_ids, lambda x: round_cache(x, cache), platform, **how)
+
+    operators = parts(rounding) | {"cache": parts("")["attention"]}
+    with products_in("float32"):
+        sizes = {
+            part: _relative(gave, operators[part](read.astype(jnp.float32)[None])[0])
+            for part, (read, gave) in pairs.items()
+        }
+    return {"norm": jnp.max(jnp.stack([sizes.pop(part) for part in NORMS if part in sizes])), **sizes}
 
 
-@functools.partial(jax.jit, static_argnames=("program",))
-@in_compute_dtype
-def _last(
-    params: Params, weights: Params, x: jax.Array, lengths: jax.Array, *, program: Program
-) -> dict[str, jax.Array]:
-    """The last norm, and the head's logits, less their mean, of a few tokens."""
-    dtype = jnp.dtype(program.compute_dtype)
-    hidden = final_norm(params, program.config, x)
-    norm = _relative(final_norm(weights, program.config, x.astype(dtype)), hidden, lengths)
-    few = hidden[:, : max(1, _HEAD_TOKENS // len(x))]
-    trained = few @ output_kernel(params).astype(jnp.float32)
-    own = logits(weights, few.astype(dtype))
-    centered = (each - jnp.mean(each, -1, keepdims=True) for each in (own, trained))
-    return {"norm": norm, "head": _relative(*centered, jnp.minimum(lengths, few.shape[1]))}
+@functools.partial(jax.jit, static_argnames="config")
+def _last(params: Params, norm: Pair, head: Pair, *, config: ModelConfig) -> Sizes:
+    """The last norm, and the head's logits less their mean."""
+    with products_in("float32"):
+        logits = head[0].astype(jnp.float32) @ output_kernel(params).astype(jnp.float32)
+        centered = (each - jnp.mean(each, -1, keepdims=True) for each in (head[1], logits))
+        hidden = final_norm(params, config, norm[0].astype(jnp.float32))
+        return {"norm": _relative(norm[1], hidden), "head": _relative(*centered)}
