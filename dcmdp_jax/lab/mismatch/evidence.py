@@ -66,7 +66,7 @@ class OperatorDifference:
     Attributes:
         operator: "embedding", "norm", "attention", "cache", "mlp" or "head"; key of `causes.CAUSES`.
         layer: number of the layer, 0 is the first; None before the first and after the last.
-        relative: ||f_engine(x) - f(x)|| / ||f(x)||; x is the training stack's own, or what vLLM's operator read.
+        relative: ||y - f(x)|| / ||f(x)||; x and y are what the engine's operator read and gave.
     """
 
     operator: str
