@@ -13,14 +13,14 @@ from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.forward import embed, logits
 from dcmdp_jax.engines.local.layout import Program
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.lab.probe.operators import Observed, Operator, Pair, Tokens, parts_of
+from dcmdp_jax.lab.probe.operators import Observed, OnePass, Operator, Pair, parts_of
 from dcmdp_jax.models.decoder import block_of, final_norm
 from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
 from dcmdp_jax.models.products import in_compute_dtype
 from dcmdp_jax.types import Params
 
 
-def observed(engine: Any, tokens: Tokens) -> Observed | None:
+def observed(engine: Any, tokens: OnePass) -> Observed | None:
     """Have an engine that has weights compute the tokens; None of one that nobody can look into.
 
     Raises:
@@ -33,7 +33,7 @@ def observed(engine: Any, tokens: Tokens) -> Observed | None:
     return None
 
 
-def _of_vllm(engine: VllmEngine, tokens: Tokens) -> Observed:
+def _of_vllm(engine: VllmEngine, tokens: OnePass) -> Observed:
     """By hooks. Its attention reads the cache in one pass too, so the training stack's has that rounding."""
     config, rounding = engine.config, engine.cache_rounding
     parts = dict(config.family.norms) | {"attention": "self_attn", "mlp": "mlp"}
@@ -46,7 +46,7 @@ def _of_vllm(engine: VllmEngine, tokens: Tokens) -> Observed:
     return Observed(embedding_scale(config, looked_up), pairs, *last, rounding)
 
 
-def _of_embedded(program: Program, weights: Params, tokens: Tokens) -> Observed:
+def _of_embedded(program: Program, weights: Params, tokens: OnePass) -> Observed:
     config, layers = program.config, []
     outer = program.own_weights({key: leaf for key, leaf in weights.items() if key != "layers"})
     x = looked_up = _embedded(outer, np.concatenate(tokens.rows)[None], program=program)

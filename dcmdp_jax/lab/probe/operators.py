@@ -29,7 +29,7 @@ Pair, Sizes = tuple[Any, Any], dict[str, jax.Array]
 """What an operator read and gave, [T, width] each, floating point; operator -> relative difference."""
 
 
-class Tokens(NamedTuple):
+class OnePass(NamedTuple):
     """The first rows, of at most 256 tokens together, one after the other.
 
     Attributes:
@@ -43,7 +43,7 @@ class Tokens(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """What the operators of an engine read and gave while it computed `Tokens` in one pass.
+    """What the operators of an engine read and gave while it computed `OnePass` in one pass.
 
     Attributes:
         embedding: [T, D], as the first layer reads it.
@@ -60,7 +60,7 @@ class Observed(NamedTuple):
     rounding: str = ""
 
 
-def tokens_of(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]) -> Tokens:
+def tokens_of(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]) -> OnePass:
     """The tokens to look at."""
     rows: list[np.ndarray] = []
     for pair in zip(prompts, completions, strict=False):
@@ -68,11 +68,11 @@ def tokens_of(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]) 
             rows.append(row)
     lengths = [len(row) for row in rows]
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    return Tokens(rows, positions[None], np.repeat(np.arange(1, 1 + len(rows), dtype=np.int32), lengths)[None])
+    return OnePass(rows, positions[None], np.repeat(np.arange(1, 1 + len(rows), dtype=np.int32), lengths)[None])
 
 
 def operator_differences(
-    params: Params, config: ModelConfig, tokens: Tokens, seen: Observed
+    params: Params, config: ModelConfig, tokens: OnePass, seen: Observed
 ) -> list[OperatorDifference]:
     """Run the training stack's operators, in float32, on what the engine's own read.
 
