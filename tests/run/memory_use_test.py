@@ -301,7 +301,7 @@ print(json.dumps([plan.memory.peak("host")[1], int(status["VmHWM"].split()[0]) *
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from /proc")
 def test_a_small_run_peaks_at_about_what_is_announced(tmp_path):
-    # 51 million parameters, and a command, which keeps freed memory: by its script's name. Measured once: 2.92 GiB, with
+    # 51 million parameters, and a command, which keeps freed memory: by its script's name. Measured: 2.92 GiB, with
     # 3.28 announced. VmHWM, because Linux's ru_maxrss starts at the peak of the process that started this one.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_ROOT)}
