@@ -50,6 +50,20 @@ STATE_CHARGES: Mapping[str, Callable[[Array, Array], jax.Array]] = {
 """Name in `algorithm.method` -> the discrepancy of a state, of log-probs of the head and the tail."""
 
 
+def charge_length(head: Head, mask: Array, charge: str) -> jax.Array:
+    """Length of a charge's gradient in the logits, 1/2 sum_a |g_a - p_a sum_b g_b| with g_a = dD / d log p_a.
+
+    Over the head and the tail as one token, [R, L], 0 outside `mask`. By the same norm the gradient of log p_y has the
+    length 1 - p_y.
+    """
+    require_head(head, mask)
+    present = head.present & jnp.asarray(mask, bool)[..., None]
+    log_p, log_q = (with_tail(values, present) for values in (head.train_logprobs, head.rollout_logprobs))
+    slopes = jax.grad(lambda x: jnp.sum(STATE_CHARGES[charge](x, log_q)))(log_p)
+    moved = slopes - jnp.exp(log_p) * jnp.sum(slopes, axis=-1, keepdims=True)
+    return jnp.where(mask, jnp.sum(jnp.abs(moved), axis=-1) / 2, 0.0)
+
+
 def charge_loss(tokens: Tokens, weights: Array, head: Head, charge: str) -> jax.Array:
     """lambda sum_t w_t D(s_t), to be added to the sum of the loss.
 

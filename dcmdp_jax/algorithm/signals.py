@@ -44,7 +44,7 @@ class Signals(NamedTuple):
     statistics: Statistics
 
 
-def charge_share(tokens: Tokens, uncharged: Array, token_weights: Array) -> Mean:
+def charge_share(tokens: Tokens, uncharged: Array, token_weights: Array, in_loss: Array | None = None) -> Mean:
     """Share of an update that is charge for the discrepancy, left unreduced. Ours, not in the paper.
 
         C / (C + S),    C = sum w |A' - A| (1 - p),    S = sum w |A| (1 - p)
@@ -58,6 +58,8 @@ def charge_share(tokens: Tokens, uncharged: Array, token_weights: Array) -> Mean
         tokens: `advantages` penalized; p is of `train_logprobs`.
         uncharged: [R, L], A, the advantage without discrepancy.
         token_weights: [R, L] float32 >= 0, w.
+        in_loss: [R, L] float32 >= 0, length of the gradient of a charge in the loss before lambda
+            (`charges.charge_length`); sum w lambda of it is added to C.
 
     Returns:
         C over C + S; 1 where all advantages are 0 and something is charged, 0 where nothing is.
@@ -71,6 +73,9 @@ def charge_share(tokens: Tokens, uncharged: Array, token_weights: Array) -> Mean
     charge, plain = (
         weighted_sum(jnp.abs(x) * score, token_weights).total for x in (tokens.advantages - uncharged, uncharged)
     )
+    if in_loss is not None:
+        require_same_shape(in_loss=in_loss, token_weights=token_weights)
+        charge += tokens.multiplier * weighted_sum(in_loss, token_weights).total
     return jax.lax.stop_gradient(Mean(charge, charge + plain))
 
 

@@ -116,7 +116,7 @@ dual/violation | discrepancy | mean discrepancy, or the quantile of algorithm.bu
     lambda rises where it is positive
 dual/tolerance | discrepancy | c, the budget for the mean discrepancy, or for the quantile of algorithm.budget
 dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum |advantage| (1 - p),
-    as tokens weigh
+    as tokens weigh; of a charge in the loss C = sum lambda sum_a |dD / dz_a| / 2, z the logits
 policy/clip_low_fraction | fraction | tokens whose gradient the lower clip of the ratio stops
 policy/clip_high_fraction | fraction | tokens whose gradient the upper clip of the ratio stops
 policy/dual_clip_fraction | fraction | tokens whose gradient the dual clip stops

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.advantages import group_advantages
+from dcmdp_jax.algorithm.charges import charge_length
 from dcmdp_jax.algorithm.distribution import Head
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.signals import Signals, charge_share
@@ -317,8 +318,11 @@ def _objective(
         **loss_terms.head_statistics(settings, head, kept_mass, rows.completion_mask),
         "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), rows.completion_mask),
         "discrepancy/mean": signals.mean_discrepancy,
-        "dual/charge_share": charge_share(signals.tokens, uncharged, signals.weights),
-    }
+        "dual/charge_share": charge_share(
+            signals.tokens, uncharged, signals.weights,
+            None if settings.state_charge is None else charge_length(head, rows.completion_mask, settings.state_charge),
+        ),
+    }  # fmt: skip
     sums = _Sums(loss.total, kl, signals.dropped_tokens, router)
     start_logprobs = signals.tokens.start_logprobs if lags(rows) else None
     top_logprobs = head.old_logprobs if head is not None and parts.record_tokens else None

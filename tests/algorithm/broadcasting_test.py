@@ -91,7 +91,7 @@ CASES = {
     "discrepancy.mismatch_statistics": (discrepancy.mismatch_statistics, PAIR | {"mask": MASK}),
     "discrepancy.displacement": (discrepancy.displacement, PAIR),
     "discrepancy.displacement_statistics": (discrepancy.displacement_statistics, PAIR | {"mask": MASK}),
-    "signals.charge_share": _of_tokens(signals.charge_share, uncharged=ROWS, token_weights=ROWS),
+    "signals.charge_share": _of_tokens(signals.charge_share, uncharged=ROWS, token_weights=ROWS, in_loss=ROWS),
     "advantages.group_advantages": (advantages.group_advantages, GROUP | {"epsilon": ONE}),
     "advantages.has_signal": (advantages.has_signal, GROUP),
     "masked.group_statistics": (_part(masked.group_statistics, ddof=1), GROUP),

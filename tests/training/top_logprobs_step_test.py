@@ -137,6 +137,14 @@ def test_a_charge_in_the_loss_has_the_gradient_of_the_states_discrepancy(charge)
     )
     norm = np.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(gradient)))
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    charged, plain = 0.0, 0.0
+    for advantage, x, y, tokens in zip(advantages, log_p, rollout.tables, rollout.completion_ids, strict=True):
+        p, q = np.exp(x), np.exp(y)
+        own = {"state_tv": p * np.sign(p - q) / 2, "state_kl": -q, "state_delta": q * p * np.sign(p - q)}[charge]
+        of_token = np.abs(own - p * own.sum(-1, keepdims=True)).sum(-1) / 2  # in the logits
+        charged += 0.8 * of_token.sum() / len(tokens)
+        plain += abs(advantage) * (1 - p[np.arange(len(tokens)), tokens]).sum() / len(tokens)
+    assert metrics["dual/charge_share"] == pytest.approx(charged / (charged + plain), rel=1e-4)
     moved = 0.8 + settings.dual_learning_rate * (metrics["discrepancy/mean"] - settings.tolerance)
     assert state.dual.multiplier == pytest.approx(moved, rel=1e-5)
 

@@ -233,8 +233,7 @@ class Analysis:
         statistics: in numbers; completions over c for the recommended c.
         findings: causes, the likeliest first.
         recommendation: the budget c.
-        states, head_mass: whole states beside the sampled tokens' estimates, and the mean mass of the likeliest tokens;
-            empty and NaN without them.
+        states: whole states beside the sampled tokens' estimates; empty without likeliest tokens.
         effects: the corrections' effects.
         not_computed: corrections whose effect depends on advantages, which were not recorded.
         groups: heading -> groups.
@@ -251,7 +250,6 @@ class Analysis:
     findings: tuple[Finding, ...]
     recommendation: Recommendation
     states: tuple[StateMeasure, ...]
-    head_mass: float
     effects: tuple[Effect, ...]
     not_computed: tuple[str, ...]
     groups: Mapping[str, tuple[Group, ...]]
@@ -305,7 +303,6 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         findings=findings,
         recommendation=recommendation,
         states=compared(pairs),
-        head_mass=math.nan if pairs.states is None else mean_of(pairs.states[:, -2]),
         effects=tuple(effects(pairs)),
         not_computed=tuple(not_computed(pairs)),
         groups={heading: tuple(found) for heading, found in groups.items() if found},

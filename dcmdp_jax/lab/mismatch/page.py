@@ -17,7 +17,7 @@ from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured
 from dcmdp_jax.lab.mismatch.evidence import outliers
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, means_by_completion
-from dcmdp_jax.lab.mismatch.states import StateMeasure
+from dcmdp_jax.lab.mismatch.states import state_lines
 from dcmdp_jax.number_format import number, percent, text_table
 from dcmdp_jax.observe.page_kit import (
     COLORS,
@@ -142,18 +142,10 @@ def table(analyses: Sequence[Analysis]) -> str:
             said = (f"{leg.name} {leg.mean:.3g} ({leg.share:.0%} of the gap)" for leg in legs)
             lines.append(f"  mean |dp| of its legs: {', '.join(said)}")
         lines += _first_operator(analysis)
-        if analysis.states:
-            heading = ["  whole states", "exact", "at most more", "sampled tokens say", "+-"]
-            rows = [[f"  {each.title}", *(number(x, ".3g") for x in _values(each))] for each in analysis.states]
-            lines += text_table([heading, *rows])
-            lines.append(f"  over the engine's likeliest tokens, of mass {analysis.head_mass:.6g}, and their tail")
+        lines += state_lines(analysis.states)
         if analysis.over_training is not None:
             lines += ["", *_over_training(analysis.over_training)]
     return "\n".join(lines)
-
-
-def _values(each: StateMeasure) -> tuple[float, ...]:
-    return each.exact, each.bound, each.sampled, each.noise
 
 
 def _first_operator(analysis: Analysis) -> list[str]:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from dcmdp_jax.number_format import number, text_table
 
 if TYPE_CHECKING:
     from dcmdp_jax.lab.mismatch.pairs import TokenPairs
@@ -33,7 +36,7 @@ _ENTRIES = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class StateMeasure:
-    """A measure of whole states beside its estimate from sampled tokens.
+    """A measure of whole states beside its estimate from sampled tokens; of the head's mass the exact value alone.
 
     Attributes:
         title: for people.
@@ -92,4 +95,13 @@ def compared(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
         exact, bound = states[:, 2 * place], states[:, 2 * place + 1]
         noise = float(np.sqrt(np.sum((term - exact) ** 2)) / len(term))
         found.append(StateMeasure(title, float(exact.mean()), float(bound.mean()), float(term.mean()), noise))
-    return tuple(found)
+    mass, count = states[:, -2:].mean(axis=0)
+    return (*found, StateMeasure(f"mass of the engine's {count:g} likeliest", float(mass), *(math.nan,) * 3))
+
+
+def state_lines(states: Sequence[StateMeasure]) -> list[str]:
+    """A table for a terminal; no line without states."""
+    if not states:
+        return []
+    rows = [[title, *(number(x, ".4g") for x in values)] for title, *values in map(dataclasses.astuple, states)]
+    return text_table([["  whole states", "exact", "at most more", "sampled tokens say", "+-"], *rows])

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.algorithm.advantages import group_advantages
+from dcmdp_jax.algorithm.distribution import Head
 from dcmdp_jax.algorithm.losses import aggregation_weights
 from dcmdp_jax.algorithm.masked import gather_to_tokens
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
+from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.evaluation.estimators import t_half_width
 from dcmdp_jax.training.loss_terms import charged_rewards, loss_of, signals_of
 from dcmdp_jax.types import Array, DualState, Params, Rows
@@ -156,13 +158,16 @@ def token_slopes(
     Args:
         settings, remedies: the algorithm.
         sampled: the batch.
-        train_logprobs: [N, L] nats.
+        train_logprobs: [N, L] nats, or [N, L, 1 + k] with those of the column `top_ids` behind.
         limit: T_max, for the fixed-length normalizer.
 
     Returns:
-        [N, L] float32, 0 outside the mask.
+        float32 of its shape, 0 outside the mask.
     """
-    rows, count = sampled.rows, len(sampled.rewards)
+    rows, count, head, every = sampled.rows, len(sampled.rewards), None, jnp.asarray(train_logprobs)
+    if every.ndim == 3:
+        train_logprobs, top = every[..., 0], every[..., 1:]
+        head = Head(rows.columns[TOP_IDS], rows.columns[TOP_LOGPROBS], top, top, top)
     everyone = jnp.ones(count, bool)
     lengths = jnp.sum(rows.completion_mask, axis=1, dtype=jnp.int32)
     rewards = jnp.asarray(sampled.rewards)
@@ -183,20 +188,21 @@ def token_slopes(
         completion_index=rows.completion_index, num_completions=count, **dual._asdict(),
     )  # fmt: skip
 
-    def loss(train: jax.Array) -> jax.Array:
+    def loss(every: jax.Array) -> jax.Array:
         signals = signals_of(settings, remedies, tokens, normalize()[0])
-        summed, _ = loss_of(settings, remedies, signals, train, None)
+        now = head and head._replace(train_logprobs=every[..., 1:])
+        summed, _ = loss_of(settings, remedies, signals, every[..., 0] if now else every, now)
         _, total = normalize(dropped_tokens=signals.dropped_tokens)
         return summed.total / jnp.where(total > 0, total, 1.0)
 
-    return jax.grad(loss)(jnp.asarray(train_logprobs))
+    return jax.grad(loss)(every)
 
 
 class Gradients:
     """Gradients of batches at fixed weights.
 
     Args:
-        logprobs: (params, rows) -> log-probs [R, L] of the training stack.
+        logprobs: (params, rows) -> log-probs [R, L] of the training stack, or [R, L, 1 + k] with those of `top_ids`.
         params: the weights.
         rows: number computed at a time.
     """
@@ -212,15 +218,15 @@ class Gradients:
         self._pull_back = jax.jit(pull_back)
 
     def score(self, rows: Rows) -> np.ndarray:
-        """p^Train, [N, L] nats, 0 outside completions."""
+        """p^Train, [N, L] or [N, L, 1 + k] nats, 0 outside completions."""
         parts = [np.asarray(self._logprobs(self._params, part)) for part, _ in self._parts(rows)]
         return np.concatenate(parts)[: len(rows.input_ids)]
 
     def of(self, rows: Rows, slopes: Mapping[str, Array]) -> dict[str, np.ndarray]:
-        """The gradient of each loss, named by its derivatives in the log-probs [N, L]; [K] float32."""
+        """The gradient of each loss, named by its derivatives in these log-probs; [K] float32."""
         stacked, total = np.stack([np.asarray(one, np.float32) for one in slopes.values()]), 0.0
         for part, span in self._parts(rows):
-            padded = np.zeros((len(stacked), *part.input_ids.shape), np.float32)
+            padded = np.zeros((len(stacked), *part.input_ids.shape, *stacked.shape[3:]), np.float32)
             own = stacked[:, span]
             padded[:, : own.shape[1]] = own
             total = total + np.asarray(self._pull_back(self._params, part, padded), np.float64)

@@ -12,17 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.algorithm.advantages import has_signal
+from dcmdp_jax.algorithm.charges import STATE_CHARGES
 from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.losses import LOSSES
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical
+from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_quantile
+from dcmdp_jax.lab.mismatch.pairs import make_pairs
+from dcmdp_jax.lab.mismatch.states import StateMeasure, measured
 from dcmdp_jax.lab.oracle.gradients import (
     Gradients,
     JudgedBatch,
@@ -37,12 +43,12 @@ from dcmdp_jax.lab.oracle.gradients import (
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.lab.probe.specs import ProbeSpec
-from dcmdp_jax.lab.probe.training_stack import one_a_row
+from dcmdp_jax.lab.probe.training_stack import in_places, one_a_row
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.named_functions import Call, needed_parameters
 from dcmdp_jax.number_format import number
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
+from dcmdp_jax.run.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.types import Rows
 
 Grade = Callable[[Sequence[str], Sequence[str]], np.ndarray]
@@ -86,6 +92,7 @@ class Verdicts:
         reward, control_reward: mean rewards.
         control: the exact control against itself, from two halves of its batches: what noise alone looks like.
         remedies: in order of the error (see `moments`), the smallest first.
+        states: measures of whole states of the engine's tokens, where it gives its likeliest.
     """
 
     model: str
@@ -98,6 +105,7 @@ class Verdicts:
     control_reward: float
     control: Verdict
     remedies: tuple[Verdict, ...]
+    states: tuple[StateMeasure, ...] = ()
 
 
 def ask(
@@ -122,9 +130,13 @@ def ask(
     """
     _check(session, batches, [algorithm, *(arms or {}).values()])
     row_logprobs = make_row_logprobs(
-        session.run.model, Compute(), temperature=session.sampling.temperature, mesh=one_device_mesh()
+        session.run.model,
+        Compute(),
+        temperature=session.sampling.temperature,
+        mesh=one_device_mesh(),
+        top_gradient=True,
     )
-    gradients = Gradients(lambda params, rows: row_logprobs(params, rows).logprobs, session.run.params)
+    gradients = Gradients(lambda params, rows: _every(row_logprobs(params, rows)), session.run.params)
     truth, control_reward = _control(session, gradients, algorithm, batches, grade)
     samples, half = len(session.problems) * session.sampling.group_size, batches // 2
     halves = truth[:half], truth[half : 2 * half]
@@ -144,9 +156,10 @@ def ask(
 
 
 def _check(session: Session, batches: int, settings: Sequence[AlgorithmSettings]) -> None:
-    if any(each.centers for each in settings):
-        why = "score_centering needs the engine's likeliest tokens, which the oracle does not ask for; leave it out"
-        raise UserError(f"config.algorithm.corrections: {why} for --remedies")
+    for each in settings:
+        if (each.centers or each.state_charge) and not session.run.asked.rollout.top_logprobs:
+            name = "score_centering" if each.centers else each.state_charge
+            raise UserError(f"config.rollout.top_logprobs: got 0, {name} needs the engine's likeliest tokens; set 32")
     if batches < 4:
         raise UserError(f"--batches: got {batches}, must be at least 4, to tell noise from bias")
     if session.sampling.group_size < 2:
@@ -176,7 +189,7 @@ def _control(
             )
         train = gradients.score(sampled.rows)
         # As precision "exact" has it: the sampler's log-probs are replaced by the trainer's own.
-        sampled = sampled._replace(rows=sampled.rows.with_columns(rollout_logprobs=train))
+        sampled = sampled._replace(rows=sampled.rows.with_columns(rollout_logprobs=_of_sampled(sampled, train)))
         found.append(gradients.of(sampled.rows, {NOTHING: program(sampled, train)})[NOTHING])
         session.show(f"exact control: batch {len(found)} of {batches}")
     return np.stack(found), float(np.mean(rewards))
@@ -185,17 +198,17 @@ def _control(
 def _under_remedies(
     session: Session, spec: ProbeSpec, gradients: Gradients, algorithm: AlgorithmSettings, batches: int, grade: Grade,
     arms: Mapping[str, AlgorithmSettings] | None,
-) -> tuple[dict[str, list[np.ndarray]], dict[str, list[tuple[float, float]]], dict[str, float]]:  # fmt: skip
-    """Gradients of an engine's batches and shares of its tokens kept, by remedy; discrepancy and reward."""
+) -> tuple[dict[str, list[np.ndarray]], dict[str, list[tuple[float, float]]], dict[str, Any]]:  # fmt: skip
+    """Gradients of an engine's batches and shares of its tokens kept, by remedy; discrepancy, reward, states."""
     collected: dict[str, list[np.ndarray]] = {}
     spreads: dict[str, list[tuple[float, float]]] = {}
     programs: dict[str, Callable] = {}
-    deltas, rewards = [], []
+    deltas, rewards, tokens, states = [], [], [], []
     for sampled in _batches(session, spec, grade, batches, seed=2 * session.seed):
         train = gradients.score(sampled.rows)
         if not programs:
             compared = (
-                entries(algorithm, _tokens(sampled, train))
+                entries(algorithm, _tokens(sampled, train), listed=train.ndim == 3)
                 if arms is None
                 else ({NOTHING: without_remedy(algorithm), **arms})
             )
@@ -206,12 +219,17 @@ def _under_remedies(
             collected.setdefault(name, []).append(gradient)
             spreads.setdefault(name, [])
             if slopes[NOTHING].any():
-                spreads[name].append(_spread(slopes[name], slopes[NOTHING]))
-        mask = sampled.rows.completion_mask
-        deltas.append(np.abs(np.exp(train) - np.exp(sampled.rows.rollout_logprobs))[mask].mean())
+                spreads[name].append(_spread(*(_of_sampled(sampled, slopes[one]) for one in (name, NOTHING))))
+        rows, mask, own = sampled.rows, sampled.rows.completion_mask, _of_sampled(sampled, train)
+        deltas.append(np.abs(np.exp(own) - np.exp(rows.rollout_logprobs))[mask].mean())
+        tokens.append([x[mask] for x in (rows.input_ids, own, rows.rollout_logprobs)])
+        if train.ndim == 3:
+            states.append(measured(rows.columns[TOP_IDS][mask], train[mask][:, 1:], rows.columns[TOP_LOGPROBS][mask]))
         rewards.append(sampled.rewards.mean())
         session.show(f"{spec}: batch {len(rewards)} of {batches}")
-    return collected, spreads, {"discrepancy": float(np.mean(deltas)), "reward": float(np.mean(rewards))}
+    seen = {"discrepancy": float(np.mean(deltas)), "reward": float(np.mean(rewards))}
+    pairs = make_pairs(*zip(*tokens, strict=True), states=states or None)
+    return collected, spreads, seen | {"states": compared(pairs)}
 
 
 def _verdict(
@@ -248,8 +266,19 @@ def _spread(slopes: np.ndarray, plain: np.ndarray) -> tuple[float, float]:
     return float(np.sum(factors) ** 2 / (len(factors) * squares)) if squares else 0.0, float(np.mean(factors == 0))
 
 
+def _every(outputs: RowOutputs) -> jax.Array:
+    """The log-probs of sampled tokens [R, L], with those of listed ones behind [R, L, 1 + k]."""
+    if outputs.top_logprobs is None:
+        return outputs.logprobs
+    return jnp.concatenate([outputs.logprobs[..., None], outputs.top_logprobs], axis=-1)
+
+
+def _of_sampled(sampled: JudgedBatch, values: np.ndarray) -> np.ndarray:
+    return values.reshape(*sampled.rows.input_ids.shape, -1)[..., 0]
+
+
 def _tokens(sampled: JudgedBatch, train: np.ndarray) -> Tokens:
-    rows = sampled.rows
+    rows, train = sampled.rows, _of_sampled(sampled, train)
     return Tokens(
         train_logprobs=train, old_logprobs=train, rollout_logprobs=rows.rollout_logprobs,
         advantages=np.zeros_like(train), completion_mask=rows.completion_mask, completion_index=rows.completion_index,
@@ -278,7 +307,9 @@ def _rows(prompts: Sequence[np.ndarray], found: engines.Sampled, length: int) ->
     rows = one_a_row([prompts[index] for index in found.prompt_index], found.completion_ids, length)
     logprobs = np.zeros(rows.input_ids.shape, np.float32)
     logprobs[rows.completion_mask] = np.concatenate(found.logprobs)
-    return rows.with_columns(rollout_logprobs=logprobs)
+    lists = {TOP_IDS: found.top_ids, TOP_LOGPROBS: found.top_logprobs} if found.top_ids else {}
+    lists = {name: in_places(rows, np.concatenate(values)) for name, values in lists.items()}
+    return rows.with_columns(rollout_logprobs=logprobs, **lists)
 
 
 def summary(verdicts: Verdicts) -> Mapping[str, str]:
@@ -327,7 +358,7 @@ def without_remedy(base: AlgorithmSettings) -> AlgorithmSettings:
     )  # fmt: skip
 
 
-def entries(base: AlgorithmSettings, tokens: Tokens) -> dict[str, AlgorithmSettings]:
+def entries(base: AlgorithmSettings, tokens: Tokens, *, listed: bool = False) -> dict[str, AlgorithmSettings]:
     """Settings of each remedy by name: none, penalties, corrections, trust regions, losses, `base` if it is another.
 
     Penalties charge at lambda and c of `base`. Trust regions have the engine's probability in the ratio's denominator:
@@ -337,6 +368,7 @@ def entries(base: AlgorithmSettings, tokens: Tokens) -> dict[str, AlgorithmSetti
     Args:
         base: settings of the run.
         tokens: some of the engine's, which sizes are taken from.
+        listed: the engine's likeliest tokens are known: charges of a state and `score_centering` are compared too.
     """
     plain = without_remedy(base)
     found = {NOTHING: plain}
@@ -357,6 +389,10 @@ def entries(base: AlgorithmSettings, tokens: Tokens) -> dict[str, AlgorithmSetti
     for call in map(_with_sizes, LOSSES.items()):
         found[call] = dataclasses.replace(plain, loss=call)
     del found["surrogate"]  # the loss without remedy
+    if listed:
+        found |= {name: dataclasses.replace(plain, method=name) for name in STATE_CHARGES}
+        for call in ("score_centering", "tis,score_centering"):
+            found[call] = dataclasses.replace(plain, corrections=call)
     if base not in map(canonical, found.values()):
         found[CONFIGURED] = base
     return found

@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.lab.mismatch.states import state_lines
 from dcmdp_jax.lab.oracle.gradients import ZERO, Quality
 from dcmdp_jax.lab.oracle.oracle import Verdict, Verdicts, summary
 from dcmdp_jax.number_format import number, text_table
@@ -37,6 +38,7 @@ def table(verdicts: Verdicts) -> str:
         f"{verdicts.group_size}, mean |dp| {verdicts.discrepancy:.2g}, reward {verdicts.reward:.3f} "
         f"(exact {verdicts.control_reward:.3f})",
         *text_table(rows),
+        *state_lines(verdicts.states),
         *(f"{topic}: {words}" for topic, words in summary(verdicts).items()),
     ]
     return "\n".join(lines)

@@ -69,7 +69,7 @@ def test_the_probe_reads_the_lists_of_a_recording(tmp_path, capsys):
     found = {each["title"]: each for each in pair["states"]}
     assert found["expected |p - q|"]["exact"] == pytest.approx((q * np.abs(p - q)).sum(-1).mean(), rel=0.02)
     assert found["expected |p - q|"]["sampled"] == pytest.approx(np.abs(p - q)[..., 0].mean(), rel=1e-4)
-    assert pair["head_mass"] == pytest.approx(q.sum(-1).mean(), rel=1e-3)
+    assert found["mass of the engine's 16 likeliest"]["exact"] == pytest.approx(q.sum(-1).mean(), rel=1e-3)
     assert "<h3>Whole states" in (tmp_path / "out/probe.html").read_text()
 
 

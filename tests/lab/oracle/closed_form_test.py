@@ -54,6 +54,13 @@ def _logprobs(params, rows):
     return jnp.where(rows.completion_mask, jax.nn.log_softmax(params["theta"])[rows.input_ids], 0.0)
 
 
+def _listed(params, rows):
+    """The same with the log-probs of all four actions behind."""
+    every = jax.nn.log_softmax(params["theta"])[rows.columns["top_ids"]]
+    every = jnp.where(rows.completion_mask[..., None], every, 0.0)
+    return jnp.concatenate([_logprobs(params, rows)[..., None], every], axis=-1)
+
+
 def _group(a, b, engine):
     """A batch of two completions of one token each, after a prompt token and with padding."""
     ids = np.array([[0, a, 0], [0, b, 0]], np.int32)
@@ -66,15 +73,19 @@ def _group(a, b, engine):
         mask.astype(np.int32),
         mask,
         index,
-        {"rollout_logprobs": rollout},
+        {
+            "rollout_logprobs": rollout,
+            "top_ids": np.broadcast_to(np.arange(4, dtype=np.int32), (2, 3, 4)),
+            "top_logprobs": np.where(mask[..., None], np.log(engine), 0.0).astype(np.float32),
+        },
     )
     return JudgedBatch(rows, REWARDS[[a, b]].astype(np.float32), np.zeros(2, np.int32))
 
 
-def _gradients(settings, engine):
+def _gradients(settings, engine, logprobs=_logprobs):
     """The gradient of every batch, [64, 4]."""
     params = {"theta": jnp.asarray(np.log(P) + 0.7, jnp.float32)}  # a constant on top changes nothing
-    gradients, remedies = Gradients(_logprobs, params, rows=2), settings.remedies()
+    gradients, remedies = Gradients(logprobs, params, rows=2), settings.remedies()
     slopes = jax.jit(lambda sampled, train: token_slopes(settings, remedies, sampled, train, 1))
     every = np.repeat(np.arange(4), np.round(8 * engine).astype(int))
     found = []
@@ -85,7 +96,7 @@ def _gradients(settings, engine):
     return np.stack(found)
 
 
-def _by_formula(weights, penalty, engine=Q):
+def _by_formula(weights, penalty, engine=Q, scores=S, added=0.0):
     """E g and E |g - E g|^2 over the groups; `weights` may be a function of the advantages' sign."""
     at = weights if callable(weights) else lambda sign: weights
     mean, square = np.zeros(4), 0.0
@@ -93,7 +104,9 @@ def _by_formula(weights, penalty, engine=Q):
         difference = REWARDS[a] - REWARDS[b]
         sign = np.sign(difference)
         one = (
-            -(difference * (at(sign)[a] * S[a] - at(-sign)[b] * S[b])) / 4 + (penalty[a] * S[a] + penalty[b] * S[b]) / 2
+            -(difference * (at(sign)[a] * scores[a] - at(-sign)[b] * scores[b])) / 4
+            + (penalty[a] * scores[a] + penalty[b] * scores[b]) / 2
+            + added
         )
         mean, square = mean + engine[a] * engine[b] * one, square + engine[a] * engine[b] * (one @ one)
     return mean, square - mean @ mean
@@ -152,6 +165,31 @@ def test_error_bias_angle_length_and_variance_are_those_of_the_formula(name, con
     left = [np.mean(np.sum((s * gradients - truth) ** 2, axis=1)) / squared for s in np.linspace(0, 3, 3001)]
     assert found.error == pytest.approx(min(left), abs=1e-5)
     assert left[0] == ZERO.error and left[1000] == pytest.approx(found.squared_bias + found.variance, rel=1e-4)
+
+
+APART = np.array([1, 4, 1, 2]) / 8.0  # no action's probability is equal under both
+WEIGHTS = np.minimum(P / APART, 1.5)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "scores", "added"),
+    [
+        ({"corrections": "score_centering"}, S - APART @ S, 0),
+        ({"corrections": "tis(high=1.5),score_centering"}, WEIGHTS * S - APART @ (WEIGHTS * S), 0),
+        ({"method": "state_tv"}, S, 0.4 * (np.sign(P - APART) / 2 * P) @ S),
+        ({"method": "state_kl"}, S, -0.4 * APART @ S),
+        ({"method": "state_delta"}, S, 0.4 * (APART * np.sign(P - APART) * P) @ S),
+    ],
+    ids=str,
+)
+def test_centred_scores_and_charges_of_a_state_are_those_of_the_formula(changes, scores, added):
+    """With the charge of the advantage beside it: in one state plain advantages add up to 0, and centre themselves."""
+    settings = dataclasses.replace(PLAIN, **({"method": "dc_grpo"} | changes))
+    penalty = np.zeros(4) if np.any(added) else 0.4 * np.abs(P - APART)
+    gradients = _gradients(settings, APART, _listed)
+    mean, variance = _by_formula(np.ones(4), penalty, APART, scores, added)
+    np.testing.assert_allclose(gradients.mean(axis=0), mean, atol=3e-6)
+    assert np.mean(np.sum((gradients - mean) ** 2, axis=1)) == pytest.approx(variance, rel=1e-3)
 
 
 def test_importance_weights_without_a_bound_leave_no_bias(control):

@@ -20,8 +20,8 @@ from dcmdp_jax.types import Rows
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
 
-def _session():
-    config = for_sampling(Config(), {"rollout.max_rows": 16, "training.seed": 0})
+def _session(**settings):
+    config = for_sampling(Config(), {"rollout.max_rows": 16, "training.seed": 0, **settings})
     run = ModelRun(
         config,
         saved=SavedModel("tiny", CONFIG, Path(), Path(), None, ()),
@@ -85,6 +85,17 @@ def test_a_charge_inside_the_reward_gives_the_slopes_of_charged_rewards():
     np.testing.assert_allclose(found, [[0.125], [-0.125]], rtol=1e-6)
 
 
+def test_with_likeliest_tokens_it_has_their_remedies_and_measures_of_whole_states():
+    """The engine is the exact one: no state differs, and a charge's gradient is the plain one."""
+    session = _session(**{"rollout.top_logprobs": 4})
+    [found] = ask(session, [EXACT], AlgorithmSettings(multiplier=0.5), batches=4, grade=_odd)
+    remedies = {one.name: one for one in found.remedies}
+    for name in ("state_tv", "state_kl", "state_delta", "score_centering", "tis,score_centering"):
+        assert remedies[name].quality.error == pytest.approx(remedies[NOTHING].quality.error, abs=0.05), name
+    assert [each.exact for each in found.states[:-1]] == pytest.approx([0] * 4, abs=1e-5)
+    assert 4 / CONFIG.vocab_size < found.states[-1].exact < 1 and "whole states" in table(found)
+
+
 def test_a_filter_without_a_default_is_sized_to_drop_a_twentieth_of_the_tokens():
     rng = np.random.default_rng(1)
     old, rollout = (-rng.exponential(1.0, (50, 40)).astype(np.float32) for _ in range(2))
@@ -108,6 +119,11 @@ def test_a_filter_without_a_default_is_sized_to_drop_a_twentieth_of_the_tokens()
     [
         ({}, 3, "--batches: got 3, must be at least 4"),
         ({"sampling": SamplingParams(1, 5)}, 4, "config.rollout.group_size: got 1, must be"),
+        (
+            {"centred": True},
+            4,
+            "config.rollout.top_logprobs: got 0, score_centering needs the engine's likeliest tokens",
+        ),
         ({"sampling": SamplingParams(4, 5, 0.0)}, 4, "config.rollout.temperature: got 0 (greedy)"),
         (
             {"problems": [dataclasses.replace(p, answer="") for p in _session().problems]},
@@ -117,8 +133,9 @@ def test_a_filter_without_a_default_is_sized_to_drop_a_twentieth_of_the_tokens()
     ],
 )
 def test_what_it_can_not_compare_is_one_line_before_anything_is_sampled(changes, batches, line):
+    algorithm = AlgorithmSettings(corrections="score_centering" if changes.pop("centred", False) else "")
     with pytest.raises(ValueError) as raised:
-        next(ask(dataclasses.replace(_session(), **changes), [EXACT], AlgorithmSettings(), batches=batches, grade=_odd))
+        next(ask(dataclasses.replace(_session(), **changes), [EXACT], algorithm, batches=batches, grade=_odd))
     assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
 
 
