@@ -145,6 +145,10 @@ CASES = {
     ),
     "centering.score_centering": _of_tokens(centering.score_centering),
     "centering.centering_loss": _of_head(_part(centering.centering_loss, loss=losses.surrogate)),
+    "charges.charge_length": (
+        lambda mask, **head: charges.charge_length(distribution.Head(**head), mask, "state_tv"),
+        HEAD | {"mask": MASK},
+    ),
     "charges.charge_loss": _of_head(_part(charges.charge_loss, charge="state_tv")),
     **{
         f"charges.{one.__name__}": (one, {"log_p": LISTS, "log_q": LISTS}) for one in charges.STATE_CHARGES.values()

@@ -15,7 +15,7 @@ from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, Opera
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, mean_of, measure, recommend
 from dcmdp_jax.lab.mismatch.remedy_effects import Effect, effects, not_computed
-from dcmdp_jax.lab.mismatch.states import StateMeasure, compared
+from dcmdp_jax.lab.mismatch.states import StateMeasure, compare_states
 from dcmdp_jax.observe.legs import legs_of
 from dcmdp_jax.observe.page_kit import json_values
 
@@ -302,7 +302,7 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         statistics=measure(pairs, tolerance),
         findings=findings,
         recommendation=recommendation,
-        states=compared(pairs),
+        states=compare_states(pairs),
         effects=tuple(effects(pairs)),
         not_computed=tuple(not_computed(pairs)),
         groups={heading: tuple(found) for heading, found in groups.items() if found},

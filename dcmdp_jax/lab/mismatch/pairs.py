@@ -21,7 +21,7 @@ class TokenPairs:
         entropies: [n] float32 nats, of the training stack's distribution at each token; None if not known.
         lags: [n] int32, how many training steps old the weights were that sampled the token; None if not known.
         advantages: [N] float32, of each completion; None if not known. Its sign alone is used.
-        states: [n, 10] float32, measures of each token's whole state (`states.measured`); None if not known.
+        states: [n, 10] float32, measures of each token's whole state (`measure_states`); None if not known.
     """
 
     token_ids: np.ndarray

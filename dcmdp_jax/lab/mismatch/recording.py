@@ -16,7 +16,7 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten, shorten_name
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
-from dcmdp_jax.lab.mismatch.states import measured
+from dcmdp_jax.lab.mismatch.states import measure_states
 from dcmdp_jax.record import unpacked_top
 
 # Half precision may leave a log-prob a little above 0 and an entropy a little below.
@@ -206,7 +206,7 @@ _VALUES = {"token": _whole, "train": _logprobs, "rollout": _logprobs, "entropy":
 
 
 def _states(where: str, cell: Any, sampled: np.ndarray) -> np.ndarray:
-    """`states.measured` of the lists of the sampled tokens."""
+    """`states.measure_states` of the lists of the sampled tokens."""
     try:
         lists = unpacked_top(json.loads(cell) if isinstance(cell, str) else cell)
     except (ValueError, KeyError, TypeError, zlib.error):
@@ -221,7 +221,7 @@ def _states(where: str, cell: Any, sampled: np.ndarray) -> np.ndarray:
         raise UserError(
             f"{where}: listed tokens have a probability of {mass.max():.3g} together, at most 1 is possible"
         )
-    return measured(ids, train, rollout)
+    return measure_states(ids, train, rollout)
 
 
 def _of_completion(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:

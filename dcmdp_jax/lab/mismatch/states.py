@@ -53,7 +53,7 @@ class StateMeasure:
     noise: float
 
 
-def measured(ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.ndarray:
+def measure_states(ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.ndarray:
     """`state_measures` of T states, a few at a time in one shape.
 
     Args:
@@ -83,7 +83,7 @@ def _program() -> Callable[..., dict[str, Any]]:
     return jax.jit(state_measures)
 
 
-def compared(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
+def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
     """Each measure over the states of sampled tokens beside its estimate; empty without likeliest tokens."""
     if pairs.states is None:
         return ()

@@ -28,7 +28,7 @@ from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_quantile
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
-from dcmdp_jax.lab.mismatch.states import StateMeasure, measured
+from dcmdp_jax.lab.mismatch.states import StateMeasure, compare_states, measure_states
 from dcmdp_jax.lab.oracle.gradients import (
     Gradients,
     JudgedBatch,
@@ -224,12 +224,13 @@ def _under_remedies(
         deltas.append(np.abs(np.exp(own) - np.exp(rows.rollout_logprobs))[mask].mean())
         tokens.append([x[mask] for x in (rows.input_ids, own, rows.rollout_logprobs)])
         if train.ndim == 3:
-            states.append(measured(rows.columns[TOP_IDS][mask], train[mask][:, 1:], rows.columns[TOP_LOGPROBS][mask]))
+            ids, rollout = (rows.columns[name][mask] for name in (TOP_IDS, TOP_LOGPROBS))
+            states.append(measure_states(ids, train[mask][:, 1:], rollout))
         rewards.append(sampled.rewards.mean())
         session.show(f"{spec}: batch {len(rewards)} of {batches}")
     seen = {"discrepancy": float(np.mean(deltas)), "reward": float(np.mean(rewards))}
     pairs = make_pairs(*zip(*tokens, strict=True), states=states or None)
-    return collected, spreads, seen | {"states": compared(pairs)}
+    return collected, spreads, seen | {"states": compare_states(pairs)}
 
 
 def _verdict(

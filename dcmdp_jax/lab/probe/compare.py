@@ -15,7 +15,7 @@ from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.causes import FLOAT32_ROUNDING
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
-from dcmdp_jax.lab.mismatch.states import measured as measured_states
+from dcmdp_jax.lab.mismatch.states import measure_states
 from dcmdp_jax.lab.probe.engines import Sampled, Scorer
 from dcmdp_jax.lab.probe.observed import observed
 from dcmdp_jax.lab.probe.operators import operator_differences, tokens_of
@@ -52,7 +52,7 @@ def compare(
     entropies, states = None, None
     if isinstance(scorer, TrainingStack) and sampled.top_ids is not None:
         top = scorer.score_listed(prompts, sampled.completion_ids, sampled.top_ids, temperature=setup.temperature)
-        states = list(map(measured_states, sampled.top_ids, top, sampled.top_logprobs))
+        states = list(map(measure_states, sampled.top_ids, top, sampled.top_logprobs))
     if isinstance(scorer, TrainingStack):
         train, entropies = scorer.score_with_entropies(prompts, sampled.completion_ids, temperature=setup.temperature)
     else:

@@ -86,12 +86,13 @@ def test_a_charge_inside_the_reward_gives_the_slopes_of_charged_rewards():
 
 
 def test_with_likeliest_tokens_it_has_their_remedies_and_measures_of_whole_states():
-    """The engine is the exact one: no state differs, and a charge's gradient is the plain one."""
+    """The engine is the exact one: no state differs, and what teaches p towards q, or centres, adds nothing."""
     session = _session(**{"rollout.top_logprobs": 4})
     [found] = ask(session, [EXACT], AlgorithmSettings(multiplier=0.5), batches=4, grade=_odd)
     remedies = {one.name: one for one in found.remedies}
-    for name in ("state_tv", "state_kl", "state_delta", "score_centering", "tis,score_centering"):
-        assert remedies[name].quality.error == pytest.approx(remedies[NOTHING].quality.error, abs=0.05), name
+    assert {"state_tv", "state_delta"} < set(remedies)
+    for name in ("state_kl", "score_centering", "tis,score_centering"):
+        np.testing.assert_allclose(remedies[name].moments, remedies[NOTHING].moments, rtol=1e-3, err_msg=name)
     assert [each.exact for each in found.states[:-1]] == pytest.approx([0] * 4, abs=1e-5)
     assert 4 / CONFIG.vocab_size < found.states[-1].exact < 1 and "whole states" in table(found)
 
