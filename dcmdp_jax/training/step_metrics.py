@@ -39,7 +39,7 @@ class TokenValues(NamedTuple):
     old_logprobs: Array
     discrepancy: Array
     start_logprobs: Array | None
-    top_logprobs: Array | None
+    top_logprobs: Array | None = None
 
 
 class Updates(NamedTuple):
