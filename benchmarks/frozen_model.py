@@ -34,7 +34,7 @@ ENGINES = (
 )  # fmt: skip
 LIKELIEST = 32
 """k, tokens of the engine's head."""
-AGAIN = 16
+AGAIN = 4
 """Completions that are scored again for the noise floors."""
 PROBABILITIES = (0.0, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
 ENTROPIES = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 11.0)
