@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.frozen_model import DECADES, LOWEST
+from benchmarks.frozen_model import CONTROL, DECADES, FEWEST, LOWEST
 from dcmdp_jax.evaluation.estimators import t_quantile
 from dcmdp_jax.lab.studies.study_figures import DPI
 from dcmdp_jax.number_format import markdown_table
@@ -186,6 +186,7 @@ def with_tables(page: str, made: Mapping[str, str]) -> str:
 
 def draw(kept: Kept) -> Figure:
     """Plot the tails of delta and |eps|, and the mean and 99.9th percentile of |eps| and delta by p."""
+    kept = {name: one for name, one in kept.items() if name != _DEMO + CONTROL}
     figure, places = make_figure(11.5, 8.2, "Seven engines on a frozen SmolLM2-135M-Instruct", rows=2, columns=2)
     lines = {
         name: {"color": "#999999" if number == 0 else COLORS[(number - 1) % len(COLORS)], "linewidth": 1.6}
@@ -213,9 +214,9 @@ def _by_probability(axes: Axes, kept: Kept, name: str, lines: Mapping[str, Mappi
     """Means as lines, 99.9th percentiles as dots, by bin of p."""
     for engine, one in kept.items():
         bins, style = one["by_p"], lines[engine]
-        shown = [(place, each[name]) for place, each in enumerate(bins) if each["tokens"] >= 100]
-        axes.plot([place for place, _ in shown], [found["mean"] for _, found in shown], **style)
-        tails = [(place, found["p99.9"]) for place, found in shown if "p99.9" in found]
+        means = [each[name]["mean"] if each["tokens"] >= FEWEST // 10 else np.nan for each in bins]
+        axes.plot(range(len(bins)), means, **style)
+        tails = [(place, each[name]["p99.9"]) for place, each in enumerate(bins) if "p99.9" in each[name]]
         axes.plot(*zip(*tails, strict=True), "o", markersize=4, color=style["color"])
     axes.set_yscale("log")
     labels = [f"{each['low']:g}-{each['high']:g}" for each in bins]
