@@ -34,7 +34,7 @@ Kept = Mapping[str, Mapping[str, Any]]
 
 def read_kept() -> dict[str, Any]:
     """What is kept of each engine, the demo's policy under a name of its own."""
-    kept, demo = (json.loads(path.read_text(encoding="utf-8")) for path in (KEPT, OF_DEMO))
+    kept, demo = (json.loads(path.read_text(encoding="utf-8")) if path.exists() else {} for path in (KEPT, OF_DEMO))
     return kept | {_DEMO + name: one for name, one in demo.items()}
 
 

@@ -1,12 +1,13 @@
 """docs/evidence_frozen.md: what is kept of an engine by hand, and the page's numbers from what is kept."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 
-from benchmarks.frozen_model import Tokens, histogram, log_odds, quantiles, summarize
-from docs.frozen_tables import mean
+from benchmarks.frozen_model import DECADES, ENGINES, LOWEST, Tokens, histogram, log_odds, quantiles, summarize
+from docs.frozen_tables import KEPT, PAGE, mean, read_kept, tables, verdict, with_tables
 
 
 def _tokens():
@@ -53,3 +54,40 @@ def test_log_odds_stay_finite_and_histograms_and_quantiles_hold_every_token():
     assert (found["p50"], found["p99.9"], found["max"]) == (500, 999, 1000)
     # Where the upper prompt is drawn in neither place, the largest value of the lower one is left.
     assert found["p99.9_interval"] == [499, 1000]
+
+
+def test_the_page_has_the_tables_of_the_kept_numbers():
+    kept, page = read_kept(), PAGE.read_text()
+    assert not KEPT.exists() or set(ENGINES) <= set(kept)
+    made = tables(kept)
+    assert with_tables(page, made) == page and all(table in page for table in made.values())
+    for one in kept.values():
+        assert sum(one["by_prompt"]["tokens"]) == one["tokens"] and len(one["by_prompt"]["tokens"]) == 64
+        for name in ("by_p", "by_entropy"):
+            assert sum(each["tokens"] for each in one[name]) == one["tokens"]
+        for name, counts in one["histograms"].items():
+            assert sum(counts) == one["tokens"]
+            at = math.floor(DECADES * (math.log10(one["quantiles"][name]["p99.9"]) - LOWEST))
+            above = sum(counts[at + 1 :]) / one["tokens"]
+            assert above <= 0.0011 and above + counts[at] / one["tokens"] >= 0.0009
+        # delta of the sampled tokens is one draw of each state's expectation.
+        value, half = mean(one, "delta")
+        expected, bound = (mean(one, f"expected_discrepancy{end}")[0] for end in ("", "_bound"))
+        assert expected - 2 * half <= value <= expected + bound + 2 * half
+
+
+def test_the_verdicts_that_the_text_says_are_those_of_the_rule():
+    kept, page = read_kept(), PAGE.read_text()
+    for name, said in re.findall(r"^\| `?([^|`]+)`? \|.*\| (calm|watch|afraid) \|$", page, re.MULTILINE):
+        assert verdict(kept[name.strip()]) == said
+
+
+def test_what_the_text_says_of_the_demos_policy_is_what_is_kept():
+    page, one = " ".join(PAGE.read_text().split()), read_kept()["the demo's policy, local:int4"]
+    found = one["quantiles"]["delta"]
+    said = (
+        f"{one['tokens']:,} tokens of `local:int4` before any training have {sum(one['by_prompt']['large']):.0f} large "
+        f"deltas ({found['max']:.3f} the largest), k3 of {mean(one, 'k3')[0]:.5f}, and p99.9 of delta is "
+        f"{found['p99.9'] / mean(one, 'delta')[0]:.0f} times its mean."
+    )
+    assert said in page and f"at lambda 1 is {100 * one['charge']['1']['share']:.1f}% of the update" in page
