@@ -31,6 +31,7 @@ from tests.support.step_runs import (
     packed_batch,
     same_metrics,
 )
+from tests.training.top_logprobs_step_test import cut_rollout
 
 # The key and value matrices of MODEL are 16 x 8: rank 8 is their own.
 C = 1024.0
@@ -38,8 +39,11 @@ FULL_RANK = Lora(8, 8 / C, ("k_proj", "v_proj"))
 ALL = Lora(4, 8.0)
 
 
-def _run(lora: Lora | None, params: Any, frozen: Any, *, mini_batches=2, steps=1, mesh=None, only=()) -> Any:
-    """The state after `steps` on one batch, and each step's metrics; `only` trains the attention matrices named."""
+def _run(lora: Lora | None, params: Any, frozen: Any, *, mini_batches=2, steps=1, mesh=None, only=(), cut=None) -> Any:
+    """The state after `steps` on one batch, and each step's metrics; `only` trains the attention matrices named.
+
+    `cut` is a rollout of an engine that samples from its likeliest tokens alone.
+    """
     compute = Compute(one_segment=True, logprob_chunk=16)
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
     optimizer = make_optimizer(OPTIMIZER, schedule)
@@ -49,7 +53,7 @@ def _run(lora: Lora | None, params: Any, frozen: Any, *, mini_batches=2, steps=1
     dual = initial_dual(ALGORITHM)
     shardings = train_state_shardings(MODEL, optimizer, dual, "float32", mesh, lora=lora) if mesh else None
     parts = StepParts(
-        row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh),
+        row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh, cut=cut is not None),
         compute_dtype="float32",
         settings=ALGORITHM,
         max_completion_tokens=LIMIT,
@@ -60,7 +64,7 @@ def _run(lora: Lora | None, params: Any, frozen: Any, *, mini_batches=2, steps=1
     )
     state = jax.jit(lambda p: new_state(p, optimizer, dual), out_shardings=shardings)(jax.tree.map(jnp.copy, params))
     batch, step, history = (
-        packed_batch(make_rollout(), mini_batches, mesh, tokens=64),
+        packed_batch(cut or make_rollout(), mini_batches, mesh, tokens=64),
         make_train_step(parts, shardings),
         [],
     )
@@ -129,3 +133,14 @@ def test_several_devices_equal_one(shape: tuple[int, ...], quantized: bool) -> N
     whole, wanted = jax.jit(merged, static_argnums=2)(there, state.params, ALL), merged(base, expected.params, ALL)
     for got, want in zip(jax.tree.leaves(whole), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_a_cut_distribution_is_that_of_the_merged_weights() -> None:
+    """The kept set is the engine's in both; its mass, the discrepancy and the loss are those of base and product."""
+    base, adapters, rollout = make_params(), _adapters(ALL, 0.1, 0.5), cut_rollout()
+    _, [found] = _run(ALL, adapters, base, mini_batches=1, cut=rollout)
+    _, [want] = _run(None, merged(base, adapters, ALL), None, mini_batches=1, cut=rollout)
+    _, [without] = _run(None, base, None, mini_batches=1, cut=rollout)
+    for name in ("distribution/kept_mass", "distribution/total_variation", "discrepancy/mean", "policy/loss"):
+        assert found[name] == pytest.approx(float(want[name]), rel=1e-4, abs=1e-6), name
+    assert found["discrepancy/mean"] != pytest.approx(float(without["discrepancy/mean"]), rel=0.01)

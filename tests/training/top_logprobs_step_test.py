@@ -11,6 +11,8 @@ import pytest
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.run.row_logprobs import make_row_logprobs
+from dcmdp_jax.training.rescore import make_old_logprobs
 from tests.support import step_runs
 from tests.support.sampling import Rollout
 
@@ -159,11 +161,9 @@ def test_without_centring_the_column_changes_no_update():
     assert not any(name.startswith("distribution/") for name in without[1][0])
 
 
-@pytest.mark.parametrize("shape", [None, (2, 2, 2, 1)], ids=str)
-def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
-    """The engine keeps the 6 likeliest tokens: log p_y - log S, its gradient, S and the discrepancy."""
+def cut_rollout():
+    """A rollout of an engine that keeps its 6 likeliest tokens, and the rewards."""
     rollout, rewards, _ = _rollout(6)
-    base, spans = step_runs.padded(rollout)
     kept = [np.argsort(-table, axis=1)[:, :6] for table in rollout.tables]
     chosen = [
         np.where((c[:, None] == ids).any(1), c, ids[:, 0]) for c, ids in zip(rollout.completion_ids, kept, strict=True)
@@ -174,7 +174,15 @@ def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
     for table, ids, x, m in zip(tables, kept, cut, mass, strict=True):
         np.put_along_axis(table, ids, x - m, 1)
     sampled = [table[np.arange(len(c)), c].astype(np.float32) for table, c in zip(tables, chosen, strict=True)]
-    ours = dataclasses.replace(rollout, completion_ids=chosen, rollout_logprobs=sampled, tables=tables)
+    return dataclasses.replace(rollout, completion_ids=chosen, rollout_logprobs=sampled, tables=tables), rewards
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2, 2, 1)], ids=str)
+def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
+    """The engine keeps the 6 likeliest tokens: log p_y - log S, its gradient, S and the discrepancy."""
+    ours, rewards = cut_rollout()
+    tables, chosen, sampled = ours.tables, ours.completion_ids, ours.rollout_logprobs
+    base, spans = step_runs.padded(ours)
     mesh = None if shape is None else make_mesh(*shape, devices=jax.devices()[:8])
     options = {
         "settings": SETTINGS,
@@ -217,3 +225,31 @@ def test_a_cut_distribution_is_the_engines_kept_set_of_the_trainers(shape):
     assert metrics["discrepancy/mean"] == pytest.approx(np.abs(p - q).mean(), abs=1e-6)
     assert metrics["distribution/kept_mass"] == pytest.approx(np.concatenate([x for _, x in there]).mean(), abs=1e-6)
     assert metrics["distribution/kept_mass"] < 0.95
+
+
+def test_a_cut_batch_that_lags_is_compared_under_the_weights_that_sampled_it():
+    """At the same weights it is the batch without a lag; sampled by others, its measures are a step's at those."""
+    options = {"cut": True}
+    create, step, _ = step_runs.programs(
+        SETTINGS, 1, None, Compute(one_segment=True, logprob_chunk=16), False, **options
+    )
+    how = {"temperature": step_runs.TEMPERATURE, "mesh": None, **options}
+    row_logprobs = make_row_logprobs(step_runs.MODEL, Compute(one_segment=True, logprob_chunk=16), **how)
+    batch, old = step_runs.packed_batch(cut_rollout(), 1, None, tokens=64), make_old_logprobs(row_logprobs, mesh=None)
+    now, older = step_runs.make_params(), step_runs.make_params(7)
+    ran = {
+        name: step(create(jax.tree.map(jnp.copy, params)), used, None)
+        for name, params, used in (
+            ("now", now, batch), ("lag 0", now, old(now, batch)),
+            ("older", older, batch), ("lag", now, old(older, batch)),
+        )
+    }  # fmt: skip
+    for a, b in zip(*(jax.tree.leaves(ran[name][0].params) for name in ("now", "lag 0")), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+    measured = [name for name in ran["now"][1] if name.startswith(("distribution/", "discrepancy/mean", "mismatch/k"))]
+    assert len(measured) > 10
+    for lagging, plain in (("lag 0", "now"), ("lag", "older")):
+        for name in measured:
+            if name != "distribution/kept_mass" or plain == "now":  # S is that of the policy that is trained
+                assert ran[lagging][1][name] == pytest.approx(float(ran[plain][1][name]), rel=1e-4, abs=1e-6), name
+    assert ran["older"][1]["discrepancy/mean"] != pytest.approx(float(ran["now"][1]["discrepancy/mean"]), rel=0.05)
