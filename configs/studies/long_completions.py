@@ -98,6 +98,7 @@ def get_study(arg: str = "") -> Study:
     arms = {
         "grpo": engine,
         "grpo_perturbed": engine | {"algorithm.std_epsilon": 2e-6},
+        "grpo_shaken": engine | {"algorithm.std_epsilon": 1e-3},
         "exact": engine | {"rollout.precision": "exact"},
         "tis": engine | {"algorithm.corrections": "tis(high=2)"},
         **{name: engine | changes for name, changes in charges.items()},
