@@ -1,0 +1,155 @@
+"""The tables and the figure of evidence_long.md, from the kept metrics of configs/studies/long_completions.py.
+
+python -m docs.long_tables docs/evidence/long_completions.jsonl.gz --out=runs/evidence/long
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dcmdp_jax.evaluation.estimators import t_p_value
+from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
+from dcmdp_jax.lab.studies.results import Estimate, Table, curves, estimate, recorded
+from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, DPI, color_of, plot_curve
+from dcmdp_jax.number_format import markdown_table
+from dcmdp_jax.observe.metrics_io import Series
+from dcmdp_jax.observe.page_kit import make_figure, style_axes
+from docs.dose_tables import holm
+
+BASELINE, CONTROLS = "grpo", ("grpo_perturbed", "grpo_shaken")
+LATE = 16
+"""First steps that a mean leaves out."""
+_LAST = 4
+
+
+def _late(name: str, scale: float = 1.0) -> Callable[[Series], float]:
+    return lambda series: scale * float(np.mean(series[name][1][LATE:])) if name in series else math.nan
+
+
+def _last(name: str) -> Callable[[Series], float]:
+    return lambda series: 100 * float(series[name][1][-1]) if name in series else math.nan
+
+
+RESPONSES: Mapping[str, Callable[[Series], float]] = {
+    "reward": _late("reward/mean"),
+    "held-out, own engine, %": _last("eval/arithmetic/avg@4"),
+    "held-out, exact engine, %": _last("evaluation/arithmetic/avg@4"),
+    "delta, 1e-3": _late("discrepancy/mean", 1e3),
+    "mean abs(eps), nats": _late("displacement/abs_mean"),
+    "p95 abs(eps), nats": _late("displacement/abs_p95"),
+    "entropy, nats": _late("policy/entropy"),
+}
+"""Heading -> a run's number; means are of the last half of the steps."""
+BESIDE: Mapping[str, Callable[[Series], float]] = {
+    "delta with q > p, %": _late("discrepancy/engine_share", 100),
+    "p99 of delta, 1e-3": _late("discrepancy/p99", 1e3),
+    "p99 abs(eps), nats": _late("displacement/abs_p99"),
+    "charge's share, %": _late("dual/charge_share", 100),
+    "gradient norm": _late("optimizer/grad_norm"),
+    "lambda, last": lambda series: float(series["dual/multiplier"][1][-1]),
+    "length": _late("completion/length_mean"),
+    "truncated, %": _late("completion/truncated_fraction", 100),
+}
+"""What is told besides, without a comparison."""
+
+
+def ended(runs: Table) -> dict[str, list[int]]:
+    """Arm -> seeds whose learning ended: mean reward of the last four steps below half of GRPO's with that seed."""
+
+    def last(series: Series) -> float:
+        return float(np.mean(series["reward/mean"][1][-_LAST:]))
+
+    base = {seed: last(series) for seed, series in runs[BASELINE].items()}
+    return {
+        arm: [seed for seed, series in seeds.items() if seed in base and last(series) < base[seed] / 2]
+        for arm, seeds in runs.items()
+    }
+
+
+def differences(runs: Table) -> dict[tuple[str, str], Estimate]:
+    """(heading, arm) -> the difference to GRPO, paired by seed."""
+    found = {}
+    for heading, value in RESPONSES.items():
+        base = {seed: value(series) for seed, series in runs[BASELINE].items()}
+        for arm, seeds in runs.items():
+            paired = {seed: value(series) - base[seed] for seed, series in seeds.items() if seed in base}
+            found[heading, arm] = estimate(paired)
+    return found
+
+
+def claims(runs: Table) -> tuple[dict[tuple[str, str], float], set[tuple[str, str]]]:
+    """Two-sided p of each difference of an arm that is no control, and those that hold at 5% by Holm."""
+    p = {}
+    for name, found in differences(runs).items():
+        told = math.isfinite(found.half_width) and found.half_width > 0
+        if name[1] not in (BASELINE, *CONTROLS) and told:
+            p[name] = t_p_value(len(found.values), found.mean / found.half_width)
+    return p, holm(p)
+
+
+def comparison(runs: Table) -> str:
+    """Markdown: runs that ended, and differences to GRPO, whose own values are in the first row; * holds by Holm."""
+    over, found, (_, held) = ended(runs), differences(runs), claims(runs)
+    own = {
+        heading: estimate({s: value(run) for s, run in runs[BASELINE].items()}) for heading, value in RESPONSES.items()
+    }
+    rows = [[f"`{BASELINE}`", str(len(runs[BASELINE])), "-", *(_text(own[heading], "") for heading in RESPONSES)]]
+    for arm, seeds in runs.items():
+        if arm != BASELINE:
+            cells = [_text(found[name, arm], "+") + "*" * ((name, arm) in held) for name in RESPONSES]
+            rows.append([f"`{arm}`", str(len(seeds)), str(len(over[arm])), *cells])
+    return "\n".join(markdown_table(["arm", "runs", "ended", *RESPONSES], rows)) + "\n"
+
+
+def besides(runs: Table) -> str:
+    """Markdown: `BESIDE` of every arm, means over runs."""
+    rows = [
+        [f"`{arm}`", *(f"{np.mean([value(series) for series in seeds.values()]):.3g}" for value in BESIDE.values())]
+        for arm, seeds in runs.items()
+    ]
+    return "\n".join(markdown_table(["arm", *BESIDE], rows)) + "\n"
+
+
+def _text(found: Estimate, sign: str) -> str:
+    if not np.isfinite(found.mean):
+        return "-"
+    return f"{found.mean:{sign}.3g}" + (f" ± {found.half_width:.2g}" if math.isfinite(found.half_width) else "")
+
+
+def draw(runs: Table, arms: Mapping[str, str]) -> Figure:
+    """Reward and mean |eps| by step, a line for each arm, GRPO in gray."""
+    figure, places = make_figure(8.6, 3.4, "Completions of 200 tokens, int4 engine", rows=1, columns=2)
+    for axes, (name, heading) in zip(
+        places, (("reward/mean", "reward"), ("displacement/abs_mean", "mean |logit p - logit q|, nats")), strict=True
+    ):
+        chosen = {arm: runs[arm] for arm in arms}
+        for arm, curve in curves(chosen, lambda series, name=name: recorded(series, name=name)).items():
+            plot_curve(axes, curve, BASELINE_COLOR if arm == BASELINE else color_of(arm))
+            axes.lines[-1].set_label(arms[arm])
+        style_axes(axes, heading, x="training step", legend=True)
+    return figure
+
+
+def main() -> None:
+    """Print the tables and draw the figure."""
+    parser = argparse.ArgumentParser(description="Tables of the study of long completions.")
+    parser.add_argument("kept", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs/evidence/long"), help="default: %(default)s")
+    arguments = parser.parse_args()
+    runs = {arm: seeds for arm, seeds in read_kept_metrics(arguments.kept, None).items() if seeds}
+    print(f"{comparison(runs)}\n{besides(runs)}")
+    p, held = claims(runs)
+    print("\n".join(f"{heading}, {arm}: p {p[heading, arm]:.1g}" for heading, arm in sorted(held, key=p.__getitem__)))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    shown = ("grpo", "exact", "token_0.1", "token_1", "engine_above_1", "trainer_above_1", "signed_1")
+    draw(runs, {arm: arm for arm in shown if arm in runs}).savefig(arguments.out / "long_completions.png", dpi=DPI)
+
+
+if __name__ == "__main__":
+    main()
