@@ -32,6 +32,7 @@ from docs.dose_tables import (
     p_values,
     rank_correlation,
 )
+from docs.long_tables import BESIDE, RESPONSES, besides, claims, comparison, ended
 from docs.oracle_table import KEPT, oracle_page
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -375,3 +376,38 @@ def test_the_runs_with_a_lag_are_on_their_page(argument, name, arms):
     page = (_ROOT / "docs" / "overlap.md").read_text()
     blocks = [block for block in tables(study.title, runs, study.baseline, []).split("\n\n") if block.startswith("|")]
     assert len(blocks) == 2 and all(block.strip() in page for block in blocks)
+
+
+def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "long_completions.py"))["get_study"]("")
+    kept = read_kept_metrics(_ROOT / "docs" / "evidence" / "long_completions.jsonl.gz", list(study.arms))
+    runs, page = {arm: seeds for arm, seeds in kept.items() if seeds}, (_ROOT / "docs" / "evidence_long.md").read_text()
+    for series in (series for seeds in runs.values() for series in seeds.values()):
+        assert series["reward/mean"][0].tolist() == list(range(1, 33))
+    assert comparison(runs).strip() in page and besides(runs).strip() in page
+
+
+def _of_long(rewards, **values):
+    """32 steps: `rewards` in the first 28 and the last four, other numbers all along."""
+    steps = np.arange(1, 33)
+    series = {"reward/mean": (steps, np.repeat(rewards, (28, 4)))}
+    names = ("discrepancy/mean", "displacement/abs_mean", "displacement/abs_p95", "policy/entropy")
+    series |= {name: (steps, np.full(32, values.get(name.split("/")[1], 0.5))) for name in names}
+    return series | {name: (np.array([32]), np.array([rewards[1]])) for name in ("eval/arithmetic/avg@4",)}
+
+
+def test_the_table_of_long_completions_by_hand():
+    """Late reward: (12 x 0.8 + 4 x r) / 16. A run ended that is below half of GRPO's of that seed at the end."""
+    runs = {
+        "grpo": {0: _of_long((0.8, 0.8)), 1: _of_long((0.8, 0.4))},
+        "token": {0: _of_long((0.8, 0.41)), 1: _of_long((0.8, 0.19))},
+    }
+    assert ended(runs) == {"grpo": [], "token": [1]}
+    first, second = (12 * 0.8 + 4 * 0.41) / 16 - 0.8, (4 * 0.19 - 4 * 0.4) / 16
+    mean, row = (first + second) / 2, comparison(runs).splitlines()[3]
+    assert row.startswith("| `token` | 2 | 1 |")
+    assert float(row.split("|")[4].split("±")[0]) == pytest.approx(mean, rel=5e-3)
+    p, held = claims(runs)
+    t = mean / (abs(first - second) / 2)
+    assert p["reward", "token"] == pytest.approx(1 - 2 / math.pi * math.atan(abs(t)), rel=1e-6) and not held
+    assert set(RESPONSES).isdisjoint(BESIDE)
