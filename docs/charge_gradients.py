@@ -41,8 +41,10 @@ def measured(step: Any, rows: list[dict[str, float]]) -> Any:
             copy = jax.tree.map(jnp.copy, other)  # the step takes the state's memory
             return float(step(copy, given, frozen)[1]["optimizer/grad_norm"])
 
-        uncharged = state._replace(dual=state.dual._replace(multiplier=state.dual.multiplier * 0))
-        row = {"advantage": norm(uncharged, batch), "charge": norm(state, batch._replace(rewards=batch.rewards * 0))}
+        with jax.transfer_guard("allow"):
+            uncharged = state._replace(dual=state.dual._replace(multiplier=jnp.zeros_like(state.dual.multiplier)))
+            equal = batch._replace(rewards=jnp.zeros_like(batch.rewards))
+            row = {"advantage": norm(uncharged, batch), "charge": norm(state, equal)}
         state, metrics = step(state, batch, frozen)
         whole = float(metrics["optimizer/grad_norm"])
         square = whole**2 - row["advantage"] ** 2 - row["charge"] ** 2

@@ -29,6 +29,7 @@ _EITHER_SIGN = (
     "policy/loss",
     "time/overlap",
     "displacement/mean",
+    "mismatch/leg_decoding_share",
     *(f"{part}/log_ratio_mean" for part in ("staleness", "mismatch", "gap")),
 )
 # Ascending.
