@@ -70,5 +70,17 @@ class SamplerKind(LocalKind):
     def build(self, arguments: EngineArguments) -> Sampler:
         return Sampler(arguments)
 
+    def memory(self, arguments: EngineArguments, load: Any, machine: Any, rows: int) -> list[Any]:
+        return super().memory(_embedded(arguments), load, machine, rows)
+
+    def programs(self, arguments: EngineArguments, load: Any) -> Any:
+        return super().programs(_embedded(arguments), load)
+
+
+def _embedded(arguments: EngineArguments) -> EngineArguments:
+    """The embedded engine's arguments, whose settings are a mesh alone."""
+    own = arguments.settings
+    return dataclasses.replace(arguments, settings=LocalSettings(own.tensor, own.expert))
+
 
 SAMPLER = SamplerKind()
