@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.frozen_model import CONTROL, DECADES, FEWEST, LOWEST
+from benchmarks.frozen_model import CONTROL, DECADES, ENGINES, FEWEST, LOWEST
 from dcmdp_jax.evaluation.estimators import t_quantile
 from dcmdp_jax.lab.studies.study_figures import DPI
 from dcmdp_jax.number_format import markdown_table
@@ -28,7 +28,8 @@ PAGE, FIGURE = HERE / "evidence_frozen.md", HERE / "images" / "frozen.png"
 KEPT, OF_DEMO = HERE / "evidence" / "frozen.json", HERE / "evidence" / "frozen_demo.json"
 BAR = 0.015
 """prime-rl's bar for KL(q || p), nats."""
-_DEMO = "the demo's policy, "
+_DEMO, _FIRST = "the demo's policy, ", "local:int4"
+_FEWEST_LARGE = 5
 Kept = Mapping[str, Mapping[str, Any]]
 
 
@@ -53,6 +54,48 @@ def verdict(one: Mapping[str, Any]) -> str:
     if divergence > 10 * BAR or large > 1e-3:
         return "afraid"
     return "watch" if divergence > BAR or large > 1e-4 else "calm"
+
+
+def tail_like(real: Mapping[str, Any], demo: Mapping[str, Any]) -> tuple[str, str]:
+    """Whether a real model has the demo's tail, by the page's rule, and the numbers that say so.
+
+    Shares of large deltas are compared, or where the demo has fewer than five, the 99.9th percentile over the mean.
+    """
+    if sum(demo["by_prompt"]["large"]) >= _FEWEST_LARGE:
+        (value, half), known, what = mean(real, "large"), mean(demo, "large")[0], "share of large deltas"
+        upper = value + half
+    else:
+        (value, upper), (known, _) = (_tail_over_mean(one) for one in (real, demo))
+        what = "p99.9 of delta over its mean"
+    said = "yes" if value >= known / 2 else "no" if upper < known / 10 else "open"
+    return said, f"{what} is {value:.3g} (at most {upper:.3g}), the demo's {known:.3g}"
+
+
+def _tail_over_mean(one: Mapping[str, Any]) -> tuple[float, float]:
+    """99.9th percentile of delta over its mean, and with the upper end of the percentile's interval."""
+    found, average = one["quantiles"]["delta"], mean(one, "delta")[0]
+    return found["p99.9"] / average, found["p99.9_interval"][1] / average
+
+
+def answer(kept: Kept) -> str:
+    """The engines by verdict, those that have not run, and the demo's tail."""
+    real = {name: one for name, one in kept.items() if not name.startswith(_DEMO)}
+    verdicts = {name: verdict(one) for name, one in real.items() if name != CONTROL}
+    lines = []
+    for said in ("afraid", "watch", "calm"):
+        each = [
+            f"`{name}` (k3 {mean(real[name], 'k3')[0]:.2g}, {1e4 * mean(real[name], 'large')[0]:.2g} large deltas of "
+            "10,000)"
+            for name, found in verdicts.items()
+            if found == said
+        ]
+        lines.append(f"- **{said.capitalize()}**: {', '.join(each) or 'none'}.")
+    if missing := [f"`{name}`" for name in ENGINES if name not in real]:
+        lines.append(f"- Not run to the end yet: {', '.join(missing)}.")
+    if _FIRST in real:
+        said, numbers = tail_like(real[_FIRST], kept[_DEMO + _FIRST])
+        lines.append(f"- **A tail like the demo's, `{_FIRST}`: {said}**: {numbers}.")
+    return "\n".join(lines)
 
 
 def _plus_minus(value: float, half: float, scale: float = 1.0) -> str:
@@ -165,7 +208,7 @@ def text_table(kept: Kept) -> str:
 def tables(kept: Kept) -> dict[str, str]:
     """Every table of the page by name."""
     return {
-        "size": size_table(kept), "verdict": verdict_table(kept), "charge": charge_table(kept),
+        "answer": answer(kept), "size": size_table(kept), "verdict": verdict_table(kept), "charge": charge_table(kept),
         "floor": floor_table(kept), "count": count_table(kept), "text": text_table(kept),
         **{
             f"{by} {name}": bin_table(kept, by, name)

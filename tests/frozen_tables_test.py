@@ -1,13 +1,12 @@
 """docs/evidence_frozen.md: what is kept of an engine by hand, and the page's numbers from what is kept."""
 
 import math
-import re
 
 import numpy as np
 import pytest
 
-from benchmarks.frozen_model import DECADES, ENGINES, LOWEST, Tokens, histogram, log_odds, quantiles, summarize
-from docs.frozen_tables import KEPT, PAGE, mean, read_kept, tables, verdict, with_tables
+from benchmarks.frozen_model import CONTROL, DECADES, ENGINES, LOWEST, Tokens, histogram, log_odds, quantiles, summarize
+from docs.frozen_tables import PAGE, answer, mean, read_kept, tables, tail_like, verdict, with_tables
 
 
 def _tokens():
@@ -58,7 +57,7 @@ def test_log_odds_stay_finite_and_histograms_and_quantiles_hold_every_token():
 
 def test_the_page_has_the_tables_of_the_kept_numbers():
     kept, page = read_kept(), PAGE.read_text()
-    assert not KEPT.exists() or set(ENGINES) <= set(kept)
+    assert set(kept) <= {*ENGINES, *(f"the demo's policy, {name}" for name in (CONTROL, "local:int4"))}
     made = tables(kept)
     assert with_tables(page, made) == page and all(table in page for table in made.values())
     for one in kept.values():
@@ -76,10 +75,24 @@ def test_the_page_has_the_tables_of_the_kept_numbers():
         assert expected - 2 * half <= value <= expected + bound + 2 * half
 
 
-def test_the_verdicts_that_the_text_says_are_those_of_the_rule():
-    kept, page = read_kept(), PAGE.read_text()
-    for name, said in re.findall(r"^\| `?([^|`]+)`? \|.*\| (calm|watch|afraid) \|$", page, re.MULTILINE):
-        assert verdict(kept[name.strip()]) == said
+def _engine(k3, large, tail):
+    """A thousand tokens of each of two prompts."""
+    by_prompt = {"tokens": [1000, 1000], "k3": [1000 * k3] * 2, "large": [large, large], "delta": [10, 10]}
+    return {"by_prompt": by_prompt, "quantiles": {"delta": {"p99.9": tail, "p99.9_interval": [tail / 2, 2 * tail]}}}
+
+
+def test_the_verdicts_are_those_of_the_rule():
+    # Bars: k3 0.015 and 0.15, large deltas 1e-4 and 1e-3 of the tokens, that is 0.2 and 2 of these 2,000.
+    calm, watch, rare, afraid = _engine(0.014, 0, 0.1), _engine(0.016, 0, 0.1), _engine(0, 1, 0.1), _engine(0, 2, 0.1)
+    assert [verdict(one) for one in (calm, watch, rare, afraid)] == ["calm", "watch", "watch", "afraid"]
+    assert verdict(_engine(0.16, 0, 0.1)) == "afraid"
+    # delta's mean is 0.01: tails of 10 and 1.5 means against the demo's 48; with 8 large ones the shares count.
+    demo, other = _engine(0, 1, 0.48), _engine(0, 4, 0.48)
+    assert [tail_like(_engine(0, 0, tail), demo)[0] for tail in (0.3, 0.1, 0.015)] == ["yes", "open", "no"]
+    assert [tail_like(_engine(0, large, 0.3), other)[0] for large in (2, 1, 0)] == ["yes", "open", "no"]
+    found = answer({"local:int4": afraid, "vllm:bfloat16": calm, "the demo's policy, local:int4": demo})
+    assert "- **Afraid**: `local:int4` (k3 0, 20 large deltas of 10,000)." in found and "**Watch**: none." in found
+    assert "yet: `local:float32`, `local:int8`," in found
 
 
 def test_what_the_text_says_of_the_demos_policy_is_what_is_kept():
