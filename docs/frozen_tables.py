@@ -84,7 +84,7 @@ def answer(kept: Kept) -> str:
     lines = []
     for said in ("afraid", "watch", "calm"):
         each = [
-            f"`{name}` (k3 {mean(real[name], 'k3')[0]:.2g}, {1e4 * mean(real[name], 'large')[0]:.2g} large deltas of "
+            f"`{name}` (k3 {mean(real[name], 'k3')[0]:.2g}, {1e4 * mean(real[name], 'large')[0]:.3g} large deltas of "
             "10,000)"
             for name, found in verdicts.items()
             if found == said

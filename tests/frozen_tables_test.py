@@ -104,3 +104,33 @@ def test_what_the_text_says_of_the_demos_policy_is_what_is_kept():
         f"{found['p99.9'] / mean(one, 'delta')[0]:.0f} times its mean."
     )
     assert said in page and f"at lambda 1 is {100 * one['charge']['1']['share']:.1f}% of the update" in page
+
+
+def test_what_the_text_says_of_the_engines_is_what_is_kept():
+    page, kept = " ".join(PAGE.read_text().split()), read_kept()
+    calm = [
+        kept[name] for name in ("local:int8", "vllm:bfloat16", "local:float32,cache=fp8", "vllm:bfloat16,cache=fp8")
+    ]
+    int4 = kept["local:int4"]
+    assert f"median |eps| is {int4['quantiles']['abs_displacement']['p50']:.1f} nats" in page
+    assert f"{100 * mean(int4, 'large')[0]:.1f}% of its tokens have a delta" in page
+    assert f"{100 * mean(int4, 'rare')[0]:.0f}% have p of at most 0.1" in page
+    assert round(int4["charge"]["1"]["over_half"], 4) == round(mean(int4, "large")[0], 4)
+    assert f"of their {sum(one['tokens'] for one in calm):,} tokens one has" in page
+    assert [sum(sum(one["by_prompt"][name]) for one in calm) for name in ("large", "rare")] == [1, 0]
+    assert max(one["quantiles"]["delta"]["max"] for one in calm) == pytest.approx(0.628, abs=5e-4)
+    shares = sorted(100 * one["charge"]["1"]["share"] for one in calm)
+    assert f"the charge is {shares[0]:.2f} to {shares[-1]:.1f}% of the update" in page
+    shapes = [one["quantiles"]["abs_displacement"] for one in (*calm, int4)]
+    shapes = [found["p99.9"] / found["p50"] for found in shapes]
+    assert f"p99.9 of |eps| is {min(shapes):.0f} to {max(shapes):.0f} times its median, the demo's 9" in page
+    for name, said in (
+        ("vllm:bfloat16", "for BF16 its mean is {} to {} in"),
+        ("local:int8", "for INT8 {} to {}, while"),
+    ):
+        means = [each["abs_displacement"]["mean"] for each in kept[name]["by_p"]]
+        assert said.format(f"{min(means):.2g}", f"{max(means):.2g}") in page
+    above = [round(100 * each["q_above_p"]) for each in calm[3]["by_p"][4:]]
+    assert (min(above), max(above)) == (15, 24) and round(100 * mean(int4, "q_above_p")[0]) == 80
+    floor = mean(kept[CONTROL], "delta")[0]
+    assert f"{floor:.0e}".replace("e-0", "e-") == "8e-7" and min(mean(one, "delta")[0] for one in calm) > 7000 * floor
