@@ -23,6 +23,7 @@ import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.probe.certificate import BAR, COLUMNS, ENGINES, FILE
+from dcmdp_jax.process_memory import show_torch
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "certificates.md"
@@ -90,6 +91,9 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
     """
     import dataclasses
 
+    import torch
+    import transformers
+
     from dcmdp_jax.config.settings import Config, for_sampling
     from dcmdp_jax.data.problems import load_problems
     from dcmdp_jax.data.prompts import encode_prompts
@@ -97,12 +101,7 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
     from dcmdp_jax.lab.probe import engines
     from dcmdp_jax.lab.probe.specs import parse_spec
     from dcmdp_jax.models.hf_weights import save_params
-    from dcmdp_jax.process_memory import show_torch
     from dcmdp_jax.run.model_run import ModelRun, find_model
-
-    show_torch()
-    import torch
-    import transformers
 
     run = ModelRun.of(find_model(model), for_sampling(Config(), {"task.train": task}))
     problems = load_problems(task, limit=16, answers="unused")
@@ -231,11 +230,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--task", default=TASK)
     parser.add_argument("--random", nargs="*", choices=[*TOYS], metavar="FAMILY")
     arguments = parser.parse_args(argv)
-    found = {}
+    show_torch()  # before transformers is imported, which looks once
     if arguments.model:
         name = arguments.name or arguments.model.resolve().name
-        found[name] = certify(arguments.model, arguments.task) | {"model": name}
-        _keep(name, found[name])
+        _keep(name, certify(arguments.model, arguments.task) | {"model": name})
     for family in () if arguments.random is None else arguments.random or TOYS:
         with tempfile.TemporaryDirectory() as directory:
             toy(family, Path(directory))
