@@ -18,10 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.sweep import load_study, resolve
+from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.build import make_step_programs
 from dcmdp_jax.training.loop import train
@@ -49,12 +49,22 @@ def measured(step: Any, rows: list[dict[str, float]]) -> Any:
         whole = float(metrics["optimizer/grad_norm"])
         square = whole**2 - row["advantage"] ** 2 - row["charge"] ** 2
         product = 2 * row["advantage"] * row["charge"]
-        row |= {"whole": whole, "cosine": square / product if product else float("nan")}
+        row |= {"whole": whole, "cosine": square / product if product else 0.0}
         row |= {name: float(metrics[name]) for name in ("reward/mean", "discrepancy/mean", "policy/entropy")}
         rows.append({"step": number} | {name: float(f"{value:.4g}") for name, value in row.items()})
         return state, metrics
 
     return call
+
+
+def gradient_table(found: dict[str, list[dict[str, float]]]) -> str:
+    """Markdown: norms and cosine of every arm and step."""
+    names = ("advantage", "charge", "cosine", "reward/mean", "discrepancy/mean")
+    rows = [
+        [f"`{arm}`", str(row["step"]), *(f"{row[n]:.3g}" for n in names)] for arm, of in found.items() for row in of
+    ]
+    heading = ["arm", "step", "norm of advantages", "norm of charge", "cosine", "reward", "delta"]
+    return "\n".join(markdown_table(heading, rows)) + "\n"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -80,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         shutil.rmtree(one.directory)
         found[one.arm] = rows
         atomic_write(arguments.out, json.dumps(found, indent=1) + "\n")
-        print(one.arm, "largest charge norm over advantage norm", np.max([r["charge"] / r["advantage"] for r in rows]))
+    print(gradient_table(found))
 
 
 if __name__ == "__main__":

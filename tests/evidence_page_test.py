@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import nct
+from scipy.stats import fisher_exact, nct
 
 from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.losses import LOSSES
@@ -20,6 +20,7 @@ from dcmdp_jax.lab.oracle.page import draw_oracle
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import tables
 from dcmdp_jax.number_format import markdown_table
+from docs.charge_gradients import gradient_table
 from docs.dose_tables import (
     CONTROL,
     ascent_table,
@@ -32,7 +33,7 @@ from docs.dose_tables import (
     p_values,
     rank_correlation,
 )
-from docs.long_tables import BESIDE, RESPONSES, besides, claims, comparison, ended
+from docs.long_tables import BESIDE, RESPONSES, besides, claims, comparison, differences, ended
 from docs.oracle_table import KEPT, oracle_page
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -386,6 +387,22 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
     for series in (series for seeds in runs.values() for series in seeds.values()):
         assert series["reward/mean"][0].tolist() == list(range(1, 33))
     assert comparison(runs).strip() in page and besides(runs).strip() in page
+    over, found = {arm: len(seeds) for arm, seeds in ended(runs).items()}, differences(runs)
+    told = {"token_0.03": 0, "token_0.1": 1, "token_0.3": 2, "token_1": 4, "dc_grpo": 1, "grpo": 0, "exact": 0}
+    told |= {"trainer_above_1": 0, "engine_above_1": 4, "signed_1": 4, "token_1_tis": 1}
+    assert {arm: over[arm] for arm in told} == told
+    last = sorted(float(series["dual/multiplier"][1][-1]) for series in runs["dc_grpo"].values())
+    assert last == [0, 0, 0, 0, 1]
+    assert f"p = {fisher_exact([[4, 1], [0, 5]]).pvalue:.3f} by Fisher's" in page
+    norms = json.loads((_ROOT / "docs" / "evidence" / "charge_gradients.json").read_text())
+    assert gradient_table(norms).strip() in page
+    ratio = {arm: [row["charge"] / row["advantage"] for row in rows if row["advantage"]] for arm, rows in norms.items()}
+    assert [round(ratio["token_1"][0], 2), round(max(ratio["token_1"]))] == [0.77, 21]
+    assert norms["token_1"][ratio["token_1"].index(max(ratio["token_1"]))]["step"] == 4
+    assert round(max(ratio["trainer_above_1"]), 1) == 0.2
+    exact = [found[f"held-out, {engine} engine, %", "exact"] for engine in ("exact", "own")]
+    for each in exact:
+        assert f"{each.mean:+.1f} ± {each.half_width:.1f}" in page
 
 
 def _of_long(rewards, **values):
