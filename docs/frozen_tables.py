@@ -244,7 +244,7 @@ def draw(kept: Kept) -> Figure:
             axes.plot(lower[above > 0], above[above > 0], label=engine, **lines[engine])
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_xlim((1e-5, 1.2) if name == "delta" else (1e-4, 30))
+        axes.set_xlim((1e-5, 1.2) if name == "delta" else (1e-4, 60))
         label = {"delta": "delta", "abs_displacement": "|eps|, nats"}[name]
         style_axes(axes, f"Tokens with more than this {label.split(',')[0]}", x=label, y="share of tokens")
     places[0].legend(**LEGEND | {"fontsize": 8}, loc="lower left")

@@ -121,6 +121,12 @@ def test_what_the_text_says_of_the_engines_is_what_is_kept():
     assert max(one["quantiles"]["delta"]["max"] for one in calm) == pytest.approx(0.628, abs=5e-4)
     shares = sorted(100 * one["charge"]["1"]["share"] for one in calm)
     assert f"the charge is {shares[0]:.2f} to {shares[-1]:.1f}% of the update" in page
+    int3 = kept["local:int3"]
+    said = [100 * mean(int3, name)[0] for name in ("large", "rare", "q_above_p")]
+    assert "{:.0f}% large, {:.0f}% rare, q > p on {:.0f}% of the tokens".format(*said) in page
+    assert f"at lambda 1 the charge is {100 * int3['charge']['1']['share']:.0f}% of the update" in page
+    found = int3["quantiles"]["abs_displacement"]
+    assert f"`local:int3` ({found['p99.9'] / found['p50']:.0f}) has" in page
     shapes = [one["quantiles"]["abs_displacement"] for one in (*calm, int4)]
     shapes = [found["p99.9"] / found["p50"] for found in shapes]
     assert f"p99.9 of |eps| is {min(shapes):.0f} to {max(shapes):.0f} times its median, the demo's 9" in page
