@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 
 from dcmdp_jax.evaluation.estimators import t_p_value
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.lab.studies.results import Estimate, Table, curves, estimate, recorded
-from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, DPI, color_of, plot_curve
+from dcmdp_jax.lab.studies.results import Estimate, Table, estimate
+from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, DPI, color_of
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import make_figure, style_axes
@@ -27,6 +27,8 @@ OF_ANOTHER_MEASURE = ("trainer_above_1", "log", "ratio", "logit", "ascent_logit_
 """Arms whose recorded discrepancy is not |p - q|."""
 LATE = 16
 """First steps that a mean leaves out."""
+SHOWN = ("exact", "token_0.1", "dc_grpo", "token_1", "trainer_above_1", "engine_above_1", "signed_1", "token_1_tis")
+"""Arms of the figure."""
 _LAST = 4
 
 
@@ -129,17 +131,15 @@ def _text(found: Estimate, sign: str) -> str:
     return f"{found.mean:{sign}.3g}" + (f" ± {found.half_width:.2g}" if math.isfinite(found.half_width) else "")
 
 
-def draw(runs: Table, arms: Mapping[str, str]) -> Figure:
-    """Reward and mean |eps| by step, a line for each arm, GRPO in gray."""
-    figure, places = make_figure(8.6, 3.4, "Completions of 200 tokens, int4 engine", rows=1, columns=2)
-    for axes, (name, heading) in zip(
-        places, (("reward/mean", "reward"), ("displacement/abs_mean", "mean |logit p - logit q|, nats")), strict=True
-    ):
-        chosen = {arm: runs[arm] for arm in arms}
-        for arm, curve in curves(chosen, lambda series, name=name: recorded(series, name=name)).items():
-            plot_curve(axes, curve, BASELINE_COLOR if arm == BASELINE else color_of(arm))
-            axes.lines[-1].set_label(arms[arm])
-        style_axes(axes, heading, x="training step", legend=True)
+def draw(runs: Table, arms: Sequence[str]) -> Figure:
+    """Reward by step, a panel for each arm with a line for each of its runs, GRPO's in gray."""
+    figure, places = make_figure(9.6, 4.6, "Reward by run: completions of 200 tokens, int4 engine", rows=2, columns=4)
+    for axes, arm in zip(places, arms, strict=True):
+        for name, color in ((BASELINE, BASELINE_COLOR), (arm, color_of(arm))):
+            for series in runs[name].values():
+                axes.plot(*series["reward/mean"], color=color, linewidth=1.2)
+        axes.set_ylim(0, 1)
+        style_axes(axes, arm, x="training step")
     return figure
 
 
@@ -154,8 +154,7 @@ def main() -> None:
     p, held = claims(runs)
     print("\n".join(f"{heading}, {arm}: p {p[heading, arm]:.1g}" for heading, arm in sorted(held, key=p.__getitem__)))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    shown = ("grpo", "exact", "token_0.1", "token_1", "engine_above_1", "trainer_above_1", "signed_1")
-    draw(runs, {arm: arm for arm in shown if arm in runs}).savefig(arguments.out / "long_completions.png", dpi=DPI)
+    draw(runs, SHOWN).savefig(arguments.out / "long_completions.png", dpi=DPI)
 
 
 if __name__ == "__main__":
