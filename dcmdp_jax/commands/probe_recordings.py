@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recording("--advantage-column", default="", metavar="NAME", help="a number for each completion")
     recording("--reward-column", default="", metavar="NAME", help="in its place: a number for each completion")
     recording("--group-column", default="", metavar="NAME", help="with --reward-column: which prompt it answers")
+    recording("--top-column", default="", metavar="NAME", help="the engine's likeliest tokens, as Recorder packs them")
     recording(
         "--max-tokens", type=whole(1), default=_MAX_TOKENS, metavar="N", help="above it, an even share of the rows"
     )
@@ -106,7 +107,7 @@ def _own_run(files: list[RecordedFile]) -> Path | None:
 
 
 def _column_options() -> list[str]:
-    return [option[2:].removesuffix("-column") for option in Columns(*"abcdefghi").options()]
+    return [field.name for field in dataclasses.fields(Columns)]
 
 
 def _by_columns(arguments: argparse.Namespace, paths: list[str]) -> Measured:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.observe.metric_names import METRICS, STEP_PHASES, metric_of
-from dcmdp_jax.observe.metrics_io import Series
+from dcmdp_jax.observe.metrics_io import Series, read_metrics
 from dcmdp_jax.observe.report import read_run
 
 _NOT_NEGATIVE = (0.0, np.inf)
@@ -60,8 +60,8 @@ def contradictions(run_dir: str | Path) -> list[str]:
     Args:
         run_dir: a run directory with metrics.jsonl and config.json.
     """
-    run = read_run(run_dir)
-    series, config = run.series, run.config
+    # The report leaves out the steps that measure c.
+    series, config = read_metrics(run_dir), read_run(run_dir).config
     # What is missing somewhere can't be compared with what is there.
     return [*_of_steps(series, config)] or [
         *_of_values(series, config),
