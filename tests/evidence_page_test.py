@@ -33,7 +33,7 @@ from docs.dose_tables import (
     p_values,
     rank_correlation,
 )
-from docs.long_tables import BESIDE, RESPONSES, besides, claims, comparison, differences, ended
+from docs.long_tables import besides, claims, comparison, differences, ended
 from docs.oracle_table import KEPT, oracle_page
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -400,6 +400,8 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
     assert [round(ratio["token_1"][0], 2), round(max(ratio["token_1"]))] == [0.77, 21]
     assert norms["token_1"][ratio["token_1"].index(max(ratio["token_1"]))]["step"] == 4
     assert round(max(ratio["trainer_above_1"]), 1) == 0.2
+    share = runs["token_1"][4]["dual/charge_share"][1]
+    assert f"{100 * share[0]:.0f}% and {100 * share[3]:.0f}% in these two steps" in page
     exact = [found[f"held-out, {engine} engine, %", "exact"] for engine in ("exact", "own")]
     for each in exact:
         assert f"{each.mean:+.1f} ± {each.half_width:.1f}" in page
@@ -428,4 +430,3 @@ def test_the_table_of_long_completions_by_hand():
     p, held = claims(runs)
     t = mean / (abs(first - second) / 2)
     assert p["reward", "token"] == pytest.approx(1 - 2 / math.pi * math.atan(abs(t)), rel=1e-6) and not held
-    assert set(RESPONSES).isdisjoint(BESIDE)

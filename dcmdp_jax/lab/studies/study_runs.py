@@ -80,16 +80,15 @@ def finish_run(run: StudyRun, steps: int, evaluation: Sequence[str], label: str,
     Returns:
         0, or the exit code of the command that failed.
     """
-    done, evaluated = run.directory / _FINISHED, run.directory / EVALUATION
+    done, scores = run.directory / _FINISHED, run.directory / EVALUATION
     log = run.directory.with_name(f"{run.directory.name}.log")
     began = time.monotonic()
     if not done.exists() or json.loads(done.read_text())["steps"] < steps:
         if code := run_command(["train", *run.arguments], log):
             return _failed(code, label, log, show)
         write_json(done, {"steps": steps})
-        evaluated.unlink(missing_ok=True)
-    words = ["evaluate", str(run.directory), *evaluation, "--out", str(evaluated)]
-    if evaluation and not evaluated.exists() and (code := run_command(words, log)):
+        scores.unlink(missing_ok=True)
+    if evaluation and not scores.exists() and (code := _evaluate(run, evaluation, log)):
         return _failed(code, f"{label}, evaluation", log, show)
     show(f"{label}: finished ({time.monotonic() - began:.0f} s)")
     return 0
@@ -108,11 +107,16 @@ def evaluated(study: Study, run: StudyRun) -> dict[str, float]:
     """
     if not study.evaluation:
         return {}
-    out, log = run.directory / EVALUATION, run.directory.with_name(f"{run.directory.name}.log")
-    if code := run_command(["evaluate", str(run.directory), *evaluation_words(study, run), "--out", str(out)], log):
+    log = run.directory.with_name(f"{run.directory.name}.log")
+    if code := _evaluate(run, evaluation_words(study, run), log):
         raise UserError(f"{run.label}: its evaluation ended with exit code {code} (log: {log})")
-    scores = read_scores(out)
+    scores = read_scores(run.directory / EVALUATION)
     return {f"evaluation/{task}/avg@{scores.samples[task]}": value for task, value in scores.averages.items()}
+
+
+def _evaluate(run: StudyRun, words: Sequence[str], log: Path) -> int:
+    """Score a trained run; the exit code."""
+    return run_command(["evaluate", str(run.directory), *words, "--out", str(run.directory / EVALUATION)], log)
 
 
 def _failed(code: int, label: str, log: Path, show: Callable[[str], None]) -> int:
