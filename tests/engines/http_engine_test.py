@@ -391,19 +391,21 @@ def test_log_probs_below_top_p_1_are_those_of_the_nucleus(remote, vllm, referenc
 
 
 @needs_vllm
-def test_the_likeliest_tokens_are_those_of_the_distribution(remote, vllm):
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_the_likeliest_tokens_are_those_of_the_distribution(remote, vllm, top_k):
     config, params = _model()
     local = local_engine(config, precision="exact", max_total_tokens=CONTEXT, top_logprobs=6)
     local.push_weights(params, 0)
-    sampling = SamplingParams(group_size=6, max_completion_tokens=8, temperature=0.7)
+    sampling = SamplingParams(group_size=6, max_completion_tokens=8, temperature=0.7, top_k=top_k)
     with vllm.mode("processed_logprobs"):
         mine = collect(remote(top_logprobs=6).generate(_prompts(), sampling, seed=0, step=0))
-    check_top_logprobs(mine, 6, config.vocab_size)
+    check_top_logprobs(mine, 6, config.vocab_size, whole=sampling.cuts)
     for a, b in zip(mine, collect(local.generate(_prompts(), sampling, seed=0, step=0)), strict=True):
         first = a.prompt_length
         np.testing.assert_array_equal(a.columns["top_ids"][first], b.columns["top_ids"][first])
         np.testing.assert_allclose(a.columns["top_logprobs"][first], b.columns["top_logprobs"][first], atol=1e-4)
-    assert any((a.columns["top_ids"][a.sampled_mask] != a.completion_ids[:, None]).all(axis=1).any() for a in mine)
+    outside = [(a.columns["top_ids"][a.sampled_mask] != a.completion_ids[:, None]).all(axis=1).any() for a in mine]
+    assert any(outside) == (top_k == 0)
     with pytest.raises(EngineError, match="was not seen to report .* which `top_logprobs` needs; start it with"):
         list(remote(top_logprobs=6).generate(_prompts(), sampling, seed=0, step=0))
 

@@ -182,6 +182,25 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(run_envi
 
 
 @pytest.mark.long
+def test_the_likeliest_tokens_of_two_processes_are_those_of_one(run_environment, tmp_path):
+    """Gathered, packed and measured as one process's; what they give says so, with the rounding of two reductions."""
+    settings = (
+        *_RUN,
+        "--config.rollout.top_logprobs=4",
+        "--config.training.steps=1",
+        "--config.evaluation.every_steps=0",
+    )
+    _one(run_environment, tmp_path / "alone", *settings)
+    ended = _two(run_environment, tmp_path / "two", *settings)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    [found], [expected] = (read_records(tmp_path / name).values() for name in ("two", "alone"))
+    names = [name for name in expected if name.startswith("distribution/")]
+    assert "distribution/total_variation" in names and expected["distribution/head_mass"] < 0.999
+    for name in names:
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.long
 def test_two_processes_with_a_lag_stopped_while_sampling_and_resumed_are_like_one_process(run_environment, tmp_path):
     lag = (*_RUN, "--config.rollout.lag=1", "--config.evaluation.every_steps=0")
     _one(run_environment, tmp_path / "alone", *lag)
