@@ -26,10 +26,10 @@ from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.lab.mismatch.formats import rows_of
 from dcmdp_jax.lab.mismatch.over_training import find_files
 from dcmdp_jax.lab.mismatch.page import COMPLETIONS_FILE
-from dcmdp_jax.lab.mismatch.recording import LeftOut, checked_row
+from dcmdp_jax.lab.mismatch.recording import LISTS, LeftOut, checked_row
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY, SAMPLES_FILE
-from dcmdp_jax.observe.page_kit import Completion, completions_data, render_page
+from dcmdp_jax.observe.page_kit import MOST_LISTED, Completion, completions_data, render_page
 from dcmdp_jax.observe.report import labels_of, read_run, report_content, run_figures
 
 _MOST = 2000
@@ -134,7 +134,7 @@ def _recorded(paths: list[str], label: str | None, words: _Words) -> Iterator[Co
     left_out = LeftOut()
     for file in find_files(paths, left_out):
         for number, (place, source, columns, cells) in enumerate(rows_of(file, left_out)):
-            row = checked_row(f"{file.path}, row {number}", cells, columns, left_out)
+            row = checked_row(f"{file.path}, row {number}", cells, columns, left_out, keep_lists=True)
             if not len(row["token"]):
                 continue
             yield Completion(
@@ -142,6 +142,8 @@ def _recorded(paths: list[str], label: str | None, words: _Words) -> Iterator[Co
                 tokens=[words.word(token) for token in row["token"].tolist()],
                 train_probs=np.exp(row["train"].astype(np.float64)),
                 rollout_probs=np.exp(row["rollout"].astype(np.float64)),
+                top=[words.likeliest(*state) for state in zip(*(row[name] for name in LISTS), strict=True)]
+                if LISTS[0] in row else None,
                 reward=_number(cells.get(columns.reward or "reward")),
                 advantage=_number(row["advantage"]) if "advantage" in row else None,
             )  # fmt: skip
@@ -169,6 +171,13 @@ class _Words:
         self._text = (lambda ids: "".join(f" {each}" for each in ids)) if loaded is None else loaded.decode
         self.word = (lambda token: f" {token}") if loaded is None else token_text(loaded)
         self._prompt = functools.cache(self._text)
+
+    def likeliest(self, ids: np.ndarray, *logprobs: np.ndarray) -> list[tuple[str, float, float]]:
+        """Text, p and q of the first of the engine's likeliest tokens in a state."""
+        shown = slice(0, min(MOST_LISTED, int((ids >= 0).sum())))
+        return list(
+            zip(map(self.word, ids[shown].tolist()), *(np.exp(x[shown]).tolist() for x in logprobs), strict=True)
+        )
 
     def prompt(self, cells: dict[str, Any]) -> str:
         """The prompt of a recorded row: its tokens where they were recorded, else the number of its problem."""

@@ -156,6 +156,8 @@ engines, so no absolute scale shows all."""
 _UNIT = 100_000
 _LEAST_SHOWN, _MOST_SHOWN = 100, 2_000
 _LONGEST_PROMPT = 2_000
+MOST_LISTED = 5
+"""Of the engine's likeliest tokens in a state, those on a page."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +171,7 @@ class Completion:
         text: the completion, where its tokens are not known.
         tokens: text of each token.
         train_probs, rollout_probs: [T] of each token; NaN where it was not sampled.
+        top: for each token at most `MOST_LISTED` of the engine's likeliest in its place: text, p and q.
         reward, advantage: the completion's.
         discrepancy: mean |p - q| over its sampled tokens, where the tokens are not known.
     """
@@ -183,6 +186,7 @@ class Completion:
     tokens: Sequence[str] | None = None
     train_probs: np.ndarray | None = None
     rollout_probs: np.ndarray | None = None
+    top: Sequence[Sequence[tuple[str, float, float]]] | None = None
     reward: float | None = None
     advantage: float | None = None
     discrepancy: float | None = None
@@ -205,11 +209,12 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
         probabilities are multiplied; and `full_color`, the |p - q| from which on a token has the full color.
     """
     sizes = np.array([len(each.tokens or ()) or len(each.text) // _BYTES for each in completions], np.int64)
+    sizes_of_token = np.array([1 + MOST_LISTED * (each.top is not None) for each in completions], np.int64)
     overhead = 20  # of a completion, in tokens
     counts = range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50)
-    fitting = [n for n in counts if (np.minimum(sizes, n) + overhead).sum() <= most_tokens]
-    longest = max(fitting, default=_LEAST_SHOWN)
-    every = max(1, math.ceil((np.minimum(sizes, longest) + overhead).sum() / most_tokens))
+    taken = {n: (np.minimum(sizes, n) * sizes_of_token + overhead).sum() for n in counts}
+    longest = max((n for n in counts if taken[n] <= most_tokens), default=_LEAST_SHOWN)
+    every = max(1, math.ceil(taken[longest] / most_tokens))
     kept = completions[::every]
     words: dict[str, int] = {}
     rows = sorted((_row(each, words, longest) for each in kept), key=lambda row: -(row["discrepancy"] or 0))
@@ -240,6 +245,11 @@ def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any
         "tokens": [words.setdefault(word, len(words)) for word in each.tokens[shown]],
         "p": _whole(p[shown], sampled[shown]), "q": _whole(q[shown], sampled[shown]),
     }  # fmt: skip
+    if each.top is not None:
+        row["top"] = [
+            [(words.setdefault(word, len(words)), round(_UNIT * p), round(_UNIT * q)) for word, p, q in state]
+            for state in each.top[shown]
+        ]
     return row
 
 

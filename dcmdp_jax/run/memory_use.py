@@ -371,7 +371,8 @@ def _batch_parts(
 ) -> list[MemoryPart]:
     """The batch, on the devices and before, and the columns of its completions that have a vector for each token."""
     columns = columns_of_run(config, model)
-    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_batch(packing, columns).rows))
+    batch = abstract_batch(packing, columns)
+    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch.rows))
     step, lower = frozenset({"step"}), "training.prompts_per_step or rollout.max_completion_tokens"
     parts = [
         exact("batch", **machine.on_each(rows // row_shards(mesh), mesh.size), phases=step, lower=lower),
@@ -385,4 +386,11 @@ def _batch_parts(
         parts.append(MemoryPart(f"{name.replace('_', ' ')} of the completions' tokens",
                           host=tokens * config.max_total_tokens, phases=frozenset({"sample", "step"}),
                           lower=f"{lower}, or {_COLUMN_SETTING.get(name, 'rollout.top_logprobs')}"))  # fmt: skip
+    listed = config.rollout.top_logprobs if config.observe.rollouts_every_steps else 0
+    if places := listed * sum(math.prod(each.completion_mask.shape) for each in batch.rows):
+        # The trainer's log-probs, float32 on every device. The host has them twice, of all places and by completion, and
+        # twice the text of 11 bytes, in Python and in Arrow.
+        devices = machine.on_each(4 * places, mesh.size)
+        parts.append(MemoryPart("recorded likeliest tokens", **devices | {"host": devices.get("host", 0) + 30 * places},
+                                phases=step, lower=f"{lower}, or rollout.top_logprobs"))  # fmt: skip
     return parts

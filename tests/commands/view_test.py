@@ -13,6 +13,7 @@ from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.probe import main as probe
 from dcmdp_jax.commands.view import main
 from dcmdp_jax.observe.metrics_io import MetricsWriter
+from dcmdp_jax.record import packed_top
 
 _RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "frameworks"
 
@@ -57,17 +58,28 @@ def test_a_recording_of_another_framework_shows_each_token_with_both_probabiliti
 
 
 def test_a_recorded_run_shows_the_prompt_it_was_asked(tmp_path, capsys):
-    """Ids as text, without a tokenizer: the prompt 5 6, then 7 with p 0.5 and q 0.25, and an 8 that was given."""
+    """Ids as text, without a tokenizer: the prompt 5 6, then 7 with p 0.5 and q 0.25, and an 8 that was given.
+
+    Of the seven likeliest of the 7 the engine has six, of which five are shown, with both probabilities.
+    """
+    ids = np.array([[9, 7, 3, 4, 5, 6, -1], [1, 2, 3, 4, 5, 6, 7]])
+    q = np.log([[0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 1]] * 2)
+    top = json.dumps(packed_top(ids, np.log([[0.25, 0.5, 0.125, 0.0625, 0.03125, 0.015625, 1]] * 2), q))
     with MetricsWriter(tmp_path / "run", rollouts_every_steps=1) as writer:
         writer.write(1, {"reward/mean": 0.5})
         half = np.log(np.array([0.5, 1], np.float32))
         tokens = dict(prompt_token_ids=[5, 6], token_ids=[7, 8], mask=[True, False], policy_versions=[0, -1])
         tokens |= dict(train_logprobs=half, rollout_logprobs=2 * half, reward=1.0, advantage=0.5)
-        writer.write_rollouts(1, [dict(completion=0, prompt_id=1098, source="s", **tokens)])
+        writer.write_rollouts(1, [dict(completion=0, prompt_id=1098, source="s", top=top, **tokens)])
     code, _, error = _view(capsys, tmp_path / "run", "--out", tmp_path / "page")
     assert code == 0, error
-    (row,) = _rows(tmp_path / "page" / "view.html")["rows"]
+    data = _rows(tmp_path / "page" / "view.html")
+    (row,) = data["rows"]
     assert (row["prompt"], row["p"], row["q"]) == (" 5 6", [50_000], [25_000])
+    (listed,) = row["top"]
+    assert [data["words"][word] for word, _, _ in listed] == [" 9", " 7", " 3", " 4", " 5"]
+    expected = [(25_000, 50_000), (50_000, 25_000), (12_500, 12_500), (6_250, 6_250), (3_125, 3_125)]
+    np.testing.assert_allclose([probabilities for _, *probabilities in listed], expected, rtol=1e-3)
 
 
 def test_an_evaluation_shows_every_completion_with_what_was_found(tmp_path, capsys):

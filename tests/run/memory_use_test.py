@@ -19,6 +19,7 @@ from dcmdp_jax.models.config import ModelConfig, from_hf
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import PUBLISHED
+from dcmdp_jax.plan.run_plan import plan_step, planned_run
 from dcmdp_jax.run import memory_use as memory_plan
 from dcmdp_jax.run.memory_use import loaded_parameters, with_engine
 from dcmdp_jax.run.run import Run
@@ -124,6 +125,19 @@ def test_router_replay_is_counted_where_it_is_held():
     assert part_of(without, "batch").each * (25 + 768) == part_of(plan, "batch").each * 25
     assert part_of(plan, "batch, before").host == 8 * part_of(plan, "batch").each
     assert not any(part.name.startswith(("experts of", "engine's record")) for part in without.parts)
+
+
+def test_recorded_lists_are_counted_as_the_step_returns_them():
+    """The step gives every device the log-probs of all places, padding included; the host has 30 bytes of each beside."""
+    config = demo.get_config("debug")
+    config.rollout.top_logprobs, config.observe.rollouts_every_steps = 8, 3
+    run = planned_run(from_config_dict(config), make_mesh(2, 1, 1, 1, devices=jax.devices()[:2]))
+    returned = plan_step(run).program.trace().out_info[1]["tokens/top_logprobs"]
+    size = sum(4 * leaf.size for leaf in jax.tree.leaves(returned))
+    assert size % 32 == 0 and part_of(run.memory, "recorded likeliest").host == 2 * size + 30 * size // 4
+    config.observe.rollouts_every_steps = 0
+    silent = planned_run(from_config_dict(config), run.mesh).memory
+    assert not any(part.name.startswith("recorded likeliest") for part in silent.parts)
 
 
 def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():

@@ -24,6 +24,8 @@ _ROUNDING = 1e-3
 # Half precision of differences, up to 20 nats of them.
 _HALF_PRECISION = 0.02
 _LARGEST = np.iinfo(np.int32).max
+LISTS = ("top_ids", "top_train", "top_rollout")
+"""Of a row with likeliest tokens: ids, -1 for none, and log-probs of the training stack and of the engine."""
 _BASES = {"2": 1 / math.log(2), "10": 1 / math.log(10)}
 _OTHER_BASE_TOKENS = 16
 
@@ -106,7 +108,9 @@ class LeftOut:
         return f"{words}{self}" if str(self) else ""
 
 
-def checked_row(where: str, cells: dict[str, Any], columns: Columns, left_out: LeftOut) -> dict[str, np.ndarray]:
+def checked_row(
+    where: str, cells: dict[str, Any], columns: Columns, left_out: LeftOut, *, keep_lists: bool = False
+) -> dict[str, np.ndarray]:
     """The sampled tokens of a row as arrays, each cell checked.
 
     A token without a finite log-prob on either side is left out: an engine reports none for some tokens, and writers
@@ -117,6 +121,7 @@ def checked_row(where: str, cells: dict[str, Any], columns: Columns, left_out: L
         cells: column name -> cell.
         columns: names of the columns.
         left_out: counts the tokens that are left out.
+        keep_lists: also return the likeliest tokens, where the row has them: `LISTS`, [n, k] each.
 
     Returns:
         Kind of column -> values: [n] int32 or float32 of the n sampled tokens, [] of the completion.
@@ -138,7 +143,8 @@ def checked_row(where: str, cells: dict[str, Any], columns: Columns, left_out: L
     for kind, values in row.items():
         row[kind] = _VALUES[kind](f"{where}: {getattr(columns, kind)}", values, sampled)
     if columns.top:
-        row["states"] = _states(f"{where}: {columns.top}", cells[columns.top], sampled)
+        lists = _likeliest(f"{where}: {columns.top}", cells[columns.top], sampled)
+        row |= {"states": measure_states(*lists)} | (dict(zip(LISTS, lists, strict=True)) if keep_lists else {})
     return row | _of_completion(where, cells, columns)
 
 
@@ -205,8 +211,8 @@ def _entropies(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray
 _VALUES = {"token": _whole, "train": _logprobs, "rollout": _logprobs, "entropy": _entropies, "lag": _whole}
 
 
-def _states(where: str, cell: Any, sampled: np.ndarray) -> np.ndarray:
-    """`states.measure_states` of the lists of the sampled tokens."""
+def _likeliest(where: str, cell: Any, sampled: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The lists of the sampled tokens, in the order of `LISTS`."""
     try:
         lists = unpacked_top(json.loads(cell) if isinstance(cell, str) else cell)
     except (ValueError, KeyError, TypeError, zlib.error):
@@ -221,7 +227,7 @@ def _states(where: str, cell: Any, sampled: np.ndarray) -> np.ndarray:
         raise UserError(
             f"{where}: listed tokens have a probability of {mass.max():.3g} together, at most 1 is possible"
         )
-    return measure_states(ids, train, rollout)
+    return ids, train, rollout
 
 
 def _of_completion(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:

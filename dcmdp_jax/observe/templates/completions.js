@@ -74,6 +74,8 @@
           const p = row.p[t] / data.unit, q = row.q[t] / data.unit;
           span.style.background = color(p, q);
           span.title = `p ${p.toFixed(5)}, q ${q.toFixed(5)}`;
+          for (const [id, p, q] of row.top ? row.top[t] : [])
+            span.title += `\n${JSON.stringify(data.words[id])} p ${(p / data.unit).toFixed(5)}, q ${(q / data.unit).toFixed(5)}`;
         });
         if (row.more) html("span", "given", text, ` … ${row.more} more tokens`);
       }
