@@ -17,12 +17,15 @@ the engines' names and what the causes rest on. With --remedies it writes remedi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from dcmdp_jax.commands import probe_recordings
 from dcmdp_jax.commands.arguments import output_directory, real, temperature, whole
@@ -44,10 +47,13 @@ from dcmdp_jax.lab.probe import certificate
 from dcmdp_jax.lab.probe.engines import settings_for
 from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
-from dcmdp_jax.rewards.math.verifier import Verifier
+from dcmdp_jax.rewards.protocol import Problem
+from dcmdp_jax.rewards.scoring import BatchScoring
+from dcmdp_jax.run.files import checked_columns, needs_columns
 from dcmdp_jax.run.model_run import ModelRun, find_model
 
-_PROBES_OWN = {"rollout.group_size": 8, "rollout.max_rows": 256, "training.seed": 0}
+_PROBES_OWN = {"rollout.group_size": 8, "rollout.max_rows": 256, "training.seed": 0, "task.verifier_budget": 0.0}
+_PROBES_OWN |= {"rewards.on_error": "error"}
 """Settings of a probe, whatever the run had."""
 _WITHOUT_A_RUN = {"rollout.max_completion_tokens": 256}
 _BY_ENGINE = ("rollout.engine", "rollout.precision", "rollout.compute_dtype", "rollout.kv_cache_dtype")
@@ -172,8 +178,16 @@ def _compare_remedies(arguments: argparse.Namespace, overrides: Mapping[str, Any
     arms = _arms(arguments.study) if arguments.study else None
     session, first = _session(arguments, overrides)
     results, algorithm = [], session.run.asked.algorithm
-    with Verifier(budget_s=0) as verifier:
-        grade = lambda texts, answers: verifier.grade(texts, answers).rewards  # noqa: E731
+    with contextlib.closing(session.run) as run:
+        if environment := run.asked.task.environment:
+            raise UserError(f"config.task.environment: got {environment}; --remedies samples one turn, set it empty")
+        run.columns = checked_columns(run.asked, run.rewards, session.problems, run.tokenizer)
+
+        def grade(problems: Sequence[Problem], completion_ids: Sequence[np.ndarray]) -> np.ndarray:
+            scoring = BatchScoring(run.scorer, run.tokenizer, problems)
+            scoring.begin(range(len(problems)), completion_ids)
+            return scoring.finish()[1].totals
+
         for verdicts in ask(session, first, algorithm, batches=arguments.batches, grade=grade, arms=arms):
             results.append(verdicts)
             print(oracle_page.table(verdicts), flush=True)
@@ -227,7 +241,12 @@ def _session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tup
     run = ModelRun.of(saved, config)
     session = Session(
         run=run,
-        problems=load_problems(config.task.train, limit=arguments.prompts, answers="unused"),
+        problems=load_problems(
+            config.task.train,
+            limit=arguments.prompts,
+            answers="unused",
+            keep_columns=arguments.remedies and needs_columns(config),
+        ),
         sampling=dataclasses.replace(run.sampling, top_p=arguments.top_p),
         score_temperature=rollout.temperature if arguments.score_temperature is None else arguments.score_temperature,
         earlier=[find_model(path) for path in arguments.earlier or ()],

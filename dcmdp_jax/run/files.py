@@ -35,7 +35,7 @@ from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import directory_digest
 from dcmdp_jax.models.peft_files import Adapter, read_adapter
-from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Reward, RewardError
+from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
 
 
@@ -121,17 +121,16 @@ def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConf
         raise UserError(f"config.model.architecture.{error}") from None
 
 
-def _needs_columns(config: Config) -> bool:
+def needs_columns(config: Config) -> bool:
     """Whether problems keep their rows' columns, for functions of users or an environment."""
     return bool(config.task.environment) or any(reward != MATH for reward in config.rewards.names)
 
 
 def checked_columns(
-    config: Config, rewards: tuple[Reward, ...], asked: Sequence[EncodedPrompts], tokenizer: PreTrainedTokenizerBase
+    config: Config, rewards: tuple[Reward, ...], problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, ...]:
     """Names of the columns that functions of users get. Imports the functions and the environment, and calls them."""
-    problems = [problem for prompts in asked for problem in prompts.problems]
-    columns = tuple(column_names(problems)) if _needs_columns(config) else ()
+    columns = tuple(column_names(problems)) if needs_columns(config) else ()
     try:
         check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
     except RewardError as error:
@@ -193,7 +192,7 @@ def _load_prompts(
             split=split,
             limit=limit or None,
             on_bad_row=config.task.on_bad_row,
-            keep_columns=rewarded and _needs_columns(config),
+            keep_columns=rewarded and needs_columns(config),
             answers="unused" if not rewarded or not any(needed) else "required" if all(needed) else "optional",
             name=name,
         )

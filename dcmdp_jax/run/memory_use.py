@@ -388,8 +388,8 @@ def _batch_parts(
                           lower=f"{lower}, or {_COLUMN_SETTING.get(name, 'rollout.top_logprobs')}"))  # fmt: skip
     listed = config.rollout.top_logprobs if config.observe.rollouts_every_steps else 0
     if places := listed * sum(math.prod(each.completion_mask.shape) for each in batch.rows):
-        # The trainer's log-probs, float32 on every device. The host has them twice, of all places and by completion, and
-        # twice the text of 11 bytes, in Python and in Arrow.
+        # The trainer's log-probs, float32 on every device. The host has them twice, of all places and by completion,
+        # and twice the text of 11 bytes, in Python and in Arrow.
         devices = machine.on_each(4 * places, mesh.size)
         parts.append(MemoryPart("recorded likeliest tokens", **devices | {"host": devices.get("host", 0) + 30 * places},
                                 phases=step, lower=f"{lower}, or rollout.top_logprobs"))  # fmt: skip

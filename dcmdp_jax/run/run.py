@@ -230,7 +230,8 @@ class Run:
     def columns(self) -> tuple[str, ...]:
         """Names of the data's columns that reward functions get; the functions and the environment are checked."""
         asked = [self.train, *(prompts for _, prompts in self.held_out)]
-        return files.checked_columns(self.asked, self.rewards, asked, self.tokenizer)
+        problems = [problem for prompts in asked for problem in prompts.problems]
+        return files.checked_columns(self.asked, self.rewards, problems, self.tokenizer)
 
     @cached_property
     def worked_solutions(self) -> tuple[list[np.ndarray], list[np.ndarray]] | None:

@@ -216,18 +216,22 @@ def test_a_probe_that_is_stopped_leaves_what_it_had_and_the_next_says_so(model, 
 
 
 @pytest.mark.long
-def test_remedies_are_compared_by_the_gradients_they_give(model, tmp_path, capsys, monkeypatch):
-    # A random model never answers right: a reward that it can earn.
-    rewards = lambda texts, answers: [sum(map(ord, text)) % 3 == 0 for text in texts]  # noqa: E731
-    monkeypatch.setattr(probe, "ask", lambda *args, grade, **options: ask(*args, grade=rewards, **options))
+def test_remedies_are_compared_by_the_gradients_they_give(model, tmp_path, capsys):
+    # A random model never answers right: a reward that it can earn, beside one that is the same for all, with weights.
+    function = tmp_path / "own.py"
+    function.write_text(
+        "def third(completions, **columns):\n    return [sum(map(ord, text)) % 3 == 0 for text in completions]\n"
+        "def tenth(completions, answer, **columns):\n    return [0.1 * (len(each) > 0) for each in answer]\n"
+    )
+    rewards = f"--config.rewards.functions={function}:third,{function}:tenth", "--config.rewards.weights=(1,5)"
     ask = (_TASK, "--prompts", "3", "--config.rollout.group_size=4", "--batches", "4", f"{_LIMIT}=6", "--remedies")
-    code, said, shown = _run(capsys, "--model", model / "model", *ask, "--a", "local:int4", "--out", tmp_path)
+    code, said, shown = _run(capsys, "--model", model / "model", *ask, *rewards, "--a", "local:int4", "--out", tmp_path)
     assert code == 0, shown
     (record,) = json.loads((tmp_path / "remedies.json").read_text())
     names = [one["name"].partition("(")[0].partition(",")[0] for one in record["remedies"]]
     assert set(names) == {"no remedy", *PENALTIES, *CORRECTIONS, *TRUST_REGIONS, *LOSSES} - {"grpo", "surrogate"}
     assert len(names) == 1 + 2 * (len(PENALTIES) - 1) + len(CORRECTIONS) + len(TRUST_REGIONS) + len(LOSSES)
-    assert record["engine"] == "local:int4" and record["discrepancy"] > 1e-3
+    assert record["engine"] == "local:int4" and record["discrepancy"] > 1e-3 and 0.5 < record["reward"] < 1.5
     for one in record["remedies"]:
         assert 0 <= one["dropped"] <= 1 and 0 <= one["effective"] <= 12, one
     assert f"best: {record['words']['best']}" in said and all(name in said for name in names)

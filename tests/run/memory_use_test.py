@@ -128,7 +128,7 @@ def test_router_replay_is_counted_where_it_is_held():
 
 
 def test_recorded_lists_are_counted_as_the_step_returns_them():
-    """The step gives every device the log-probs of all places, padding included; the host has 30 bytes of each beside."""
+    """The step gives every device the log-probs of all places, padding too; the host has 30 bytes of each beside."""
     config = demo.get_config("debug")
     config.rollout.top_logprobs, config.observe.rollouts_every_steps = 8, 3
     run = planned_run(from_config_dict(config), make_mesh(2, 1, 1, 1, devices=jax.devices()[:2]))

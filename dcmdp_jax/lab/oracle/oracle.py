@@ -48,10 +48,11 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.named_functions import Call, needed_parameters
 from dcmdp_jax.number_format import number
 from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.rewards.protocol import NEED_ANSWERS, Problem
 from dcmdp_jax.run.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.types import Rows
 
-Grade = Callable[[Sequence[str], Sequence[str]], np.ndarray]
+Grade = Callable[[Sequence[Problem], Sequence[np.ndarray]], np.ndarray]
 
 EXACT = ProbeSpec("local", "float32", "float32")
 """The control's engine: the embedded one in the trainer's precision, whose log-probs are then the trainer's own."""
@@ -119,7 +120,7 @@ def ask(
         specs: the engines.
         algorithm: settings that the remedies are options of.
         batches: number for each engine, at least 4.
-        grade: the rewards of texts and the problems' answers.
+        grade: the rewards of completions, from the problem and the token ids of each.
         arms: settings that are compared with no remedy in place of `entries`.
 
     Returns:
@@ -168,7 +169,8 @@ def _check(session: Session, batches: int, settings: Sequence[AlgorithmSettings]
         )
     if session.sampling.temperature == 0:
         raise UserError("config.rollout.temperature: got 0 (greedy), whose samples are all equal; give one above 0")
-    if bare := [problem.index for problem in session.problems if not problem.answer]:
+    all_need = all(name in NEED_ANSWERS for name in session.run.asked.rewards.names)
+    if all_need and (bare := [problem.index for problem in session.problems if not problem.answer]):
         raise UserError(f"config.task.train: row {bare[0]} has no answer; --remedies needs rewards")
 
 
@@ -298,9 +300,8 @@ def _batches(session: Session, spec: ProbeSpec, grade: Grade, batches: int, *, s
         with contextlib.closing(engine):
             for batch in range(batches):
                 found = engines.sample(engine, prompts, session.sampling, seed=seed * batches + batch)
-                texts = run.tokenizer.batch_decode(found.completion_ids, skip_special_tokens=True)
-                answers = [session.problems[index].answer for index in found.prompt_index]
-                rewards = np.asarray(grade(texts, answers), np.float32)
+                problems = [session.problems[index] for index in found.prompt_index]
+                rewards = np.asarray(grade(problems, found.completion_ids), np.float32)
                 yield JudgedBatch(_rows(prompts, found, total), rewards, found.prompt_index.astype(np.int32))
 
 

@@ -54,6 +54,7 @@ class Setup:
         settings: cause -> setting of the first engine that has it as its price.
         sampling_floor: floor of the first engine, from `sampling_floor`; None if not measured.
         as_rounded: weights with their adapters merged as the first engine rounds them; None without adapters.
+        cache: how the first engine's fp8 cache rounds, of `scheme.CACHES`, where it has one or not.
     """
 
     config: ModelConfig
@@ -67,6 +68,7 @@ class Setup:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sampling_floor: float | None = None
     as_rounded: Params | None = None
+    cache: str = "fp8"
 
 
 class _Change(NamedTuple):
@@ -76,7 +78,7 @@ class _Change(NamedTuple):
         name, cause: see `Explanation`.
         dtype: dtype of activations and products.
         precision: precision of `quantize.PRECISIONS` that weights are quantized to; "" for none.
-        fp8_cache: whether keys and values are rounded as an fp8 cache rounds them.
+        fp8_cache: whether keys and values are rounded as `Setup.cache` says.
         params, prompts: others than the setup's.
     """
 
@@ -162,6 +164,7 @@ class Rescoring:
         params = setup.params if change.params is None else change.params
         weights = _as_multiplied(params, setup.config, change.precision)
         static = {"config": setup.config, "compute": Compute(dtype=change.dtype, logprob_chunk=LOGPROB_CHUNK)}
+        static["cache"] = setup.cache
         run = functools.partial(_logprobs_at, weights, inverse, change.fp8_cache, **static)
         prompts = setup.prompts if change.prompts is None else change.prompts
         found = in_rows(run, [prompts[index] for index in self._prompt_index], self._completions)
@@ -202,10 +205,11 @@ class Rescoring:
                 yield Explanation(f"{best} of {name}, all else as it is", "unsynchronized_tensor", shares[best])
 
 
-@functools.partial(jax.jit, static_argnames=("config", "compute"))
+@functools.partial(jax.jit, static_argnames=("config", "compute", "cache"))
 def _logprobs_at(
-    weights: Params, inverse: jax.Array, fp8_cache: jax.Array, rows: Rows, *, config: ModelConfig, compute: Compute
-) -> jax.Array:
+    weights: Params, inverse: jax.Array, fp8_cache: jax.Array, rows: Rows, *, config: ModelConfig, compute: Compute,
+    cache: str,
+) -> jax.Array:  # fmt: skip
     """Log-probs of rows at several temperatures, from one pass through the layers.
 
     Args:
@@ -214,6 +218,7 @@ def _logprobs_at(
         fp8_cache: [] bool, see `_Change`.
         rows: [R, L], a completion each.
         config, compute: the model, and how it is computed.
+        cache: see `Setup`.
 
     Returns:
         [K, R, L] float32 nats; 0 where none is wanted.
@@ -231,7 +236,7 @@ def _logprobs_at(
         )
 
     with products_in(compute.dtype):
-        states = jax.lax.cond(fp8_cache, hidden(Scheme(cache="fp8")), hidden(FULL))
+        states = jax.lax.cond(fp8_cache, hidden(Scheme(cache=cache)), hidden(FULL))
         found = jnp.zeros((len(inverse), *rows.input_ids.shape), jnp.float32)
         return jax.lax.fori_loop(0, jnp.sum(inverse > 0), at, found)
 

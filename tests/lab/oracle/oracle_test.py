@@ -42,7 +42,8 @@ def _session(**settings):
     )
 
 
-def _odd(texts, answers):
+def _odd(problems, completion_ids):
+    texts = TOKENIZER.batch_decode(completion_ids, skip_special_tokens=True)
     return [sum(map(ord, text)) % 2 for text in texts]
 
 

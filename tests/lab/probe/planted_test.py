@@ -13,7 +13,7 @@ from dcmdp_jax.lab.mismatch.analysis import analyze
 from dcmdp_jax.lab.mismatch.evidence import outliers
 from dcmdp_jax.lab.probe import rescoring
 from dcmdp_jax.lab.probe.compare import compare, explained, sampling_floor
-from dcmdp_jax.lab.probe.engines import Sampled, sample
+from dcmdp_jax.lab.probe.engines import Sampled, cache_rounding, sample
 from dcmdp_jax.lab.probe.rescoring import Setup
 from dcmdp_jax.lab.probe.session import lift
 from dcmdp_jax.lab.probe.specs import parse_spec
@@ -22,6 +22,7 @@ from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import adapter_declarations, merged, merged_as_rounded
 from dcmdp_jax.models.params import draw_params
+from dcmdp_jax.models.scheme import Scheme
 from tests.support.sampling import local_engine
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
@@ -123,6 +124,27 @@ def test_quantization_is_named_by_what_is_quantized(settings, cause, name):
     engine = local(**settings)
     finding = named(engine, sampled(engine), compute=settings.get("compute_dtype", "float32"))[0]
     assert finding.cause == cause and finding.evidence[0].startswith(f"Scoring with {name}")
+
+
+def test_a_cache_is_rounded_again_as_the_engine_rounds_it():
+    """vLLM's CPU build truncates, ours rounds to nearest: scored again the other way, much of it is left."""
+    engine, form = local(), {each: cache_rounding(parse_spec(each)) for each in ("local:exact,cache=fp8", "local:int8")}
+    assert set(form.values()) == {"fp8"}
+    form = {each: cache_rounding(parse_spec(f"vllm:bfloat16,cache={each}")) for each in ("auto", "fp8", "fp8_e5m2")}
+    assert form == {"auto": "fp8_truncated", "fp8": "fp8_truncated", "fp8_e5m2": "fp8_e5m2_truncated"}
+    found, truncating = (
+        sampled(engine),
+        TrainingStack(CONFIG, params(), compute=Compute(), scheme=Scheme(cache=form["fp8"])),
+    )
+    prompts = [PROMPTS[index] for index in found.prompt_index]
+    found = dataclasses.replace(found, logprobs=truncating.score(prompts, found.completion_ids, temperature=1.0))
+    share = {
+        cache: next(
+            each.share for each in analysis(engine, found, cache=cache).evidence.explanations if "cache" in each.name
+        )
+        for cache in (form["fp8"], "fp8")
+    }
+    assert share["fp8_truncated"] > 0.99 > 0.9 > share["fp8"]
 
 
 @pytest.mark.parametrize(
