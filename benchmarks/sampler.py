@@ -38,6 +38,7 @@ from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.schedule import Scheduler
 from dcmdp_jax.engines.local.weights import ENGINE_PRECISIONS
 from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
@@ -47,9 +48,9 @@ _END = 0
 _Schedule = Callable[..., Iterator[None]]
 
 
-def _mesh() -> Mesh:
+def _mesh(config: ModelConfig) -> Mesh:
     """Where a run on one device of an accelerator, or on the CPU, samples."""
-    return sampling_mesh(one_device_mesh())
+    return sampling_mesh(one_device_mesh(), num_params=num_params(config))
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -68,7 +69,7 @@ def measure(size: str, precisions: list[str], repeats: int) -> list[str]:
     engines = {
         precision: LocalEngine(
             EngineArguments(precision, model=config, max_total_tokens=PROMPT_TOKENS + NEW_TOKENS, min_rows=32),
-            mesh=_mesh(),
+            mesh=_mesh(config),
         )
         for precision in precisions
     }
@@ -125,7 +126,7 @@ def measure_long_tail(size: str, repeats: int) -> str:
         arguments = EngineArguments(
             "float32", model=config, max_total_tokens=total, max_rows=TAIL_ROWS, min_rows=min_rows
         )
-        engine = LocalEngine(arguments, mesh=_mesh(), cache_block=cache_block)
+        engine = LocalEngine(arguments, mesh=_mesh(config), cache_block=cache_block)
         engine.push_weights(params, 0)
         return engine
 

@@ -61,7 +61,8 @@ def sampler(
     total, min_rows = job.prompt_tokens + job.new_tokens, get_config().rollout.min_rows
     dtypes = {"precision": job.dtype, "compute_dtype": job.dtype}
     arguments = EngineArguments(**dtypes, model=config, max_total_tokens=total, min_rows=min_rows)
-    engine = make(arguments) if make else LocalEngine(arguments, mesh=sampling_mesh(one_device_mesh()))
+    mesh = sampling_mesh(one_device_mesh(), num_params=num_params(config))
+    engine = make(arguments) if make else LocalEngine(arguments, mesh=mesh)
     engine.push_weights(hf_weights.load_params(job.checkpoint, config, dtype="float32"), 0)
     release_freed_memory()  # as bin.evaluate does
     stops = tuple(sorted(end_token_ids(tokenizer, job.checkpoint, vocab_size=config.vocab_size))) if job.ends else ()

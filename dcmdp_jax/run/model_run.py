@@ -25,8 +25,9 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_hub import is_fetched, model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import load_params
+from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.backend import prepare_jax
-from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
+from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh, sampling_mesh
 from dcmdp_jax.run import files
 from dcmdp_jax.run.directory import read_config
 from dcmdp_jax.run.memory_use import free_host_bytes, loaded_parameters
@@ -230,7 +231,9 @@ class ModelRun(Run):
         return {
             "directory": self.directory,
             "max_total_tokens": self.longest_prompt + self.asked.rollout.max_completion_tokens,
-            "mesh": lambda **split: make_mesh(data=-1, **split),
+            "mesh": lambda **split: sampling_mesh(
+                make_mesh(data=-1, **split), num_params=num_params(self.model), **split
+            ),
             "probe": lambda: make_probe(self.model, Compute(), one_device_mesh()),
         }
 

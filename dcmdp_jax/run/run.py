@@ -271,7 +271,7 @@ class Run:
         """Arguments of an engine beside a trainer."""
         return {
             "host": self.hosts.index,
-            "mesh": lambda **split: sampling_mesh(self.mesh, **split),
+            "mesh": lambda **split: sampling_mesh(self.mesh, num_params=num_params(self.model), **split),
             "probe": lambda: make_probe(self.model, self.compute, self.mesh),
             "prepare": True,
         }

@@ -19,6 +19,8 @@ meshes = [mesh.training_mesh(*sizes, num_params=count) for *sizes, count in json
 print(json.dumps({
     "devices": jax.device_count(), "training": [list(each.shape.values())[:3] for each in meshes],
     "sampling": mesh.sampling_mesh(meshes[0]).size,
+    "split": [mesh.sampling_mesh(meshes[0], num_params=asked[-1], tensor=n).size
+              for asked in json.loads(sys.argv[4]) for n in (1, mesh.sampling_mesh(meshes[0]).size)],
     "cache": jax.config.jax_compilation_cache_dir,
 }))
 """
@@ -50,6 +52,8 @@ def test_a_large_model_is_not_replicated(tmp_path):
     limit = 2**25
     report = _report(tmp_path, "first", 3, asked=((1, -1, 1, 1, limit), (1, -1, 1, 1, limit + 1)))
     assert report["training"] == [[3, 1, 1], [1, 1, 1]]
+    # Nor sampled on several devices, unless its weights are split over them.
+    assert report["split"] == [3, 3, 1, 3]
 
 
 def test_fewer_devices_than_cores_are_for_sampling(tmp_path):
