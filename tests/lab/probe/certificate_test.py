@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import dcmdp_jax
 from benchmarks import certificates
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
@@ -25,6 +26,8 @@ def test_a_certificate_has_the_numbers_of_each_engine(tmp_path):
     # r = 1.25 and 0.889: r - 1 - ln r is 0.0269 and 0.0067. k1 would be -0.053.
     assert row["mean"] == pytest.approx(0.1, rel=1e-2) and row["k3"] == pytest.approx(0.0168, rel=1e-2)
     assert record["command"] == "dcmdp probe --certify '--model=a b'" and record["versions"]["jax"]
+    # Also where the package is run from a checkout that is not installed.
+    assert record["versions"]["dcmdp_jax"] == dcmdp_jax.__version__
     assert "local:int8" in said and "0.015" in said
 
 
