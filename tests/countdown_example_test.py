@@ -14,9 +14,12 @@ from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.commands.sweep import main as sweep
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.models.params import init_params, num_params
+from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import model_of
+from dcmdp_jax.plan.run_plan import planned_run
 from dcmdp_jax.training.state import make_optimizer
 from tests.support.sampling import local_engine
+from tests.support.small_plan import small_config
 from tests.support.vllm_tools import small_model
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -136,6 +139,15 @@ def _samplers(**settings):
     model = dataclasses.replace(small_model(vocab_size=104), initializer_range=0.05)
     arguments = EngineArguments("float32", "float32", "auto", 64, 64, 0, kind.settings(**settings), model=model)
     return kind.build(arguments), local_engine(model, max_total_tokens=64), model
+
+
+def test_a_sampler_takes_the_memory_of_the_embedded_engine():
+    """Its own settings have no place there; the "process" part grows from call to call."""
+    mesh = make_mesh(1, 8, devices=jax.devices()[:8])
+    noise = {"rollout__engine": "examples/countdown/sampler.py:SAMPLER", "rollout__engine_args": '{"noise": 0.02}'}
+    runs = [planned_run(small_config(**one), mesh) for one in ({"rollout__engine": "local"}, noise)]
+    embedded, other = ([part for part in run.memory.parts if "Python" not in part.name] for run in runs)
+    assert embedded == other and any("cache" in part.name for part in embedded)
 
 
 def _scores(engine):
