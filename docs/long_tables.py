@@ -1,6 +1,7 @@
-"""The tables and the figure of evidence_long.md, from the kept metrics of configs/studies/long_completions.py.
+"""Tables and figures of evidence_long.md and evidence_real.md, from the kept metrics of their studies.
 
 python -m docs.long_tables docs/evidence/long_completions.jsonl.gz --out=runs/evidence/long
+python -m docs.long_tables docs/evidence/smollm2.jsonl.gz --out=runs/evidence/real
 """
 
 from __future__ import annotations
@@ -23,17 +24,31 @@ from dcmdp_jax.observe.page_kit import make_figure, style_axes
 from docs.dose_tables import holm
 
 BASELINE, CONTROLS = "grpo", ("grpo_perturbed", "grpo_shaken")
-OF_ANOTHER_MEASURE = ("trainer_above_1", "log", "ratio", "logit", "ascent_logit_p95")
+OF_ANOTHER_MEASURE = ("trainer_above_1", "log", "ratio", "logit", "ascent_logit_p95", "ascent_logit")
 """Arms whose recorded discrepancy is not |p - q|."""
-LATE = 16
-"""First steps that a mean leaves out."""
-SHOWN = ("exact", "token_0.1", "dc_grpo", "token_1", "trainer_above_1", "engine_above_1", "signed_1", "token_1_tis")
-"""Arms of the figure."""
+LONG_SHOWN = (
+    "exact",
+    "token_0.1",
+    "dc_grpo",
+    "token_1",
+    "trainer_above_1",
+    "engine_above_1",
+    "signed_1",
+    "token_1_tis",
+)
+REAL_SHOWN = ("exact", "tis", "tis_centered", "dc_grpo", "ascent_logit")
+"""Arms of the two figures."""
 _LAST = 4
 
 
 def _late(name: str, scale: float = 1.0) -> Callable[[Series], float]:
-    return lambda series: scale * float(np.mean(series[name][1][LATE:])) if name in series else math.nan
+    """Mean over the second half of the steps."""
+
+    def mean(series: Series) -> float:
+        values = series[name][1] if name in series else [math.nan]
+        return scale * float(np.mean(values[len(values) // 2 :]))
+
+    return mean
 
 
 def _last(name: str) -> Callable[[Series], float]:
@@ -131,30 +146,43 @@ def _text(found: Estimate, sign: str) -> str:
     return f"{found.mean:{sign}.3g}" + (f" ± {found.half_width:.2g}" if math.isfinite(found.half_width) else "")
 
 
-def draw(runs: Table, arms: Sequence[str]) -> Figure:
-    """Reward by step, a panel for each arm with a line for each of its runs, GRPO's in gray."""
-    figure, places = make_figure(9.6, 4.6, "Reward by run: completions of 200 tokens, int4 engine", rows=2, columns=4)
-    for axes, arm in zip(places, arms, strict=True):
+def draw(runs: Table, panels: Sequence[tuple[str, str]], title: str, rows: int) -> Figure:
+    """A panel for each (arm, metric) with a line for each of the arm's runs, GRPO's in gray."""
+    columns = -(-len(panels) // rows)
+    figure, places = make_figure(2.4 * columns, 2.3 * rows, title, rows=rows, columns=columns)
+    for axes, (arm, metric) in zip(places, panels, strict=True):
         for name, color in ((BASELINE, BASELINE_COLOR), (arm, color_of(arm))):
             for series in runs[name].values():
-                axes.plot(*series["reward/mean"], color=color, linewidth=1.2)
-        axes.set_ylim(0, 1)
-        style_axes(axes, arm, x="training step")
+                axes.plot(*series[metric], color=color, linewidth=1.2)
+        axes.set_ylim(0, 1 if metric == "reward/mean" else None)
+        style_axes(axes, arm if metric == "reward/mean" else f"{arm}, mean |eps|", x="training step")
     return figure
+
+
+def figure_of(runs: Table) -> Figure:
+    """The figure of the study whose arms these are."""
+    if "token_1" in runs:
+        panels = [(arm, "reward/mean") for arm in LONG_SHOWN]
+        return draw(runs, panels, "Reward by run: completions of 200 tokens, int4 engine", 2)
+    shown = [arm for arm in REAL_SHOWN if arm in runs]
+    panels = [(arm, metric) for metric in ("reward/mean", "displacement/abs_mean") for arm in shown]
+    return draw(runs, panels, "SmolLM2-135M against an int4 engine, by run", 2)
 
 
 def main() -> None:
     """Print the tables and draw the figure."""
-    parser = argparse.ArgumentParser(description="Tables of the study of long completions.")
+    parser = argparse.ArgumentParser(
+        description="Tables and figure of a study of evidence_long.md or evidence_real.md."
+    )
     parser.add_argument("kept", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("runs/evidence/long"), help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("runs/evidence/tables"), help="default: %(default)s")
     arguments = parser.parse_args()
     runs = {arm: seeds for arm, seeds in read_kept_metrics(arguments.kept, None).items() if seeds}
     print(f"{comparison(runs)}\n{besides(runs)}")
     p, held = claims(runs)
     print("\n".join(f"{heading}, {arm}: p {p[heading, arm]:.1g}" for heading, arm in sorted(held, key=p.__getitem__)))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    draw(runs, SHOWN).savefig(arguments.out / "long_completions.png", dpi=DPI)
+    figure_of(runs).savefig(arguments.out / f"{arguments.kept.name.partition('.')[0]}.png", dpi=DPI)
 
 
 if __name__ == "__main__":

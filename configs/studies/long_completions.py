@@ -27,6 +27,8 @@ DISPLACEMENT_P95 = 0.80
 """95th percentile of |logit p - logit q| of the same run."""
 TOP = 16
 """Likeliest tokens of the engine, for state charges and score centering; the vocabulary has 104."""
+RARE = 0.1
+"""p of a token that the trainer finds unlikely."""
 _MOVE = 0.3
 """What the ascent moves lambda by in `STEPS` steps where the discrepancy is a tenth above c."""
 SCORED_EXACTLY = (
@@ -46,6 +48,23 @@ def _gap(tokens: Tokens) -> jax.Array:
 def engine_above(tokens: Tokens) -> jax.Array:
     """A_i - lambda max(q - p, 0): the other half of the one-sided charge."""
     return tokens.advantages - tokens.multiplier * jnp.maximum(-_gap(tokens), 0.0)
+
+
+def _unlikely(tokens: Tokens) -> jax.Array:
+    """Tokens of which the trainer has a probability of at most `RARE`, [R, L]."""
+    return jnp.exp(tokens.old_logprobs) <= RARE
+
+
+def rare(tokens: Tokens) -> jax.Array:
+    """A_i - lambda max(q - p, 0) where p is at most `RARE`, A_i elsewhere."""
+    charge = jnp.where(_unlikely(tokens), jnp.maximum(-_gap(tokens), 0.0), 0.0)
+    return tokens.advantages - tokens.multiplier * charge
+
+
+def not_rare(tokens: Tokens) -> jax.Array:
+    """A_i - lambda max(q - p, 0) where p is above `RARE`, A_i elsewhere."""
+    charge = jnp.where(_unlikely(tokens), 0.0, jnp.maximum(-_gap(tokens), 0.0))
+    return tokens.advantages - tokens.multiplier * charge
 
 
 def signed(tokens: Tokens) -> jax.Array:
@@ -86,6 +105,8 @@ def get_study(arg: str = "") -> Study:
         "ascent_1.25": _ascent("diff", 1.25) | {"algorithm.multiplier": 0.1},
         "trainer_above_1": fixed(1.0, sided="one"),
         "engine_above_1": fixed(1.0, method=f"{here}:engine_above"),
+        "rare_1": fixed(1.0, method=f"{here}:rare"),
+        "not_rare_1": fixed(1.0, method=f"{here}:not_rare"),
         "signed_1": fixed(1.0, method=f"{here}:signed"),
         "token_1_tis": fixed(1.0, corrections="tis(high=2)"),
         "log": fixed(SIZES["diff"] / SIZES["log"], measure="log"),

@@ -21,8 +21,10 @@ _TAIL_GROWTH = 1.5
 _MISSING_MASS, _LEAST_SAMPLE_SIZE = 0.005, 0.8
 _STALENESS, _MOST_STALENESS = "staleness/log_ratio_abs_mean", 0.2
 _BROKEN, _BROKEN_TIMES, _BROKEN_STEPS = 0.1, 10.0, 3
-_CHARGE_SHARE, _LEAST_SHARE, _WHOLE_ADVANTAGE = 0.1, 0.01, 0.5
-"""Guesses, not measured: a share of the update, one that is worth a word, and a token's charge in advantages."""
+_CHARGE_SHARE, _SHARE_STEPS = 0.1, 5
+"""A share of the update and steps: measured on long completions, docs/evidence_long.md."""
+_LEAST_SHARE, _WHOLE_ADVANTAGE = 0.01, 0.5
+"""Guesses, not measured: a share that is worth a word, and a token's charge in advantages."""
 _LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
 
 ALARMS = (
@@ -70,7 +72,7 @@ def alarms(series: Series) -> list[Alarm]:
     | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
     | retokenization | in each of the last 3 steps `discrepancy/broken_completions` is above 0, and no weights are stale |
     | staleness | with `rollout.lag`, mean `staleness/log_ratio_abs_mean` is above 0.2 nats, where the clip of the ratio bites the typical token; without, delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
-    | charge | one of three. The median of `dual/charge_share` is above 0.1, over the steps that have a prompt with unequal rewards, at least half. lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest charge of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
+    | charge | one of three. The median of `dual/charge_share` of the last 5 steps is above 0.1, over those that have a prompt with unequal rewards, at least half. lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest charge of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
     | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, the reward of the 3 steps before the rise was not below the usual by half of its size, no charge alarm says why, and the entropy does not move as under collapse |
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but charge says why |
@@ -78,7 +80,7 @@ def alarms(series: Series) -> list[Alarm]:
     | displacement | over 20 steps the 95th percentile of |logit p - logit q| grows by half or more, steadily (rank correlation of 0.6 or more), while delta does not rise: confidence hides from delta that the engines part |
 
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
-    window raises none. The numbers of `charge` are guesses: no runs have measured from where on a charge harms.
+    window raises none. Of `charge` the share and its 5 steps are measured (docs/evidence_long.md), the other numbers are guesses.
     """  # noqa: E501 - a table
     found: dict[str, str] = {}
     for name, (rule, explained_by) in _RULES.items():
@@ -194,9 +196,9 @@ def _charge(series: Series) -> str | None:
     multiplier, delta = _last(series, "dual/multiplier"), _last(series, spent(series))
     if multiplier is None or delta is None:
         return None
-    largest, share = _last(series, "discrepancy/max"), _last(series, "dual/charge_share")
+    largest, share = _last(series, "discrepancy/max"), _last(series, "dual/charge_share", _SHARE_STEPS)
     whole = np.zeros(1) if largest is None else (multiplier * largest)[-3:]
-    equal = _last(series, "reward/all_equal_groups")
+    equal = _last(series, "reward/all_equal_groups", _SHARE_STEPS)
     if share is not None and equal is not None:
         # Without a prompt that has a signal the charge is all there is, however small: another problem.
         share = share[equal < 1] if np.mean(equal < 1) >= 0.5 else None
