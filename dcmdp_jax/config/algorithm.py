@@ -76,7 +76,8 @@ class AlgorithmSettings:
         tolerance_factor: Factor of that median. Below 1: less than the policy began with. Source: ours: the rule of
             dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
-        multiplier_max: Upper end of lambda; the lower one is 0. Source: ours: not stated in the paper.
+        multiplier_max: Upper end of lambda; the lower one is 0. 0.1: above it fixed lambdas ended learning in two of five
+            runs and more (docs/evidence_long.md). Source: ours: not stated in the paper.
         trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, ipo, cispo, sapo, vespo, acr, with parameters
             such as low and high, or a function of yours as path.py:function(parameter=value) (docs/remedies.md). clip
             bounds the ratio (low=0.2, high=0.24; dual: its largest value where the advantage is negative), dppo_tv the
@@ -129,7 +130,7 @@ class AlgorithmSettings:
     tolerance_steps: int = setting(0, unit="steps", minimum=0, limit=(10_000, "lambda rests in all of them"))
     tolerance_factor: float = setting(BUDGET_ROOM, minimum=1e-6)
     dual_learning_rate: float = setting(1.0, minimum=0)
-    multiplier_max: float = setting(1.0)
+    multiplier_max: float = setting(0.1)
     trust_region: str = setting("clip")
     loss: str = setting("surrogate")
     ratio_level: str = setting("token", choices=get_args(Level))
