@@ -76,7 +76,7 @@ class AlgorithmSettings:
         tolerance_factor: Factor of that median. Below 1: less than the policy began with. Source: ours: the rule of
             dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
-        multiplier_max: Upper end of lambda; the lower one is 0. 0.1: above it fixed lambdas ended learning in two of five
+        multiplier_max: Upper end of lambda; the lower one is 0. Above 0.1 fixed lambdas ended learning in two of five
             runs and more (docs/evidence_long.md). Source: ours: not stated in the paper.
         trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, ipo, cispo, sapo, vespo, acr, with parameters
             such as low and high, or a function of yours as path.py:function(parameter=value) (docs/remedies.md). clip

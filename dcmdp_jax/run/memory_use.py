@@ -7,6 +7,7 @@ compiler's temporary memory is an estimate, marked ~. Devices of a CPU share the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -191,10 +192,19 @@ def this_machine(platform: str) -> Machine:
         limit = stats.get("bytes_limit")
     free, own = free_host_bytes(), 0
     if platform == "cpu" and free is not None:
-        status = Path("/proc/self/statm").read_text(encoding="ascii").split()
-        own = int(status[1]) * os.sysconf("SC_PAGE_SIZE")
-        free += own
+        own = _first_resident_bytes()
+        free += _resident_bytes()
     return Machine(platform, len(devices), limit, free, own)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@functools.cache
+def _first_resident_bytes() -> int:
+    """What this process held when it was first asked: a run in it leaves memory that the next one takes again."""
+    return _resident_bytes()
 
 
 def free_host_bytes() -> int | None:

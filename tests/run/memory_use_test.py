@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from configs import base, demo, qwen3_8b, qwen3_30b_a3b
@@ -21,7 +22,7 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.plan.run_plan import plan_step, planned_run
 from dcmdp_jax.run import memory_use as memory_plan
-from dcmdp_jax.run.memory_use import loaded_parameters, with_engine
+from dcmdp_jax.run.memory_use import free_host_bytes, loaded_parameters, this_machine, with_engine
 from dcmdp_jax.run.run import Run
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
 from tests.support.processes import finished
@@ -324,3 +325,12 @@ def test_a_small_run_peaks_at_about_what_is_announced(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     announced, peak = json.loads(done.stdout.splitlines()[-1])
     assert 0.75 * announced < peak < 1.25 * announced, (announced, peak)
+
+
+def test_a_second_run_of_a_process_takes_the_memory_of_the_first():
+    first = this_machine("cpu")
+    held = np.ones(2**25)
+    second = this_machine("cpu")
+    assert held.all() and second.process_bytes == first.process_bytes > 2**26
+    # What is held is still counted as memory that this process may use.
+    assert second.host_bytes > free_host_bytes() + held.nbytes
