@@ -10,6 +10,7 @@ import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
+from dcmdp_jax.record import list_problems
 
 
 def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarray:
@@ -62,29 +63,23 @@ def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int,
             raise EngineError(f"rollout: completion {i}: {had}, expected [tokens, k] = {expected} (`top_logprobs`)")
         usable = np.flatnonzero(episode.sampled_mask & ~broken_tokens(episode))
         sampled = episode.token_ids[usable], episode.rollout_logprobs[usable]
-        for said, places in _list_problems(*(x[usable] for x in found), *sampled, vocab_size, whole):
+        for said, places in _engine_problems(*(x[usable] for x in found), *sampled, vocab_size, whole):
             if places.any():
                 place = usable[np.argmax(places)] - episode.prompt_length
-                raise EngineError(f"rollout: completion {i}, token {place}: {said} (`top_logprobs`)")
+                fix = "the engine's lists are wrong, `top_logprobs`=0 asks for none"
+                fix = "set it higher" if said.startswith(_MORE) else fix
+                raise EngineError(f"rollout: completion {i}, token {place}: {said} (`top_logprobs` is {count}); {fix}")
 
 
-def _list_problems(
+def _engine_problems(
     ids: np.ndarray, logprobs: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, vocab_size: int, whole: bool
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """(what is wrong, which of the tokens): lists [T, k], their sampled tokens [T] and log-probs."""
+    """`list_problems`, and what an engine leaves out."""
+    yield from list_problems(ids, logprobs, tokens, sampled, vocab_size, tolerance=_LIST_TOLERANCE)
     there = ids >= 0
-    ordered = np.sort(np.where(there, ids, -1 - np.arange(ids.shape[1])), axis=1)
-    yield f"a listed id is outside 0 .. {vocab_size - 1}", (ids >= vocab_size).any(axis=1)
-    yield "an id is listed twice", (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
-    yield "a listed log-prob is not finite", (there & ~np.isfinite(logprobs)).any(axis=1)
     values = np.where(there, logprobs, -np.inf)
-    mass = np.exp(values).sum(axis=1)
-    yield "the listed tokens have a probability above 1 together", mass > 1 + _LIST_TOLERANCE
-    yield "the engine samples from more tokens than it lists", whole & (mass < 1 - _LIST_TOLERANCE)
+    yield _MORE, whole & (np.exp(values).sum(axis=1) < 1 - _LIST_TOLERANCE)
     mine = there & (ids == tokens[:, None])
-    own = np.where(mine, logprobs, 0).sum(axis=1)
-    apart = mine.any(axis=1) & (np.abs(own - sampled) > _LIST_TOLERANCE)
-    yield "the sampled token has another log-prob in the list, as raw ones beside processed ones do", apart
     least = np.where(there.all(axis=1), values.min(axis=1, initial=np.inf), -np.inf)
     yield (
         "the list lacks the sampled token, which is likelier than its last",
@@ -92,6 +87,7 @@ def _list_problems(
     )
 
 
+_MORE = "the engine samples from more tokens than it lists"
 _LIST_TOLERANCE = 1e-3
 """Nats, and probability: more than rounding."""
 

@@ -37,7 +37,9 @@ def check_platform(platform: str) -> None:
 def check_lengths(config: Config, model: ModelConfig) -> None:
     """Refuse lengths that the model has no room for, and more likeliest tokens than it has tokens."""
     if (top := config.rollout.top_logprobs) > model.vocab_size:
-        raise UserError(f"config.rollout.top_logprobs: got {top}, the vocabulary has {model.vocab_size} tokens")
+        raise UserError(
+            f"config.rollout.top_logprobs: got {top}, must be at most {model.vocab_size}, the whole vocabulary"
+        )
     if config.max_total_tokens > model.max_position_embeddings:
         raise UserError(
             f"config.rollout.max_completion_tokens: {config.rollout.max_completion_tokens} and task.max_prompt_tokens="

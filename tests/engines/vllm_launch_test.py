@@ -87,7 +87,7 @@ def test_what_a_setting_says_engine_args_must_not(name, place):
         launch.extra_arguments(json.dumps({"block_size": 64, name: 1}))
     names = arguments.of_engine(ENGINES["vllm"])
     assert raised.value.argument == "engine_args"
-    assert arguments.in_settings(_line(raised), names) == f"engine_args: {name} is set by {place}"
+    assert arguments.in_settings(_line(raised), names) == f"engine_args: {name} is set by {place}; leave it out"
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,14 @@ def test_what_a_setting_says_engine_args_must_not(name, place):
     """.split(),
 )
 def test_what_would_break_training_is_set_nowhere(name):
-    with pytest.raises(ValueError, match=f"^engine_args: {name} is set by nowhere: "):
+    with pytest.raises(ValueError, match=f"^engine_args: {name} is set by us: .*; leave it out$"):
         launch.extra_arguments(json.dumps({name: "raw_logprobs"}))
 
 
 def test_a_context_length_is_two_settings():
-    assert refused(launch.extra_arguments, '{"max_model_len": 4096}').endswith("set by `max_total_tokens`")
+    assert refused(launch.extra_arguments, '{"max_model_len": 4096}').endswith(
+        "set by `max_total_tokens`; leave it out"
+    )
 
 
 _GIVEN = tuple(field.name for field in dataclasses.fields(EngineArguments))
@@ -227,7 +229,7 @@ def test_engine_args_come_last():
     arguments = _arguments(engine_args='{"block_size": 64, "enforce_eager": false, "swap_space": 1}')
     assert (arguments["block_size"], arguments["enforce_eager"], arguments["swap_space"]) == (64, False, 1)
     assert arguments["kv_cache_memory_bytes"] == 2 * _NUMBERS
-    with pytest.raises(ValueError, match="^engine_args: dtype is set by `compute_dtype`$"):
+    with pytest.raises(ValueError, match="^engine_args: dtype is set by `compute_dtype`; leave it out$"):
         _arguments(engine_args='{"dtype": "float32"}')
 
 

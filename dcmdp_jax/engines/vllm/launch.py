@@ -32,17 +32,17 @@ _PROBE_TOLERANCE_8_BIT = 4.0
 # each token (its `--quantization fp8` of before 0.32); or one for each block of 128 x 128 weights and 128 activations.
 _ONLINE = {"fp8": "fp8_per_tensor", "fp8_per_block": "fp8_per_block"}
 
-# Set by us, or of no use here, or making probabilities incomparable; each with where it is set instead.
+# Set by us, or of no use here, or making probabilities incomparable; each with where it is set instead, or why.
 _OURS = {
-    "model": "nowhere: it is the model whose weights are pushed",
+    "model": "it is the model whose weights are pushed",
     "tokenizer": "`tokenizer`",
-    "skip_tokenizer_init": "nowhere: token ids cross the wire, never text",
-    "load_format": "nowhere: weights are pushed",
-    "logprobs_mode": "nowhere: training needs processed_logprobs",
-    "generation_config": "nowhere: training samples from the model as it is",
-    "override_generation_config": "nowhere: training samples from the model as it is",
-    "worker_extension_cls": "nowhere: it receives the weights",
-    "trust_remote_code": "nowhere: code from a checkpoint is never run",
+    "skip_tokenizer_init": "token ids cross the wire, never text",
+    "load_format": "weights are pushed",
+    "logprobs_mode": "training needs processed_logprobs",
+    "generation_config": "training samples from the model as it is",
+    "override_generation_config": "training samples from the model as it is",
+    "worker_extension_cls": "it receives the weights",
+    "trust_remote_code": "code from a checkpoint is never run",
     "dtype": "`compute_dtype`",
     "quantization": "`precision`",
     "kv_cache_dtype": "`kv_cache_dtype`",
@@ -198,7 +198,8 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
         raise ArgumentError("engine_args", f"got {engine_args!r}, must be a JSON object")
     for name in extra:
         if name in _OURS:
-            raise ArgumentError("engine_args", f"{name} is set by {_OURS[name]}")
+            why = _OURS[name] if _OURS[name].startswith("`") else f"us: {_OURS[name]}"
+            raise ArgumentError("engine_args", f"{name} is set by {why}; leave it out")
     return extra
 
 

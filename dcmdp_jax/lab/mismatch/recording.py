@@ -17,7 +17,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten, shorten_name
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
 from dcmdp_jax.lab.mismatch.states import measure_states
-from dcmdp_jax.record import unpacked_top
+from dcmdp_jax.record import list_problems, unpacked_top
 
 # Half precision may leave a log-prob a little above 0 and an entropy a little below.
 _ROUNDING = 1e-3
@@ -143,7 +143,7 @@ def checked_row(
     for kind, values in row.items():
         row[kind] = _VALUES[kind](f"{where}: {getattr(columns, kind)}", values, sampled)
     if columns.top:
-        lists = _likeliest(f"{where}: {columns.top}", cells[columns.top], sampled)
+        lists = _likeliest(f"{where}: {columns.top}", cells[columns.top], sampled, row["token"], row["rollout"])
         row |= {"states": measure_states(*lists)} | (dict(zip(LISTS, lists, strict=True)) if keep_lists else {})
     return row | _of_completion(where, cells, columns)
 
@@ -211,8 +211,10 @@ def _entropies(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray
 _VALUES = {"token": _whole, "train": _logprobs, "rollout": _logprobs, "entropy": _entropies, "lag": _whole}
 
 
-def _likeliest(where: str, cell: Any, sampled: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The lists of the sampled tokens, in the order of `LISTS`."""
+def _likeliest(
+    where: str, cell: Any, sampled: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """The lists of the sampled tokens, in the order of `LISTS`, beside their ids and the engine's log-probs."""
     try:
         lists = unpacked_top(json.loads(cell) if isinstance(cell, str) else cell)
     except (ValueError, KeyError, TypeError, zlib.error):
@@ -227,6 +229,11 @@ def _likeliest(where: str, cell: Any, sampled: np.ndarray) -> tuple[np.ndarray, 
         raise UserError(
             f"{where}: listed tokens have a probability of {mass.max():.3g} together, at most 1 is possible"
         )
+    for said, places in list_problems(ids, rollout, tokens, logprobs, _LARGEST, tolerance=_HALF_PRECISION):
+        if places.any():
+            raise UserError(
+                f"{where}, token {np.flatnonzero(sampled)[np.argmax(places)]}: {said}; record what the engine gave"
+            )
     return ids, train, rollout
 
 
