@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -28,10 +29,14 @@ _BASE, _DIGEST = "base_checksum", "base_digest"
 
 # Fields that a plain LoRA adapter may have with any value: they name it, or act in training alone.
 _FREE = {
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_alpha", "lora_dropout"),
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "lora_dropout"),
     *("megatron_core", "peft_version", "qalora_group_size", "r", "revision", "target_modules", "task_type"),
 }
-_PLAIN: Mapping[str, Any] = MappingProxyType({"bias": "none", "peft_type": "LORA"})
+# Values of fields of a plain one. An initialization by PiSSA, OLoRA, CorDA or LoftQ takes its share from the base.
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
+_PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INITIAL}
+)
 
 
 class Adapter(NamedTuple):
@@ -100,15 +105,16 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
         FileNotFoundError: if a file is missing.
     """
     fields = read_json_object(directory / CONFIG)
-    for name, value in fields.items():
-        if name in _PLAIN and value != _PLAIN[name] or name not in _FREE | _PLAIN.keys() and value:
+    for name, value in {"peft_type": "LORA", **fields}.items():
+        if name in _PLAIN and value not in _PLAIN[name] or name not in _FREE | _PLAIN.keys() and value:
             raise UserError(
                 f"{directory / CONFIG}: {name} is {value!r}; plain LoRA alone is supported (no DoRA, rslora, biases, "
-                "modules_to_save or ranks by layer)"
+                "modules_to_save or ranks by layer, no initialization that changes the base)"
             )
-    for name in ("r", "lora_alpha"):
-        if not isinstance(fields.get(name), (int, float)) or fields[name] <= 0:
-            raise UserError(f"{directory / CONFIG}: {name} is {fields.get(name)!r}, must be a number above 0")
+    for name, kinds, what in (("r", int, "a whole number"), ("lora_alpha", int | float, "a number")):
+        value = fields.get(name)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise UserError(f"{directory / CONFIG}: {name} is {value!r}, must be {what} above 0")
     try:
         with safe_open(directory / TENSORS, framework="flax") as file:
             found = {name: np.asarray(file.get_tensor(name), np.float32) for name in file.keys()}  # noqa: SIM118
@@ -124,6 +130,8 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
                 f"{directory / TENSORS}: {name} has shape {have or 'missing'}, this base and adapter_config.json ask "
                 f"for {want or 'no such tensor'}; is the adapter of another model?"
             )
+        if not np.isfinite(found[name]).all():
+            raise UserError(f"{directory / TENSORS}: {name} has values that are not finite; is the file damaged?")
     tree = declared_tree(adapter_declarations(model, lora), lambda one: np.empty(one.shape, np.float32))
     for name, place in places.items():
         leaf: Any = tree

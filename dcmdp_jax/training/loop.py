@@ -31,6 +31,7 @@ from dcmdp_jax.training.rollout_sampler import trainer_state
 from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.step_metrics import RECORDED
 from dcmdp_jax.training.step_rollout import (
+    KEPT_BYTES,
     PhaseTimer,
     leg_metrics,
     recorded_completions,
@@ -165,6 +166,7 @@ class Trainer:
                 alarms.stop(step)
             if due:
                 self._evaluate(writer)
+                release_freed_memory(above=KEPT_BYTES)
 
     def _with_measured_tolerance(self, state: TrainState) -> TrainState:
         """The state with c from the metrics of the steps so far, which are written."""
@@ -224,6 +226,7 @@ class Trainer:
     def _save(self) -> int:
         """Save the state after the last finished step; return that step."""
         state, step = self._finished
+        release_freed_memory(above=KEPT_BYTES)
         behind = self.batches.behind(step)
         self.checkpoints.save(step, state, model=self.run.model, prompts_taken=self._prompts_taken, behind=behind)
         return step

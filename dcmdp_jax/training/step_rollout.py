@@ -33,8 +33,11 @@ _SAID = {
     "pack": "packing tokens into rows",
     "step": "training",
 }
-_KEPT_BYTES = 2**30
-"""Freed memory that the process keeps from one phase to the next."""
+KEPT_BYTES = 2**30
+"""Freed memory that the process keeps beside a checkpoint, an evaluation, and what compiling leaves."""
+_KEPT_BETWEEN_STEPS = 3 * 2**30
+"""Freed memory that it keeps from one phase to the next in other steps, which need as much again: to clear the pages of
+2.3 GiB took 2 to 3 of the 15 processor seconds of a step of 135M parameters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +124,7 @@ class PhaseTimer:
         began = time.monotonic()
         with activity(_SAID[name] + (" (the first time it compiles)" if self.first else "")):
             yield
-        release_freed_memory(above=_KEPT_BYTES)
+        release_freed_memory(above=KEPT_BYTES if self.first else _KEPT_BETWEEN_STEPS)
         ended = time.monotonic()
         self.spans.append((name, began, ended))
         self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + ended - began

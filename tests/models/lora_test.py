@@ -223,7 +223,10 @@ def test_what_is_saved_peft_reads(theirs: tuple[Any, Path], tmp_path: Path) -> N
         ({"bias": "all"}, "bias is 'all'"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-        ({"r": "8"}, "r is '8', must be a number above 0"),
+        # PEFT takes the first of these from the base as it reads them.
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"r": "8"}, "r is '8', must be a whole number above 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan, must be a number above 0"),
         ({"r": 2}, r"lora_A.weight has shape \(4, 48\), this base and adapter_config.json ask for \(2, 48\)"),
     ],
     ids=lambda change: next(iter(change)) if isinstance(change, dict) else "",
