@@ -156,9 +156,8 @@ def unpacked_top(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def list_problems(
-    ids: np.ndarray, logprobs: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, vocab_size: int, *,
-    tolerance: float,
-) -> Iterator[tuple[str, np.ndarray]]:  # fmt: skip
+    ids: np.ndarray, logprobs: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, vocab_size: int, tolerance: float
+) -> Iterator[tuple[str, np.ndarray]]:
     """What is wrong with lists wherever they come from, and of which of the tokens [T].
 
     Args:
@@ -173,12 +172,14 @@ def list_problems(
     yield "an id is listed twice", (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
     yield "a listed log-prob is not finite", (there & ~np.isfinite(logprobs)).any(axis=1)
     values = np.where(there, logprobs, -np.inf)
-    mass = np.exp(values).sum(axis=1)
-    yield "the listed tokens have a probability above 1 together", mass > 1 + tolerance
+    yield "the listed tokens have a probability above 1 together", np.exp(values).sum(axis=1) > 1 + tolerance
     mine = there & (ids == tokens[:, None])
     own = np.where(mine, logprobs, 0).sum(axis=1)
     apart = mine.any(axis=1) & (np.abs(own - sampled) > tolerance)
     yield "the sampled token has another log-prob in the list, as raw ones beside processed ones do", apart
+    least = np.where(there.all(axis=1), values.min(axis=1, initial=np.inf), -np.inf)
+    lacks = "the list lacks the sampled token, which is likelier than its last"
+    yield lacks, ~mine.any(axis=1) & (sampled > least + tolerance)
 
 
 def record_trl(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,31 +63,17 @@ def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int,
             raise EngineError(f"rollout: completion {i}: {had}, expected [tokens, k] = {expected} (`top_logprobs`)")
         usable = np.flatnonzero(episode.sampled_mask & ~broken_tokens(episode))
         sampled = episode.token_ids[usable], episode.rollout_logprobs[usable]
-        for said, places in _engine_problems(*(x[usable] for x in found), *sampled, vocab_size, whole):
+        listed = [x[usable] for x in found]
+        mass = np.where(listed[0] >= 0, np.exp(listed[1]), 0).sum(axis=1)
+        problems = list_problems(*listed, *sampled, vocab_size, _LIST_TOLERANCE)
+        for said, places in (*problems, (_MORE, whole & (mass < 1 - _LIST_TOLERANCE))):
             if places.any():
                 place = usable[np.argmax(places)] - episode.prompt_length
-                fix = "the engine's lists are wrong, `top_logprobs`=0 asks for none"
-                fix = "set it higher" if said.startswith(_MORE) else fix
-                raise EngineError(f"rollout: completion {i}, token {place}: {said} (`top_logprobs` is {count}); {fix}")
+                said += f" (`top_logprobs` is {count}, 0 asks for none)"
+                raise EngineError(f"rollout: completion {i}, token {place}: {said}")
 
 
-def _engine_problems(
-    ids: np.ndarray, logprobs: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, vocab_size: int, whole: bool
-) -> Iterator[tuple[str, np.ndarray]]:
-    """`list_problems`, and what an engine leaves out."""
-    yield from list_problems(ids, logprobs, tokens, sampled, vocab_size, tolerance=_LIST_TOLERANCE)
-    there = ids >= 0
-    values = np.where(there, logprobs, -np.inf)
-    yield _MORE, whole & (np.exp(values).sum(axis=1) < 1 - _LIST_TOLERANCE)
-    mine = there & (ids == tokens[:, None])
-    least = np.where(there.all(axis=1), values.min(axis=1, initial=np.inf), -np.inf)
-    yield (
-        "the list lacks the sampled token, which is likelier than its last",
-        (~mine.any(axis=1) & (sampled > least + _LIST_TOLERANCE)),
-    )
-
-
-_MORE = "the engine samples from more tokens than it lists"
+_MORE = "the engine samples from more tokens than it lists; set a larger number"
 _LIST_TOLERANCE = 1e-3
 """Nats, and probability: more than rounding."""
 

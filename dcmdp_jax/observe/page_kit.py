@@ -209,12 +209,13 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
         probabilities are multiplied; and `full_color`, the |p - q| from which on a token has the full color.
     """
     sizes = np.array([len(each.tokens or ()) or len(each.text) // _BYTES for each in completions], np.int64)
-    sizes_of_token = np.array([1 + MOST_LISTED * (each.top is not None) for each in completions], np.int64)
+    if any(each.top is not None for each in completions):
+        most_tokens //= 1 + MOST_LISTED  # a listed token takes what a token does
     overhead = 20  # of a completion, in tokens
     counts = range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50)
-    taken = {n: (np.minimum(sizes, n) * sizes_of_token + overhead).sum() for n in counts}
-    longest = max((n for n in counts if taken[n] <= most_tokens), default=_LEAST_SHOWN)
-    every = max(1, math.ceil(taken[longest] / most_tokens))
+    fitting = [n for n in counts if (np.minimum(sizes, n) + overhead).sum() <= most_tokens]
+    longest = max(fitting, default=_LEAST_SHOWN)
+    every = max(1, math.ceil((np.minimum(sizes, longest) + overhead).sum() / most_tokens))
     kept = completions[::every]
     words: dict[str, int] = {}
     rows = sorted((_row(each, words, longest) for each in kept), key=lambda row: -(row["discrepancy"] or 0))

@@ -143,7 +143,7 @@ def checked_row(
     for kind, values in row.items():
         row[kind] = _VALUES[kind](f"{where}: {getattr(columns, kind)}", values, sampled)
     if columns.top:
-        lists = _likeliest(f"{where}: {columns.top}", cells[columns.top], sampled, row["token"], row["rollout"])
+        lists = _likeliest(f"{where}: {columns.top}", cells[columns.top], sampled, row)
         row |= {"states": measure_states(*lists)} | (dict(zip(LISTS, lists, strict=True)) if keep_lists else {})
     return row | _of_completion(where, cells, columns)
 
@@ -211,10 +211,8 @@ def _entropies(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray
 _VALUES = {"token": _whole, "train": _logprobs, "rollout": _logprobs, "entropy": _entropies, "lag": _whole}
 
 
-def _likeliest(
-    where: str, cell: Any, sampled: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    """The lists of the sampled tokens, in the order of `LISTS`, beside their ids and the engine's log-probs."""
+def _likeliest(where: str, cell: Any, sampled: np.ndarray, row: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+    """The lists of the sampled tokens, in the order of `LISTS`."""
     try:
         lists = unpacked_top(json.loads(cell) if isinstance(cell, str) else cell)
     except (ValueError, KeyError, TypeError, zlib.error):
@@ -229,11 +227,12 @@ def _likeliest(
         raise UserError(
             f"{where}: listed tokens have a probability of {mass.max():.3g} together, at most 1 is possible"
         )
-    for said, places in list_problems(ids, rollout, tokens, logprobs, _LARGEST, tolerance=_HALF_PRECISION):
+    # A run with precision=exact has the trainer's values in the engine's place, whose order may be another.
+    tolerance = math.inf if np.array_equal(row["train"], row["rollout"]) else _HALF_PRECISION
+    for said, places in list_problems(ids, rollout, row["token"], row["rollout"], _LARGEST, tolerance):
         if places.any():
-            raise UserError(
-                f"{where}, token {np.flatnonzero(sampled)[np.argmax(places)]}: {said}; record what the engine gave"
-            )
+            place = np.flatnonzero(sampled)[np.argmax(places)]
+            raise UserError(f"{where}, token {place}: {said}; record what the engine gave")
     return ids, train, rollout
 
 

@@ -24,7 +24,7 @@ from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.process_memory import release_freed_memory
-from dcmdp_jax.types import Params, Rows
+from dcmdp_jax.types import Array, Params, Rows
 
 _MOST_TOKENS = 4096
 _TEMPERATURES = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0)
@@ -207,9 +207,8 @@ class Rescoring:
 
 @functools.partial(jax.jit, static_argnames=("config", "compute", "cache"))
 def _logprobs_at(
-    weights: Params, inverse: jax.Array, fp8_cache: jax.Array, rows: Rows, *, config: ModelConfig, compute: Compute,
-    cache: str,
-) -> jax.Array:  # fmt: skip
+    weights: Params, inverse: Array, fp8_cache: Array, rows: Rows, *, config: ModelConfig, compute: Compute, cache: str
+) -> jax.Array:
     """Log-probs of rows at several temperatures, from one pass through the layers.
 
     Args:

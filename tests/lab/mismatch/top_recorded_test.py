@@ -81,10 +81,8 @@ def test_the_probe_reads_the_lists_of_a_recording(tmp_path, capsys):
         (lambda top: packed_top(*(x[:9] for x in unpacked_top(top))), "top has 9 entries, there are 40 tokens"),
         (lambda top: packed_top(*(x[:, :8] for x in unpacked_top(top))), "lists of 8 and 16 likeliest tokens"),
         (lambda top: packed_top(*unpacked_top(top)[:2], 0 * unpacked_top(top)[2]), "have a probability of 16 together"),
-        (
-            lambda top: packed_top(0 * unpacked_top(top)[0], *unpacked_top(top)[1:]),
-            "an id is listed twice; record what",
-        ),
+        (lambda top: packed_top(0 * unpacked_top(top)[0], *unpacked_top(top)[1:]), "an id is listed twice"),
+        (lambda top: packed_top(unpacked_top(top)[0] + 100, *unpacked_top(top)[1:]), "lacks the sampled token, which"),
         (lambda top: packed_top(*unpacked_top(top)[:2], unpacked_top(top)[2] - 0.1), "as raw ones beside processed"),
     ],
 )
