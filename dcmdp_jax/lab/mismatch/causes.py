@@ -480,7 +480,7 @@ def _operator(e: Evidence) -> Iterator[Finding]:
     if not found or e.mean <= _TIMES * (e.floor or 0.0):
         return
     alike = sum(each.operator == found[0].operator for each in found)
-    more = f", {alike} like it" if alike > 1 else ""
+    more = f" (and {alike - 1} more like it)" if alike > 1 else ""
     rest = float(np.median([each.relative for each in e.operators]))
     yield _say(
         found[0].operator,
