@@ -95,11 +95,11 @@ FAMILIES = {
 """`model_type` of config.json -> the family."""
 
 MISSING = {
-    "qwen3_5": "recurrent layers (gated delta rule)",
-    "qwen3_next": "recurrent layers (gated delta rule)",
-    "deepseek_v2": "multi-head latent attention (MLA)",
-    "deepseek_v3": "multi-head latent attention (MLA)",
-    "kimi_k2": "multi-head latent attention (MLA)",
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+        "recurrent layers (gated delta rule)",
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), "multi-head latent attention (MLA)"),
     "gpt_oss": "attention sinks and biased, clamped experts",
     "gemma2": "soft caps of logits and scores",
     "gemma3": "images; a text-only Gemma 3 has model_type gemma3_text",
