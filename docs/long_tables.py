@@ -19,6 +19,7 @@ from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import Estimate, Table, estimate
 from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, DPI, color_of
 from dcmdp_jax.number_format import markdown_table
+from dcmdp_jax.observe.alarms import alarms
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import make_figure, style_axes
 from docs.dose_tables import holm
@@ -26,16 +27,7 @@ from docs.dose_tables import holm
 BASELINE, CONTROLS = "grpo", ("grpo_perturbed", "grpo_shaken")
 OF_ANOTHER_MEASURE = ("trainer_above_1", "log", "ratio", "logit", "ascent_logit_p95", "ascent_logit")
 """Arms whose recorded discrepancy is not |p - q|."""
-LONG_SHOWN = (
-    "exact",
-    "token_0.1",
-    "dc_grpo",
-    "token_1",
-    "trainer_above_1",
-    "engine_above_1",
-    "signed_1",
-    "token_1_tis",
-)
+LONG_SHOWN = ("exact", "token_0.1", "dc_grpo", "token_1", "trainer_above_1", "engine_above_1", "rare_1", "not_rare_1")
 REAL_SHOWN = ("exact", "tis", "tis_centered", "dc_grpo", "ascent_logit")
 """Arms of the two figures."""
 _LAST = 4
@@ -92,6 +84,42 @@ def ended(runs: Table) -> dict[str, list[int]]:
         arm: [seed for seed, series in seeds.items() if seed in base and last(series) < base[seed] / 2]
         for arm, seeds in runs.items()
     }
+
+
+def charge_warnings(runs: Table) -> dict[str, int]:
+    """How well the alarm `charge` tells runs that end, of those with a lambda above 0.
+
+    Returns:
+        `ended` runs, those of them warned `in_time`, before the first four steps of which all later ones are below half
+        of GRPO's have passed; `lived`, and those of them that were `warned`.
+    """
+    over, found = ended(runs), dict.fromkeys(("ended", "in_time", "lived", "warned"), 0)
+    for arm, seeds in runs.items():
+        for seed, series in seeds.items():
+            if series["dual/multiplier"][1].max() <= 0:
+                continue
+            count = len(series["reward/mean"][1])
+            first = next((n for n in range(1, count + 1) if _warned(_first(series, n))), count + 1)
+            if seed in over[arm]:
+                means, usual = (
+                    np.convolve(run["reward/mean"][1], np.ones(_LAST) / _LAST, "valid")
+                    for run in (series, runs[BASELINE][seed])
+                )
+                end = count - int(np.argmin((means < usual / 2)[::-1]))
+                found["ended"] += 1
+                found["in_time"] += first <= end + 1
+            else:
+                found["lived"] += 1
+                found["warned"] += first <= count
+    return found
+
+
+def _first(series: Series, count: int) -> Series:
+    return {name: (steps[:count], values[:count]) for name, (steps, values) in series.items()}
+
+
+def _warned(series: Series) -> bool:
+    return any(alarm.name == "charge" for alarm in alarms(series))
 
 
 def differences(runs: Table) -> dict[tuple[str, str], Estimate]:

@@ -33,7 +33,7 @@ from docs.dose_tables import (
     p_values,
     rank_correlation,
 )
-from docs.long_tables import besides, claims, comparison, differences, ended
+from docs.long_tables import besides, charge_warnings, claims, comparison, differences, ended
 from docs.oracle_table import KEPT, oracle_page
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -389,11 +389,15 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
     assert comparison(runs).strip() in page and besides(runs).strip() in page
     over, found = {arm: len(seeds) for arm, seeds in ended(runs).items()}, differences(runs)
     told = {"token_0.03": 0, "token_0.1": 1, "token_0.3": 2, "token_1": 4, "dc_grpo": 1, "grpo": 0, "exact": 0}
-    told |= {"trainer_above_1": 0, "engine_above_1": 4, "signed_1": 4, "token_1_tis": 1}
+    told |= {"trainer_above_1": 0, "engine_above_1": 4, "signed_1": 4, "token_1_tis": 1, "rare_1": 3, "not_rare_1": 5}
+    told |= {"log": 3, "ratio": 2, "logit": 0, "state_tv_1": 0, "tis": 0, "tis_centered": 1, "ascent_0.9": 2}
     assert {arm: over[arm] for arm in told} == told
     last = sorted(float(series["dual/multiplier"][1][-1]) for series in runs["dc_grpo"].values())
     assert last == [0, 0, 0, 0, 1]
-    assert f"p = {fisher_exact([[4, 1], [0, 5]]).pvalue:.3f} by Fisher's" in page
+    assert f"p = {fisher_exact([[5, 0], [0, 5]]).pvalue:.3f} by Fisher's" in page
+    assert {arm for heading, arm in claims(runs)[1] if "held-out" in heading} == {"token_1", "not_rare_1"}
+    said = "in {in_time} of {ended} runs that end, and in {warned} of {lived} others"
+    assert said.format(**charge_warnings(runs)) in page
     norms = json.loads((_ROOT / "docs" / "evidence" / "charge_gradients.json").read_text())
     assert gradient_table(norms).strip() in page
     ratio = {arm: [row["charge"] / row["advantage"] for row in rows if row["advantage"]] for arm, rows in norms.items()}
@@ -405,6 +409,25 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
     exact = [found[f"held-out, {engine} engine, %", "exact"] for engine in ("exact", "own")]
     for each in exact:
         assert f"{each.mean:+.1f} ± {each.half_width:.1f}" in page
+
+
+def test_the_published_models_tables_are_those_of_the_kept_metrics():
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "smollm2.py"))["get_study"]("")
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / "smollm2.jsonl.gz", None)
+    assert set(runs) == set(study.arms)
+    page = (_ROOT / "docs" / "evidence_real.md").read_text()
+    for series in (series for seeds in runs.values() for series in seeds.values()):
+        assert series["reward/mean"][0].tolist() == list(range(1, 9))
+    assert comparison(runs).strip() in page and besides(runs).strip() in page
+    exactly, own = "held-out, exact engine, %", "held-out, own engine, %"
+    found, (p, held) = differences(runs), claims(runs)
+    told = [found[exactly, arm] for arm in ("exact", "tis", "tis_centered")] + [found[own, "exact"]]
+    assert all(f"{each.mean:+.1f} ± {each.half_width:.1f}" in page for each in told)
+    assert f"p {p[exactly, 'exact']:.2g}, {'holds' if (exactly, 'exact') in held else 'not'} by Holm" in page
+    begun = [series["eval/arithmetic/avg@4"][1][0] for series in runs["exact"].values()]
+    for arm in ("dc_grpo", "ascent_logit"):
+        assert max(series["evaluation/arithmetic/avg@4"][1][-1] for series in runs[arm].values()) < 0.02 < min(begun)
+    assert max(np.argmax(series["dual/multiplier"][1] >= 1) for series in runs["dc_grpo"].values()) < 5
 
 
 def _of_long(rewards, **values):

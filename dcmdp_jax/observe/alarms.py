@@ -80,7 +80,8 @@ def alarms(series: Series) -> list[Alarm]:
     | displacement | over 20 steps the 95th percentile of |logit p - logit q| grows by half or more, steadily (rank correlation of 0.6 or more), while delta does not rise: confidence hides from delta that the engines part |
 
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
-    window raises none. Of `charge` the share and its 5 steps are measured (docs/evidence_long.md), the other numbers are guesses.
+    window raises none but `charge` by its share. That share and its 5 steps are measured (docs/evidence_long.md), the
+    other numbers of `charge` are guesses.
     """  # noqa: E501 - a table
     found: dict[str, str] = {}
     for name, (rule, explained_by) in _RULES.items():
@@ -193,37 +194,46 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
 
 
 def _charge(series: Series) -> str | None:
-    multiplier, delta = _last(series, "dual/multiplier"), _last(series, spent(series))
-    if multiplier is None or delta is None:
+    share, every = _charge_share(series), series.get("dual/multiplier", ((), np.zeros(1)))[1]
+    if share is not None and share > _CHARGE_SHARE:
+        text = f"The charge is {share:.1%} of the update at lambda = {every[-1]:.3g}: the policy learns the charge."
+    elif (text := _vain_lambda(series, share)) is None:
         return None
-    largest, share = _last(series, "discrepancy/max"), _last(series, "dual/charge_share", _SHARE_STEPS)
-    whole = np.zeros(1) if largest is None else (multiplier * largest)[-3:]
-    equal = _last(series, "reward/all_equal_groups", _SHARE_STEPS)
+    remedy = "or a smaller multiplier" if every.min() == every.max() else "lower multiplier_max, or raise c"
+    return f"{text} Set algorithm.method=grpo, {remedy}."
+
+
+def _charge_share(series: Series) -> float | None:
+    """The median of the last steps' `dual/charge_share`; None where few of them have a signal."""
+    share, equal = (_last(series, name, _SHARE_STEPS) for name in ("dual/charge_share", "reward/all_equal_groups"))
     if share is not None and equal is not None:
         # Without a prompt that has a signal the charge is all there is, however small: another problem.
         share = share[equal < 1] if np.mean(equal < 1) >= 0.5 else None
-    part = None if share is None else float(np.median(share))
+    return None if share is None else float(np.median(share))
+
+
+def _vain_lambda(series: Series, share: float | None) -> str | None:
+    """A lambda that rises without effect, or charges single tokens an advantage while delta rises."""
+    multiplier, delta = _last(series, "dual/multiplier"), _last(series, spent(series))
+    if multiplier is None or delta is None:
+        return None
+    largest = _last(series, "discrepancy/max")
+    whole = np.zeros(1) if largest is None else (multiplier * largest)[-3:]
     first, last, half = multiplier[0], multiplier[-1], WINDOW // 2
     tolerance = _last(series, "dual/tolerance", 1)
     over = tolerance is None or delta[half:].mean() > tolerance[0]
     rises = over and last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY
-    if part is not None and part > _CHARGE_SHARE:
-        text = f"The charge is {part:.1%} of the update at lambda = {last:.3g}: the policy learns the charge."
-    elif rises and delta[half:].mean() >= delta[:half].mean() and (part is None or part >= _LEAST_SHARE):
-        text = (
+    if rises and delta[half:].mean() >= delta[:half].mean() and (share is None or share >= _LEAST_SHARE):
+        return (
             f"lambda went from {first:.3g} to {last:.3g} over {WINDOW} steps, and the discrepancy, now "
             f"{delta[half:].mean():.3g}, did not follow: c may be below what a charge reaches."
         )
-    elif whole.min() >= _WHOLE_ADVANTAGE and (jump := _jump(series)):
-        text = (
+    if whole.min() >= _WHOLE_ADVANTAGE and (jump := _jump(series)):
+        return (
             f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g}, and lambda = {last:.3g} charges single tokens "
             f"{whole.max():.2g}, as much as an advantage: the charge may be the cause. If not, check the push."
         )
-    else:
-        return None
-    every = series["dual/multiplier"][1]
-    remedy = "or a smaller multiplier" if every.min() == every.max() else "lower multiplier_max, or raise c"
-    return f"{text} Set algorithm.method=grpo, {remedy}."
+    return None
 
 
 def _reward_fell(series: Series, place: int) -> bool:

@@ -139,9 +139,9 @@ def test_five_runs_that_the_charge_ended_speak_of_the_charge_and_not_of_the_weig
         assert set(spoken) == {"mismatch", "charge", "collapse"}
         assert spoken["charge"][0] == 15 and "lambda = 1 " in spoken["charge"][1]
         assert "method=grpo" in spoken["charge"][1] and "higher" not in spoken["collapse"][1]
-        # With the share, had it been kept, ten steps are enough.
+        # With the share, had it been kept, five steps are enough.
         share = {"dual/charge_share": (run["discrepancy/mean"][0], np.full(len(run["discrepancy/mean"][0]), 0.2))}
-        assert _spoken(run | share)["charge"][0] == 10
+        assert _spoken(run | share)["charge"][0] == 5
     # The same engine without a charge.
     for run in _kept("map_200tokens.jsonl.gz", "grpo"):
         assert not {"charge", "weight_sync"} & set(_spoken(run))
