@@ -17,8 +17,7 @@ from dcmdp_jax.observe.report import write_report
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the report, print where it is."""
     parser = Parser(
-        "report",
-        description="Plots (PNG) and a self-contained HTML page of one run, or of several, overlaid.",
+        "report", description="Plots (PNG) and a self-contained HTML page of one run, or of several, overlaid."
     )
     parser.add_argument("run_dirs", nargs="+", metavar="RUNDIR", help="a run directory, written by train")
     parser.add_argument(

@@ -43,11 +43,7 @@ def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def token_discrepancy(
-    train_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    *,
-    measure: str = "diff",
-    sided: str = "two",
+    train_logprobs: Tensor, rollout_logprobs: Tensor, *, measure: str = "diff", sided: str = "two"
 ) -> Tensor:
     """Discrepancy of each token (Eq. 2-3), as `dcmdp_jax.algorithm.discrepancy.token_discrepancy`.
 

@@ -18,13 +18,7 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
-from dcmdp_jax.data.prompts import (
-    EncodedPrompts,
-    encode_prompts,
-    join_prompts,
-    load_tokenizer,
-    template_variables,
-)
+from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, join_prompts, load_tokenizer, template_variables
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
 from dcmdp_jax.errors import UserError

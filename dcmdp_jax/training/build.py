@@ -152,9 +152,7 @@ def start(
     )
     shapes = jax.eval_shape(create, declared_shapes(trained(run.model, run.lora), config.model.param_dtype))
     abstract = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
     with activity("restoring the newest checkpoint"):
         state = checkpoints.restore(abstract, run.model)

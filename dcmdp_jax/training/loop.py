@@ -238,12 +238,7 @@ class Trainer:
         return step
 
 
-def train(
-    run: Run,
-    *,
-    show: Callable[[str], None],
-    programs: StepPrograms | None = None,
-) -> None:
+def train(run: Run, *, show: Callable[[str], None], programs: StepPrograms | None = None) -> None:
     """Run a plan to its end, from its newest checkpoint if the run directory has one.
 
     Each process of a run on several hosts calls this.

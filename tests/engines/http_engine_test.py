@@ -17,6 +17,8 @@ import jax
 import numpy as np
 import pytest
 
+from dcmdp_jax.commands import probe
+from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.http import client as http_client
@@ -388,6 +390,24 @@ def test_log_probs_below_top_p_1_are_those_of_the_nucleus(remote, vllm, referenc
     assert set(drawn) <= set(nucleus) and len(set(drawn)) > 1
     np.testing.assert_allclose(np.concatenate(rollout.rollout_logprobs), expected[drawn], atol=1e-4)
     assert np.isnan(np.concatenate(sample(remote(), [prompt], sampling, seed=0, step=0).rollout_logprobs)).all()
+
+
+@needs_vllm
+def test_the_probe_splits_the_gap_of_a_server_in_its_legs(remote, vllm, tmp_path, capsys):
+    """Of the model that it serves, without a push: both legs are float32's, and add up to the gap."""
+    model = Path(vllm.socket).parent / "model"
+    server = f"--config.rollout.engine_args={json.dumps({'server': vllm.socket})}"
+    ask = "--a=http", server, "--config.task.train=arithmetic:difficulty=1,count=2,seed=0", "--no-rescoring"
+    limits = "--config.rollout.max_completion_tokens=8", "--config.rollout.group_size=4", f"--out={tmp_path}"
+    limits += ("--config.task.prompt_suffix=",)  # the server has room for 64 tokens
+    with pytest.raises(SystemExit) as ended:
+        run_main(probe.main, ["probe", f"--model={model}", *ask, *limits])
+    assert ended.value.code == 0, capsys.readouterr().err
+    [pair] = json.loads((tmp_path / "probe.json").read_text())["pairs"]
+    decoding, one_pass = pair["evidence"]["legs"]
+    assert decoding["log_ratio"] + one_pass["log_ratio"] == pytest.approx(pair["statistics"]["k1"], abs=1e-6)
+    assert decoding["share"] + one_pass["share"] == pytest.approx(1, abs=1e-6)
+    assert pair["name"] == "http:float32 - trainer:float32" and 0 < pair["statistics"]["mean"] < 1e-4
 
 
 @needs_vllm

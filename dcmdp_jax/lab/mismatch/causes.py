@@ -375,8 +375,7 @@ def _others_tokens(e: Evidence) -> Iterator[Finding]:
     off = e.surprise.below(0, most + _LEAST_SURPRISE) or e.surprise.above(0, most + _LEAST_SURPRISE)
     if off and e.uncertain >= _FEWEST_UNCERTAIN:
         yield _say(
-            "raw_logprobs",
-            f"{_sampled_elsewhere(e)[:-1]}, and not from the engine's own, which is too near for that.",
+            "raw_logprobs", f"{_sampled_elsewhere(e)[:-1]}, and not from the engine's own, which is too near for that."
         )
     elif e.surprise.below(0, _LEAST_SURPRISE):
         yield _say(

@@ -113,7 +113,8 @@ def build(spec: ProbeSpec, run: ModelRun, *, directory: Path, max_total_tokens: 
         kind.check_top_logprobs(arguments.top_logprobs)
         engine = kind.start(arguments)
     try:
-        engine.push_weights(params, 0)
+        if kind.pushes:  # else it is a server of the same model
+            engine.push_weights(params, 0)
     except BaseException:
         engine.close()
         raise

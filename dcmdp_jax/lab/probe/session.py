@@ -103,8 +103,8 @@ def check_specs(first: Sequence[ProbeSpec], second: ProbeSpec) -> None:
     for spec in first:
         if spec.record is None:
             raise UserError(f"--a: {spec} only scores; engines that sample are {', '.join(SAMPLING_KINDS)}")
-        if not spec.record.pushes:
-            raise UserError(f"--a: {spec} holds weights of its own; the probe gives both engines the same")
+        if not (spec.record.pushes or spec.record.scores):
+            raise UserError(f"--a: {spec} holds weights of its own and can't score; a server of `http` can")
     if second.record is not None and not (second.record.scores and second.record.pushes):
         raise UserError(f"--b: {second} can't score pushed weights; trainer, hf and {', '.join(SAMPLING_KINDS)} can")
     if second.kind == "trainer" and second.model:

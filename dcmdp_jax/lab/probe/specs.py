@@ -7,14 +7,16 @@ from importlib.util import find_spec
 
 from dcmdp_jax.config.rollout import TRAINABLE
 from dcmdp_jax.engines.kind import EngineKind
-from dcmdp_jax.engines.registry import find_engine
+from dcmdp_jax.engines.registry import ENGINES, find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
-SAMPLING_KINDS = tuple(TRAINABLE)
+SAMPLING_KINDS = tuple(ENGINES)
 """Built-in engines that sample. `SCORERS` only score."""
 SCORERS = {"trainer": ("float32", "bfloat16", "float16"), "hf": ("float32",)}
 """What only scores -> precisions; the first is the default."""
+_A_SERVERS = ("float32", "bfloat16", "float16")
+"""What a server with weights of its own may compute in."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +89,8 @@ def parse_spec(text: str) -> ProbeSpec:
         record = find_engine(kind)
     else:
         _one_of("engine", kind, (*SCORERS, *SAMPLING_KINDS), text)
-        record = TRAINABLE.get(kind)
-    precisions = SCORERS[kind] if record is None else record.precisions
+        record = ENGINES.get(kind)
+    precisions = SCORERS[kind] if record is None else record.precisions or _A_SERVERS
     precision = precision or precisions[0]
     _one_of("precision", precision, precisions, text)
     values = {"compute": _default_compute(kind, precision), "cache": "auto", "model": "", "like": ""}

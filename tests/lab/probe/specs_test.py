@@ -34,7 +34,7 @@ def test_a_name_says_which_engine(text, expected):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("torch", "engine 'torch': engine 'torch', allowed are trainer, hf, local, vllm"),
+        ("torch", "engine 'torch': engine 'torch', allowed are trainer, hf, local, vllm, http"),
         ("tests/engines/stub_engine.py:ENGINE:fp8", "precision 'fp8', allowed are float32"),
         ("tests/engines/stub_engine.py:MISSING", "stub_engine.py:MISSING: no 'MISSING' there; it has"),
         ("local:fp4", "precision 'fp4', allowed are exact, float32"),
