@@ -392,6 +392,8 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
     told |= {"trainer_above_1": 0, "engine_above_1": 4, "signed_1": 4, "token_1_tis": 1, "rare_1": 3, "not_rare_1": 5}
     told |= {"log": 3, "ratio": 2, "logit": 0, "state_tv_1": 0, "tis": 0, "tis_centered": 1, "ascent_0.9": 2}
     assert {arm: over[arm] for arm in told} == told
+    for arm in ("ascent_0.9", "ascent_1.25"):
+        assert over[arm] == 2 and all(runs[arm][seed]["dual/multiplier"][1][-1] == 1 for seed in ended(runs)[arm])
     last = sorted(float(series["dual/multiplier"][1][-1]) for series in runs["dc_grpo"].values())
     assert last == [0, 0, 0, 0, 1]
     assert f"p = {fisher_exact([[5, 0], [0, 5]]).pvalue:.3f} by Fisher's" in page
@@ -423,10 +425,14 @@ def test_the_published_models_tables_are_those_of_the_kept_metrics():
     found, (p, held) = differences(runs), claims(runs)
     told = [found[exactly, arm] for arm in ("exact", "tis", "tis_centered")] + [found[own, "exact"]]
     assert all(f"{each.mean:+.1f} ± {each.half_width:.1f}" in page for each in told)
-    assert f"p {p[exactly, 'exact']:.2g}, {'holds' if (exactly, 'exact') in held else 'not'} by Holm" in page
+    assert f"p {p[exactly, 'exact']:.2g}, not by Holm" in page
     begun = [series["eval/arithmetic/avg@4"][1][0] for series in runs["exact"].values()]
     for arm in ("dc_grpo", "ascent_logit"):
         assert max(series["evaluation/arithmetic/avg@4"][1][-1] for series in runs[arm].values()) < 0.02 < min(begun)
+    plain = [series["evaluation/arithmetic/avg@4"][1][-1] for series in runs["grpo"].values()]
+    assert len(plain) == len(runs["dc_grpo"]) == 5 and min(plain) > 0.14
+    assert f"p = {fisher_exact([[5, 0], [0, 5]]).pvalue:.3f} by Fisher's" in page
+    assert {arm for _, arm in held} == {"exact"} and {"reward", own} == {heading for heading, _ in held}
     assert max(np.argmax(series["dual/multiplier"][1] >= 1) for series in runs["dc_grpo"].values()) < 5
 
 
