@@ -400,6 +400,8 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
     assert {arm for heading, arm in claims(runs)[1] if "held-out" in heading} == {"token_1", "not_rare_1"}
     said = "in {in_time} of {ended} runs that end, and in {warned} of {lived} others"
     assert said.format(**charge_warnings(runs)) in page
+    said = "in time in {in_time} of {ended} runs that end; in {warned} of {lived} others"
+    assert said.format(**charge_warnings(runs)) in (_ROOT / "docs" / "evidence.md").read_text()
     norms = json.loads((_ROOT / "docs" / "evidence" / "charge_gradients.json").read_text())
     assert gradient_table(norms).strip() in page
     ratio = {arm: [row["charge"] / row["advantage"] for row in rows if row["advantage"]] for arm, rows in norms.items()}
