@@ -204,6 +204,7 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
 
     settings = AlgorithmSettings(
         multiplier=0.3,
+        multiplier_max=1.0,
         tolerance=minimal.TOLERANCE,
         dual_learning_rate=minimal.DUAL_RATE,
         trust_region=f"clip(low={minimal.CLIP_LOW},high={minimal.CLIP_HIGH})",

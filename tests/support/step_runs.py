@@ -39,7 +39,7 @@ BASE = from_config_dict({**get_config().to_dict(), "task": {**get_config().task.
 # A large epsilon makes the update proportional to the gradient: Adam's own division would hide a wrong scale.
 OPTIMIZER = dataclasses.replace(BASE.optimizer, learning_rate=0.3, schedule="linear", epsilon=1.0, max_grad_norm=0.0)
 
-ALGORITHM = dataclasses.replace(BASE.algorithm, tolerance=0.05, multiplier=0.4)
+ALGORITHM = dataclasses.replace(BASE.algorithm, tolerance=0.05, multiplier=0.4, multiplier_max=1.0)
 
 PROMPT, LENGTH = 5, 24
 UPDATES = 100
