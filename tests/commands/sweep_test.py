@@ -25,7 +25,7 @@ from tests.support.waiting import HANGS_S
 _ROOT = Path(__file__).resolve().parents[2]
 _STUDIES = sorted(path.stem for path in (_ROOT / "configs" / "studies").glob("[!_]*.py") if path.stem != "base")
 _HEAD = "from dcmdp_jax.lab.studies.study import Arm, Study\n\n\ndef get_study(arg=''):\n"
-_OF_THE_PAGE = ("evidence", "dose_response", "mismatch_map", "lag", "long_completions")
+_OF_THE_PAGE = ("evidence", "dose_response", "mismatch_map", "lag", "long_completions", "smollm2")
 """Studies behind docs/evidence.md, which have no size of the paper's."""
 _TINY = """    small = {
         "warmup.steps": 0, "model.architecture.hidden_size": 16, "model.architecture.intermediate_size": 16,
