@@ -390,7 +390,16 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
     over, found = {arm: len(seeds) for arm, seeds in ended(runs).items()}, differences(runs)
     told = {"token_0.03": 0, "token_0.1": 1, "token_0.3": 2, "token_1": 4, "dc_grpo": 1, "grpo": 0, "exact": 0}
     told |= {"trainer_above_1": 0, "engine_above_1": 4, "signed_1": 4, "token_1_tis": 1, "rare_1": 3, "not_rare_1": 5}
-    told |= {"log": 3, "ratio": 2, "logit": 0, "state_tv_1": 0, "tis": 0, "tis_centered": 1, "ascent_0.9": 2}
+    told |= {
+        "log": 3,
+        "ratio": 2,
+        "logit": 0,
+        "state_tv_1": 0,
+        "tis": 0,
+        "tis_centered": 1,
+        "ascent_0.9": 2,
+        "ascent_logit_p95": 0,
+    }
     assert {arm: over[arm] for arm in told} == told
     for arm in ("ascent_0.9", "ascent_1.25"):
         assert over[arm] == 2 and all(runs[arm][seed]["dual/multiplier"][1][-1] == 1 for seed in ended(runs)[arm])
