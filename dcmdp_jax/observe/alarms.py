@@ -194,7 +194,9 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
 
 
 def _charge(series: Series) -> str | None:
-    share, every = _charge_share(series), series.get("dual/multiplier", ((), np.zeros(1)))[1]
+    if "dual/multiplier" not in series:
+        return None
+    share, every = _charge_share(series), series["dual/multiplier"][1]
     if share is not None and share > _CHARGE_SHARE:
         text = f"The charge is {share:.1%} of the update at lambda = {every[-1]:.3g}: the policy learns the charge."
     elif (text := _vain_lambda(series, share)) is None:
@@ -214,10 +216,9 @@ def _charge_share(series: Series) -> float | None:
 
 def _vain_lambda(series: Series, share: float | None) -> str | None:
     """A lambda that rises without effect, or charges single tokens an advantage while delta rises."""
-    multiplier, delta = _last(series, "dual/multiplier"), _last(series, spent(series))
+    multiplier, delta, largest = (_last(series, name) for name in ("dual/multiplier", spent(series), "discrepancy/max"))
     if multiplier is None or delta is None:
         return None
-    largest = _last(series, "discrepancy/max")
     whole = np.zeros(1) if largest is None else (multiplier * largest)[-3:]
     first, last, half = multiplier[0], multiplier[-1], WINDOW // 2
     tolerance = _last(series, "dual/tolerance", 1)

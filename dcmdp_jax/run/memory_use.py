@@ -192,8 +192,7 @@ def this_machine(platform: str) -> Machine:
         limit = stats.get("bytes_limit")
     free, own = free_host_bytes(), 0
     if platform == "cpu" and free is not None:
-        own = _first_resident_bytes()
-        free += _resident_bytes()
+        free, own = free + _resident_bytes(), _first_resident_bytes()
     return Machine(platform, len(devices), limit, free, own)
 
 

@@ -24,6 +24,8 @@ def main() -> None:
     start = connection.receive().header
     fault = start["engine"]["fault"]
     print(f"faulty sidecar: {fault}", flush=True)
+    # Where the other side hangs up while this one writes: one line, not a traceback that fills the log's last lines.
+    sys.excepthook = lambda kind, error, _: print(f"{kind.__name__}: {error}", flush=True)
     connection.send("ready", {"version": "none"})
     while True:
         header, arrays = connection.receive()

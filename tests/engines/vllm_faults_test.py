@@ -264,8 +264,7 @@ def test_nonsense_is_never_believed(start, fault, message, monkeypatch):
         engine.push_weights(random_params(engine.config, 7), 7)
         sample(engine, prompts(2, engine.config), SAMPLED, seed=0, step=0)
     assert "failed 2 times in a row" in str(caught.value)
-    # The last lines of its log; a traceback may fill them, where our side hangs up while it still writes.
-    assert f"faulty sidecar: {fault}" in str(caught.value) or "WireError: " in str(caught.value)
+    assert f"faulty sidecar: {fault}" in str(caught.value)
 
 
 def test_a_fault_that_passes_is_survived(start, tmp_path):
