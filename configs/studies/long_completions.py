@@ -6,6 +6,8 @@
 Engine with int4 weights, one update a step, 32 steps. Every run's last policy is scored by its own engine and by one
 that computes as the trainer does. Charges are compared at the mean charge of the paper's measure: what they multiply
 lambda by, and the budgets, come from a run of GRPO that is not in the study (`SIZES`).
+
+`long_completions.py:regimes` has no charges: GRPO and an exact engine in settings where learning may suffer.
 """
 
 from __future__ import annotations
@@ -87,11 +89,29 @@ def _ascent(measure: str, budget: float, statistic: str = "mean") -> dict[str, o
     }
 
 
+def _regimes(engine: dict[str, object]) -> dict[str, dict[str, object]]:
+    """GRPO in other settings, and GRPO with an exact engine where that is no arm of the study without an argument."""
+    longer = {"training.steps": 4 * STEPS, "evaluation.every_steps": 4 * STEPS}
+    several = {"training.prompts_per_mini_batch": 2}
+    exact = engine | {"rollout.precision": "exact"}
+    return {
+        "int3": engine | {"rollout.precision": "int3"},
+        "fp8_cache": engine | {"rollout.precision": "float32", "rollout.kv_cache_dtype": "fp8"},
+        "four_updates": engine | several,
+        "four_updates_exact": exact | several,
+        "128steps": engine | longer,
+        "128steps_exact": exact | longer,
+    }
+
+
 def get_study(arg: str = "") -> Study:
-    if arg:
-        raise ValueError(f"study argument {arg!r}: it has none")
+    if arg not in ("", "regimes"):
+        raise ValueError(f"study argument {arg!r}: allowed is regimes, or none")
     engine = {"algorithm.method": "grpo", **SETTING, **LONG, "rollout.precision": "int4"}
     engine |= {"evaluation.task": PROBLEMS, "evaluation.samples": (4,)}
+    if arg:
+        found = {name: Arm(DEMO, settings) for name, settings in _regimes(engine).items()}
+        return Study("Completions of 200 tokens, other regimes", found, "int3", tuple(range(20)), SCORED_EXACTLY)
     columns = {"rollout.top_logprobs": TOP}
 
     def fixed(strength: float, **changes: object) -> dict[str, object]:
