@@ -55,6 +55,17 @@ ARMS: dict[str, dict[str, Any]] = {
 HEAD = 128
 """Likeliest tokens of the engine that score centering has, as published; a smaller vocabulary whole."""
 _NOISE_STEPS, _STEPS = 300, 1200
+_SHAKEN = {"optimizer.learning_rate": 2.002e-4}
+"""A learning rate a thousandth larger: what differs from `grpo` is chance."""
+_SCORED_EXACTLY = (
+    "--config.rollout.engine=local",
+    "--config.rollout.precision=float32",
+    "--config.rollout.kv_cache_dtype=auto",
+    "--config.rollout.max_completion_tokens=32",
+    "--config.evaluation.samples=(8,)",
+    "--config.evaluation.temperature=1.0",
+)
+"""Last policies of the small size are scored by an engine that computes as the trainer does, too."""
 
 
 def _shared(config: ConfigDict, prefix: str) -> None:
@@ -116,7 +127,7 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def _arms(size: str, mismatch: str) -> dict[str, Arm]:
-    """The arms of a mismatch; `exact` has its lag alone."""
+    """The arms of a mismatch; `exact` has its lag alone. The small size has a control, `grpo_shaken`."""
     engine = MISMATCHES[mismatch] | ({"warmup.steps": 0} if size == "small" else {})
     if "noise" in mismatch and size == "0.6b":
         engine |= {"training.steps": _NOISE_STEPS, "evaluation.every_steps": 20}
@@ -125,6 +136,8 @@ def _arms(size: str, mismatch: str) -> dict[str, Arm]:
         head = {"rollout.top_logprobs": HEAD if size == "0.6b" else 104} if "centered" in name else {}
         changes = {f"algorithm.{key}": value for key, value in algorithm.items()}
         found[f"{mismatch}_{name}"] = Arm(f"{_HERE}/countdown.py:{size}", engine | head | changes)
+    if size == "small":
+        found[f"{mismatch}_grpo_shaken"] = Arm(f"{_HERE}/countdown.py:{size}", engine | _SHAKEN)
     if mismatch in ("int8", "lag8", "lag64"):
         exact = {**engine, "rollout.precision": "exact", "rollout.kv_cache_dtype": "auto"}
         found[f"exact_{mismatch}" if "lag" in mismatch else "exact"] = Arm(f"{_HERE}/countdown.py:{size}", exact)
@@ -140,4 +153,6 @@ def get_study(arg: str = "") -> Study:
     chosen = [only] if only else list(MISMATCHES)
     arms = {name: arm for mismatch in chosen for name, arm in _arms(size, mismatch).items()}
     title = f"Countdown, {size}{', ' + only if only else ''}"
-    return Study(title, arms, f"{chosen[0]}_grpo", tuple(range(5 if size == "small" else 1)))
+    if size == "small":
+        return Study(title, arms, f"{chosen[0]}_grpo", tuple(range(5)), _SCORED_EXACTLY)
+    return Study(title, arms, f"{chosen[0]}_grpo", (0,))
