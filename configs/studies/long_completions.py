@@ -90,12 +90,28 @@ def _ascent(measure: str, budget: float, statistic: str = "mean") -> dict[str, o
 
 
 def _regimes(engine: dict[str, object]) -> dict[str, dict[str, object]]:
-    """GRPO in other settings, and GRPO with an exact engine where that is no arm of the study without an argument."""
+    """GRPO in other settings, and GRPO with an exact engine where that is no arm of the study without an argument.
+
+    Against int3, where learning suffers, every kind of remedy too.
+    """
     longer = {"training.steps": 4 * STEPS, "evaluation.every_steps": 4 * STEPS}
     several = {"training.prompts_per_mini_batch": 2}
     exact = engine | {"rollout.precision": "exact"}
+    int3 = engine | {"rollout.precision": "int3"}
+    columns = {"rollout.top_logprobs": TOP}
+    remedies = {
+        "tis": {"algorithm.corrections": "tis(high=2)"},
+        "icepop": {"algorithm.corrections": "icepop(low=0.5,high=5)"},
+        "centered": {"algorithm.corrections": "score_centering"} | columns,
+        "tis_centered": {"algorithm.corrections": "tis(high=2),score_centering"} | columns,
+        "dc_grpo": {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037},
+        "token_0.03": FIXED | {"algorithm.multiplier": 0.03},
+        "matched": {"model.forward_precision": "int3"},
+        "shaken": {"algorithm.std_epsilon": 1e-3},
+    }
     return {
-        "int3": engine | {"rollout.precision": "int3"},
+        "int3": int3,
+        **{f"int3_{name}": int3 | changes for name, changes in remedies.items()},
         "fp8_cache": engine | {"rollout.precision": "float32", "rollout.kv_cache_dtype": "fp8"},
         "four_updates": engine | several,
         "four_updates_exact": exact | several,
