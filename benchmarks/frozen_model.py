@@ -351,26 +351,6 @@ def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     return Session(run, problems, run.sampling, 1.0, (), lambda path: run, False, print), spec
 
 
-def compare_remedies(arguments: argparse.Namespace) -> None:
-    """The oracle with every remedy (`dcmdp probe --remedies`), graded by the last number of a completion."""
-    from dcmdp_jax.config.algorithm import AlgorithmSettings
-    from dcmdp_jax.lab.oracle import page
-    from dcmdp_jax.lab.oracle.oracle import ask
-    from dcmdp_jax.rewards.math.answers import last_number
-
-    def grade(texts: Sequence[str], answers: Sequence[str]) -> np.ndarray:
-        return np.asarray(last_number(texts, answers), np.float32)
-
-    asked = [_session(name, arguments) for name in arguments.engine]
-    results = []
-    for verdicts in ask(
-        asked[0][0], [spec for _, spec in asked], AlgorithmSettings(), batches=arguments.oracle, grade=grade
-    ):
-        results.append(verdicts)
-        print(page.table(verdicts), flush=True)
-        page.write(results, arguments.out)
-
-
 def main() -> None:
     """Run what is missing, then sum up all that is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -382,19 +362,10 @@ def main() -> None:
     add("--completions", type=int, default=8, help="of each prompt (default: %(default)s)")
     add("--tokens", type=int, default=128, help="longest completion (default: %(default)s)")
     add("--engine", action="append", choices=ENGINES, help="default: all")
-    add(
-        "--oracle",
-        type=int,
-        metavar="BATCHES",
-        help="of each --engine: the oracle with every remedy in place of all else",
-    )
     add("--out", type=Path, default=Path("runs/frozen"))
     add("--json", type=Path, help="where the summary goes (default: OUT/frozen.json)")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.oracle:
-        compare_remedies(arguments)
-        return
     files = {
         name: arguments.out / f"{name.replace(':', '_').replace(',', '_').replace('=', '_')}.npz" for name in ENGINES
     }
