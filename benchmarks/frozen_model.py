@@ -32,8 +32,6 @@ ENGINES = (
     CONTROL, "local:int4", "local:int8", "vllm:bfloat16", "local:float32,cache=fp8", "vllm:bfloat16,cache=fp8",
     "local:int3", "local:int2",
 )  # fmt: skip
-LIKELIEST = 32
-"""k, tokens of the engine's head."""
 AGAIN = 4
 """Completions that are scored again for the noise floors."""
 PROBABILITIES = (0.0, 1e-3, 1e-2, 0.1, 0.5, 0.9, 0.99, 0.999, 1.0)
@@ -238,7 +236,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
     rows = one_a_row(asked, ids, -(-total // _MULTIPLE) * _MULTIPLE)
     mask, columns = rows.completion_mask, {}
     for key, fill in ((TOP_IDS, np.int32(-1)), (TOP_LOGPROBS, np.float32(0))):
-        columns[key] = np.full((*mask.shape, LIKELIEST), fill)
+        columns[key] = np.full((*mask.shape, arguments.likeliest), fill)
         columns[key][mask] = np.concatenate([one.columns[key][one.sampled_mask] for one in episodes])
     train, entropy, top_train = score(run, rows.with_columns(**{TOP_IDS: columns[TOP_IDS]}))
     present = columns[TOP_IDS][mask] >= 0
@@ -343,8 +341,8 @@ def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     settings = {
         "rollout.engine": spec.kind, "rollout.precision": spec.precision, "rollout.compute_dtype": spec.compute,
         "rollout.kv_cache_dtype": spec.cache, "rollout.group_size": arguments.completions, "rollout.max_rows": 64,
-        "rollout.max_completion_tokens": arguments.tokens, "rollout.top_logprobs": LIKELIEST, "training.seed": 0,
-        "task.train": arguments.task, "task.prompt_suffix": arguments.suffix,
+        "rollout.max_completion_tokens": arguments.tokens, "rollout.top_logprobs": arguments.likeliest,
+        "task.train": arguments.task, "task.prompt_suffix": arguments.suffix, "training.seed": 0,
     }  # fmt: skip
     run = ModelRun.of(saved, for_sampling(saved.settings, settings))
     problems = load_problems(arguments.task, limit=arguments.prompts, answers="optional")
@@ -362,6 +360,7 @@ def main() -> None:
     add("--completions", type=int, default=8, help="of each prompt (default: %(default)s)")
     add("--tokens", type=int, default=128, help="longest completion (default: %(default)s)")
     add("--engine", action="append", choices=ENGINES, help="default: all")
+    add("--likeliest", type=int, default=32, help="k, tokens of the engine's head (default: %(default)s)")
     add("--out", type=Path, default=Path("runs/frozen"))
     add("--json", type=Path, help="where the summary goes (default: OUT/frozen.json)")
     arguments = parser.parse_args()

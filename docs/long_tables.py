@@ -1,14 +1,16 @@
-"""Tables and figures of evidence_long.md and evidence_real.md, from the kept metrics of their studies.
+"""Tables and figures of evidence_long.md, evidence_real.md and countdown.md, from the kept metrics of their studies.
 
 python -m docs.long_tables docs/evidence/long_completions.jsonl.gz --out=runs/evidence/long
+python -m docs.long_tables docs/evidence/regimes.jsonl.gz --out=runs/evidence/long
 python -m docs.long_tables docs/evidence/smollm2.jsonl.gz --out=runs/evidence/real
+python -m docs.long_tables docs/evidence/countdown.jsonl.gz --out=runs/evidence/countdown
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +27,13 @@ from dcmdp_jax.observe.page_kit import make_figure, style_axes
 from docs.dose_tables import holm
 
 BASELINE, CONTROLS = "grpo", ("grpo_perturbed", "grpo_shaken")
-OF_ANOTHER_MEASURE = ("trainer_above_1", "log", "ratio", "logit", "ascent_logit_p95", "ascent_logit")
+OF_ANOTHER_MEASURE = ("trainer_above_1", "log", "ratio", "logit", "ascent_logit_p95", "ascent_logit", "dc_logit")
 """Arms whose recorded discrepancy is not |p - q|."""
 LONG_SHOWN = ("exact", "token_0.1", "dc_grpo", "token_1", "trainer_above_1", "engine_above_1", "rare_1", "not_rare_1")
 REAL_SHOWN = ("exact", "tis", "tis_centered", "dc_grpo", "ascent_logit")
-"""Arms of the two figures."""
-_LAST = 4
+INT3_SHOWN = ("exact", "tis", "icepop", "centered", "tis_centered", "dc_grpo", "token_0.03", "matched")
+"""Arms of the figures."""
+_LAST, _WINDOW = 4, 8
 
 
 def _late(name: str, scale: float = 1.0) -> Callable[[Series], float]:
@@ -43,15 +46,21 @@ def _late(name: str, scale: float = 1.0) -> Callable[[Series], float]:
     return mean
 
 
-def _last(name: str) -> Callable[[Series], float]:
-    return lambda series: 100 * float(series[name][1][-1]) if name in series else math.nan
+def _last(kind: str) -> Callable[[Series], float]:
+    """The last held-out score, %: `eval` by the run's own engine, `evaluation` by an exact one."""
+
+    def score(series: Series) -> float:
+        name = next((each for each in series if each.startswith(f"{kind}/") and "/avg@" in each), None)
+        return 100 * float(series[name][1][-1]) if name else math.nan
+
+    return score
 
 
-_DELTA = "delta, 1e-3"
+_DELTA, _OWN, _EXACTLY = "delta, 1e-3", "held-out, own engine, %", "held-out, exact engine, %"
 RESPONSES: Mapping[str, Callable[[Series], float]] = {
     "reward": _late("reward/mean"),
-    "held-out, own engine, %": _last("eval/arithmetic/avg@4"),
-    "held-out, exact engine, %": _last("evaluation/arithmetic/avg@4"),
+    _OWN: _last("eval"),
+    _EXACTLY: _last("evaluation"),
     _DELTA: _late("discrepancy/mean", 1e3),
     "mean abs(eps), nats": _late("displacement/abs_mean"),
     "p95 abs(eps), nats": _late("displacement/abs_p95"),
@@ -145,9 +154,15 @@ def claims(runs: Table) -> tuple[dict[tuple[str, str], float], set[tuple[str, st
     return p, holm(p)
 
 
-def comparison(runs: Table) -> str:
-    """Markdown: runs that ended, and differences to GRPO, whose own values are in the first row; * holds by Holm."""
-    over, found, (_, held) = ended(runs), differences(runs), claims(runs)
+def comparison(runs: Table, held: Collection[tuple[str, str]] | None = None) -> str:
+    """Markdown: runs that ended, and differences to GRPO, whose own values are in the first row; * holds by Holm.
+
+    Args:
+        runs: of the arms.
+        held: (heading, arm) that hold, where other tables' differences count too.
+    """
+    over, found = ended(runs), differences(runs)
+    held = claims(runs)[1] if held is None else held
     own = {
         heading: estimate({s: value(run) for s, run in runs[BASELINE].items()}) for heading, value in RESPONSES.items()
     }
@@ -157,6 +172,55 @@ def comparison(runs: Table) -> str:
             cells = [_text(found[name, arm], "+") + "*" * ((name, arm) in held) for name in RESPONSES]
             rows.append([f"`{arm}`", str(len(seeds)), str(len(over[arm])), *cells])
     return "\n".join(markdown_table(["arm", "runs", "ended", *RESPONSES], rows)) + "\n"
+
+
+def claims_of_all(tables: Mapping[str, Table]) -> dict[str, set[tuple[str, str]]]:
+    """Differences that hold at 5% by Holm over all tables of a study, of each table."""
+    p = {(name, *each): value for name, runs in tables.items() for each, value in claims(runs)[0].items()}
+    held = holm(p)
+    return {name: {each[1:] for each in held if each[0] == name} for name in tables}
+
+
+def parted(kept: Table, engine: str, exact: Mapping[int, Series]) -> Table:
+    """Arms against one engine, `ENGINE_ARM`, as a study of their own, and the runs of an exact engine.
+
+    Args:
+        kept: a study's runs. `ENGINE` alone is GRPO, `ENGINE_shaken` its control.
+        engine: how the arms' names begin.
+        exact: seed -> run with an exact engine; those without a run of GRPO are left out.
+    """
+    named = {"": BASELINE, "shaken": CONTROLS[-1]}
+    own = {arm.removeprefix(engine).removeprefix("_"): runs for arm, runs in kept.items() if arm.startswith(engine)}
+    own = {named.get(arm, arm): runs for arm, runs in own.items()}
+    return own | {"exact": {seed: run for seed, run in exact.items() if seed in own[BASELINE]}}
+
+
+def regimes(long: Table, kept: Table) -> dict[str, Table]:
+    """Name -> GRPO and an exact engine, of the study of long completions and of its other regimes."""
+    found = {"int4": {BASELINE: long[BASELINE], "exact": long["exact"]}}
+    for name in ("int3", "fp8_cache", "four_updates", "128steps"):
+        exact = kept.get(f"{name}_exact", long["exact"])
+        if name in kept:
+            found[name] = parted({name: kept[name]}, name, exact)
+    return found
+
+
+def lost(found: Mapping[str, Table]) -> str:
+    """Markdown: what an exact engine wins over GRPO in each regime, in points; * holds by Holm over the regimes."""
+    each = {name: differences(runs) for name, runs in found.items()}
+    p = {
+        name: t_p_value(len(one.values), one.mean / one.half_width)
+        for name, one in ((name, values[_EXACTLY, "exact"]) for name, values in each.items())
+    }
+    held = holm(p)
+    rows = []
+    for name, values in each.items():
+        runs, gain = found[name], values[_EXACTLY, "exact"]
+        plain = estimate({seed: RESPONSES[_EXACTLY](run) for seed, run in runs[BASELINE].items()})
+        cells = [_text(gain, "+") + "*" * (name in held), f"{p[name]:.2g}", _text(values[_OWN, "exact"], "+")]
+        rows.append([f"`{name}`", str(len(gain.values)), _text(plain, ""), *cells])
+    heads = ["regime", "runs", "GRPO, exact engine, %", "exact less GRPO, exact engine", "p", "each by its own engine"]
+    return "\n".join(markdown_table(heads, rows)) + "\n"
 
 
 def besides(runs: Table) -> str:
@@ -187,8 +251,38 @@ def draw(runs: Table, panels: Sequence[tuple[str, str]], title: str, rows: int) 
     return figure
 
 
+def curves(found: Mapping[str, Table]) -> Figure:
+    """Countdown: held-out score by the run's own engine, and delta in windows of eight steps, means over runs."""
+    figure, places = make_figure(
+        2.9 * len(found), 5.4, "Countdown in small: means over runs", rows=2, columns=len(found)
+    )
+    for column, (name, runs) in enumerate(found.items()):
+        for arm, seeds in ((arm, list(seeds.values())) for arm, seeds in runs.items()):
+            color = BASELINE_COLOR if arm == BASELINE else color_of(arm)
+            scores = next(each for each in seeds[0] if each.startswith("eval/") and "/avg@" in each)
+            means = np.mean([series[scores][1] for series in seeds], axis=0)
+            places[column].plot(seeds[0][scores][0], 100 * means, color=color, linewidth=1.2, label=arm)
+            if arm not in ("exact", *OF_ANOTHER_MEASURE):
+                steps, delta = seeds[0]["discrepancy/mean"][0], [series["discrepancy/mean"][1] for series in seeds]
+                windows = np.mean(delta, axis=0).reshape(-1, _WINDOW).mean(axis=1)
+                places[len(found) + column].plot(steps[_WINDOW - 1 :: _WINDOW], windows, color=color, linewidth=1.2)
+        style_axes(places[column], f"{name}: held-out, %", x="training step")
+        style_axes(places[len(found) + column], f"{name}: delta", x="training step")
+    places[0].legend(fontsize=6, frameon=False)
+    return figure
+
+
+def countdown(kept: Table) -> dict[str, Table]:
+    """Mismatch -> its arms; the exact engine's runs are those of any mismatch."""
+    names = dict.fromkeys(arm.partition("_")[0] for arm in kept if arm != "exact")
+    return {name: parted(kept, name, kept["exact"]) for name in names}
+
+
 def figure_of(runs: Table) -> Figure:
     """The figure of the study whose arms these are."""
+    if "matched" in runs:
+        panels = [(arm, "reward/mean") for arm in INT3_SHOWN]
+        return draw(runs, panels, "Reward by run: completions of 200 tokens, int3 engine", 2)
     if "token_1" in runs:
         panels = [(arm, "reward/mean") for arm in LONG_SHOWN]
         return draw(runs, panels, "Reward by run: completions of 200 tokens, int4 engine", 2)
@@ -197,20 +291,33 @@ def figure_of(runs: Table) -> Figure:
     return draw(runs, panels, "SmolLM2-135M against an int4 engine, by run", 2)
 
 
+def tables_of(path: Path) -> tuple[str, Figure]:
+    """The tables of a study's kept metrics, and its figure."""
+    kept = {arm: seeds for arm, seeds in read_kept_metrics(path, None).items() if seeds}
+    if "int3" in kept:
+        long = read_kept_metrics(path.parent / "long_completions.jsonl.gz", None)
+        against_int3 = parted(kept, "int3", long["exact"])
+        return f"{lost(regimes(long, kept))}\n{comparison(against_int3)}", figure_of(against_int3)
+    if any("dc_logit" in arm for arm in kept):
+        found = countdown(kept)
+        held = claims_of_all(found)
+        tables = (f"{name}\n\n{comparison(runs, held[name])}" for name, runs in found.items())
+        return "\n".join(tables), curves(found)
+    p, held = claims(kept)
+    told = (f"{heading}, {arm}: p {p[heading, arm]:.1g}" for heading, arm in sorted(held, key=p.__getitem__))
+    return "\n".join((comparison(kept), besides(kept), *told)), figure_of(kept)
+
+
 def main() -> None:
     """Print the tables and draw the figure."""
-    parser = argparse.ArgumentParser(
-        description="Tables and figure of a study of evidence_long.md or evidence_real.md."
-    )
+    parser = argparse.ArgumentParser(description="Tables and figure of a study with kept metrics.")
     parser.add_argument("kept", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/evidence/tables"), help="default: %(default)s")
     arguments = parser.parse_args()
-    runs = {arm: seeds for arm, seeds in read_kept_metrics(arguments.kept, None).items() if seeds}
-    print(f"{comparison(runs)}\n{besides(runs)}")
-    p, held = claims(runs)
-    print("\n".join(f"{heading}, {arm}: p {p[heading, arm]:.1g}" for heading, arm in sorted(held, key=p.__getitem__)))
+    tables, figure = tables_of(arguments.kept)
+    print(tables)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    figure_of(runs).savefig(arguments.out / f"{arguments.kept.name.partition('.')[0]}.png", dpi=DPI)
+    figure.savefig(arguments.out / f"{arguments.kept.name.partition('.')[0]}.png", dpi=DPI)
 
 
 if __name__ == "__main__":
