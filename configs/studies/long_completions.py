@@ -92,7 +92,7 @@ def _ascent(measure: str, budget: float, statistic: str = "mean") -> dict[str, o
 def _regimes(engine: dict[str, object]) -> dict[str, dict[str, object]]:
     """GRPO in other settings, and GRPO with an exact engine where that is no arm of the study without an argument.
 
-    Against int3, where learning suffers, every kind of remedy too.
+    Where learning suffers, against int3 and with four updates a step, every kind of remedy too.
     """
     longer = {"training.steps": 4 * STEPS, "evaluation.every_steps": 4 * STEPS}
     several = {"training.prompts_per_mini_batch": 2}
@@ -106,14 +106,15 @@ def _regimes(engine: dict[str, object]) -> dict[str, dict[str, object]]:
         "tis_centered": {"algorithm.corrections": "tis(high=2),score_centering"} | columns,
         "dc_grpo": {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037},
         "token_0.03": FIXED | {"algorithm.multiplier": 0.03},
-        "matched": {"model.forward_precision": "int3"},
         "shaken": {"algorithm.std_epsilon": 1e-3},
     }
     return {
         "int3": int3,
         **{f"int3_{name}": int3 | changes for name, changes in remedies.items()},
+        "int3_matched": int3 | {"model.forward_precision": "int3"},
         "fp8_cache": engine | {"rollout.precision": "float32", "rollout.kv_cache_dtype": "fp8"},
         "four_updates": engine | several,
+        **{f"four_updates_{name}": engine | several | changes for name, changes in remedies.items()},
         "four_updates_exact": exact | several,
         "128steps": engine | longer,
         "128steps_exact": exact | longer,
