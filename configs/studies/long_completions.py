@@ -152,6 +152,7 @@ def get_study(arg: str = "") -> Study:
         "ascent_logit_p95": _ascent("logit", 0.9, "p95"),
         "state_tv_1": fixed(1.0, method="state_tv") | columns,
         "tis_centered": {"algorithm.corrections": "tis(high=2),score_centering"} | columns,
+        "centered": {"algorithm.corrections": "score_centering"} | columns,
     }
     arms = {
         "grpo": engine,
