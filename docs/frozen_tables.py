@@ -26,10 +26,13 @@ from dcmdp_jax.observe.page_kit import COLORS, LEGEND, make_figure, style_axes
 HERE = Path(__file__).resolve().parent
 PAGE, FIGURE = HERE / "evidence_frozen.md", HERE / "images" / "frozen.png"
 KEPT, OF_DEMO = HERE / "evidence" / "frozen.json", HERE / "evidence" / "frozen_demo.json"
+WHOLE = HERE / "evidence" / "frozen_whole.json"
+"""Engines whose column holds the whole vocabulary."""
 BAR = 0.015
 """prime-rl's bar for KL(q || p), nats."""
 _DEMO, _FIRST = "the demo's policy, ", "local:int4"
 _FEWEST_LARGE = 5
+_WHOLE = ("total_variation", "expected_discrepancy")
 Kept = Mapping[str, Mapping[str, Any]]
 
 
@@ -141,6 +144,18 @@ def verdict_table(kept: Kept) -> str:
     return _rows(kept, [*heading, "\\|eps\\| > 1, %", "\\|eps\\| > 4, %", "verdict"], row)
 
 
+def whole_table(kept: Kept) -> str:
+    """The exact total variation of fewer tokens, beside what a head of 32 has of more."""
+    whole = json.loads(WHOLE.read_text(encoding="utf-8"))
+
+    def row(one: Mapping[str, Any]) -> list[str]:
+        return [f"{one['tokens']:,}", *(_plus_minus(*mean(one, name)) for name in _WHOLE), f"{one['head']:.3g}"]
+
+    heads = {name: mean(kept[name], "total_variation")[0] for name in whole if name in kept}
+    found = {name: one | {"head": heads[name]} for name, one in whole.items() if name in heads}
+    return _rows(found, ["tokens", "total variation", "mean of delta under q", "head of 32, the table above"], row)
+
+
 def charge_table(kept: Kept) -> str:
     """The charge's share and its tail."""
 
@@ -208,7 +223,8 @@ def text_table(kept: Kept) -> str:
 def tables(kept: Kept) -> dict[str, str]:
     """Every table of the page by name."""
     return {
-        "answer": answer(kept), "size": size_table(kept), "verdict": verdict_table(kept), "charge": charge_table(kept),
+        "answer": answer(kept), "size": size_table(kept), "verdict": verdict_table(kept),
+        "whole": whole_table(kept), "charge": charge_table(kept),
         "floor": floor_table(kept), "count": count_table(kept), "text": text_table(kept),
         **{
             f"{by} {name}": bin_table(kept, by, name)
