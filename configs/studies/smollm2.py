@@ -50,6 +50,7 @@ def get_study(arg: str = "") -> Study:
         "dc_grpo": {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037, "algorithm.multiplier_max": 1.0},
         "tis": {"algorithm.corrections": "tis(high=2)"},
         "tis_centered": {"algorithm.corrections": "tis(high=2),score_centering", "rollout.top_logprobs": TOP},
+        "centered": {"algorithm.corrections": "score_centering", "rollout.top_logprobs": TOP},
         "ascent_logit": {
             "algorithm.method": "dc_grpo",
             "algorithm.measure": "logit",
