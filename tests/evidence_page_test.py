@@ -33,7 +33,19 @@ from docs.dose_tables import (
     p_values,
     rank_correlation,
 )
-from docs.long_tables import besides, charge_warnings, claims, comparison, differences, ended
+from docs.long_tables import (
+    besides,
+    charge_warnings,
+    claims,
+    claims_of_all,
+    comparison,
+    countdown,
+    differences,
+    ended,
+    lost,
+    parted,
+    regimes,
+)
 from docs.oracle_table import KEPT, oracle_page
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -447,6 +459,29 @@ def test_the_published_models_tables_are_those_of_the_kept_metrics():
     assert max(np.argmax(series["dual/multiplier"][1] >= 1) for series in runs["dc_grpo"].values()) < 5
 
 
+def _kept_runs(name):
+    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"{name}.jsonl.gz", None)
+    return {arm: seeds for arm, seeds in runs.items() if seeds}
+
+
+def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
+    study = runpy.run_path(str(_ROOT / "configs" / "studies" / "long_completions.py"))["get_study"]("regimes")
+    long, kept = _kept_runs("long_completions"), _kept_runs("regimes")
+    assert set(kept) <= set(study.arms)
+    page = (_ROOT / "docs" / "evidence_regimes.md").read_text()
+    found = regimes(long, kept)
+    int3, updates = parted(kept, "int3", long["exact"]), parted(kept, "four_updates", kept["four_updates_exact"])
+    for table in (lost(found), comparison(int3), comparison(updates)):
+        assert table.strip() in page
+
+
+def test_the_tables_of_countdown_are_those_of_the_kept_metrics():
+    found = countdown(_kept_runs("countdown"))
+    held, page = claims_of_all(found), (_ROOT / "docs" / "countdown.md").read_text()
+    for name, runs in found.items():
+        assert f"`{name}`\n\n<!-- {name} -->\n\n{comparison(runs, held[name])}" in page
+
+
 def _of_long(rewards, **values):
     """32 steps: `rewards` in the first 28 and the last four, other numbers all along."""
     steps = np.arange(1, 33)
@@ -470,3 +505,35 @@ def test_the_table_of_long_completions_by_hand():
     p, held = claims(runs)
     t = mean / (abs(first - second) / 2)
     assert p["reward", "token"] == pytest.approx(1 - 2 / math.pi * math.atan(abs(t)), rel=1e-6) and not held
+
+
+def test_the_losses_of_regimes_by_hand():
+    """Exact less GRPO of each seed: 30 and 10 points against `int3`, their mean 20, half width t(1) x 10."""
+
+    def scored(score):
+        series = _of_long((0.8, 0.8))
+        return series | {"evaluation/arithmetic/avg@4": (np.array([32]), np.array([score]))}
+
+    long = {"grpo": {0: scored(0.7), 1: scored(0.9)}, "exact": {s: scored(x) for s, x in enumerate((0.8, 0.9, 0.1))}}
+    kept = {"int3": {0: scored(0.5), 1: scored(0.8)}, "int3_tis": {0: scored(0.4)}, "int3_shaken": {0: scored(0.5)}}
+    found = regimes(long, kept)
+    assert {name: sorted(runs["exact"]) for name, runs in found.items()} == {"int4": [0, 1, 2], "int3": [0, 1]}
+    row = lost(found).splitlines()[3].split("|")
+    assert row[1:3] == [" `int3` ", " 2 "] and row[3].startswith(" 65 ") and row[4].startswith(" +20 ± 1.3e+02 ")
+    assert float(row[5]) == pytest.approx(1 - 2 / math.pi * math.atan(2), abs=0.005)
+    arms = parted(kept, "int3", long["exact"])
+    assert set(arms) == {"grpo", "tis", "grpo_shaken", "exact"} and 2 not in arms["exact"]
+
+
+def test_what_holds_counts_the_differences_of_every_table():
+    """Holm's first bar is 5% over the number of all tables' differences, not of one's."""
+    shift = {0: 0.10, 1: 0.12, 2: 0.11}
+    one = {
+        "grpo": {s: _of_long((0.5, 0.5)) for s in shift},
+        "arm": {s: _of_long((0.5 + x, 0.5 + x)) for s, x in shift.items()},
+    }
+    alone = claims(one)
+    assert alone[1] and claims_of_all({"a": one})["a"] == alone[1]
+    p = min(alone[0].values())
+    many = {str(number): one for number in range(math.ceil(0.05 / p))}
+    assert not any(claims_of_all(many).values())
