@@ -208,17 +208,15 @@ def regimes(long: Table, kept: Table) -> dict[str, Table]:
 def lost(found: Mapping[str, Table]) -> str:
     """Markdown: what an exact engine wins over GRPO in each regime, in points; * holds by Holm over the regimes."""
     each = {name: differences(runs) for name, runs in found.items()}
-    p = {
-        name: t_p_value(len(one.values), one.mean / one.half_width)
-        for name, one in ((name, values[_EXACTLY, "exact"]) for name, values in each.items())
-    }
-    held = holm(p)
-    rows = []
-    for name, values in each.items():
-        runs, gain = found[name], values[_EXACTLY, "exact"]
-        plain = estimate({seed: RESPONSES[_EXACTLY](run) for seed, run in runs[BASELINE].items()})
-        cells = [_text(gain, "+") + "*" * (name in held), f"{p[name]:.2g}", _text(values[_OWN, "exact"], "+")]
-        rows.append([f"`{name}`", str(len(gain.values)), _text(plain, ""), *cells])
+    gains = {name: values[_EXACTLY, "exact"] for name, values in each.items()}
+    p = {n: t_p_value(len(x.values), x.mean / x.half_width) for n, x in gains.items() if math.isfinite(x.half_width)}
+    held, rows = holm(p), []
+    for name, gain in gains.items():
+        plain = estimate({seed: RESPONSES[_EXACTLY](run) for seed, run in found[name][BASELINE].items()})
+        told = _text(gain, "+") + "*" * (name in held), f"{p[name]:.2g}" if name in p else "-"
+        rows.append(
+            [f"`{name}`", str(len(gain.values)), _text(plain, ""), *told, _text(each[name][_OWN, "exact"], "+")]
+        )
     heads = ["regime", "runs", "GRPO, exact engine, %", "exact less GRPO, exact engine", "p", "each by its own engine"]
     return "\n".join(markdown_table(heads, rows)) + "\n"
 
