@@ -23,7 +23,7 @@ from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, DPI, color_of
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.alarms import alarms
 from dcmdp_jax.observe.metrics_io import Series
-from dcmdp_jax.observe.page_kit import make_figure, style_axes
+from dcmdp_jax.observe.page_kit import COLORS, make_figure, style_axes
 from docs.dose_tables import holm
 
 BASELINE, CONTROLS = "grpo", ("grpo_perturbed", "grpo_shaken")
@@ -33,6 +33,13 @@ LONG_SHOWN = ("exact", "token_0.1", "dc_grpo", "token_1", "trainer_above_1", "en
 REAL_SHOWN = ("exact", "tis", "tis_centered", "dc_grpo", "ascent_logit")
 INT3_SHOWN = ("exact", "tis", "icepop", "centered", "tis_centered", "dc_grpo", "token_0.03", "matched")
 """Arms of the figures."""
+_CURVE = {
+    BASELINE: (BASELINE_COLOR, "-"),
+    "centered": (COLORS[5], "-"),
+    "dc_logit": (color_of("dc_grpo"), "--"),
+    "grpo_shaken": (BASELINE_COLOR, "--"),
+}
+"""Colors and dashes of Countdown's curves, where arms of one color are in one panel."""
 _LAST, _WINDOW = 4, 8
 
 
@@ -256,17 +263,22 @@ def curves(found: Mapping[str, Table]) -> Figure:
     )
     for column, (name, runs) in enumerate(found.items()):
         for arm, seeds in ((arm, list(seeds.values())) for arm, seeds in runs.items()):
-            color = BASELINE_COLOR if arm == BASELINE else color_of(arm)
+            color, style = _CURVE.get(arm, (color_of(arm), "-"))
             scores = next(each for each in seeds[0] if each.startswith("eval/") and "/avg@" in each)
             means = np.mean([series[scores][1] for series in seeds], axis=0)
-            places[column].plot(seeds[0][scores][0], 100 * means, color=color, linewidth=1.2, label=arm)
+            places[column].plot(
+                seeds[0][scores][0], 100 * means, color=color, linestyle=style, linewidth=1.2, label=arm
+            )
             if arm not in ("exact", *OF_ANOTHER_MEASURE):
                 steps, delta = seeds[0]["discrepancy/mean"][0], [series["discrepancy/mean"][1] for series in seeds]
                 windows = np.mean(delta, axis=0).reshape(-1, _WINDOW).mean(axis=1)
-                places[len(found) + column].plot(steps[_WINDOW - 1 :: _WINDOW], windows, color=color, linewidth=1.2)
+                at = steps[_WINDOW - 1 :: _WINDOW]
+                places[len(found) + column].plot(at, windows, color=color, linestyle=style, linewidth=1.2)
         style_axes(places[column], f"{name}: held-out, %", x="training step")
         style_axes(places[len(found) + column], f"{name}: delta", x="training step")
-    places[0].legend(fontsize=6, frameon=False)
+    figure.legend(
+        *places[0].get_legend_handles_labels(), loc="outside lower center", ncols=9, frameon=False, fontsize=8
+    )
     return figure
 
 

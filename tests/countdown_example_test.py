@@ -127,8 +127,8 @@ def test_a_dry_run_checks_every_run(capsys, monkeypatch):
     for size in ("0.6b", "small"):
         assert sweep(["sweep", f"--study={_STUDY}:{size}", "--seeds=0", "--dry_run"]) == 0
         runs = [line for line in capsys.readouterr().out.splitlines() if ": dcmdp train " in line]
-        # Eight mismatches of seven arms, and the control with three lags.
-        assert len(runs) == 8 * 7 + 3
+        # Eight mismatches of seven arms, exact engines with three lags, and in small a control for each mismatch.
+        assert len(runs) == 8 * (8 if size == "small" else 7) + 3
         assert any(line.startswith("stale64_dc_grpo, ") and '{"every": 65}' in line for line in runs)
     assert sweep(["sweep", f"--study={_STUDY}:small,noise2", "--seeds=0", "--dry_run"]) == 0
     assert capsys.readouterr().out.count("dcmdp train") == 7

@@ -401,7 +401,16 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
         assert series["reward/mean"][0].tolist() == list(range(1, 33))
     assert comparison(runs).strip() in page and besides(runs).strip() in page
     over, found = {arm: len(seeds) for arm, seeds in ended(runs).items()}, differences(runs)
-    told = {"token_0.03": 0, "token_0.1": 1, "token_0.3": 2, "token_1": 4, "dc_grpo": 1, "grpo": 0, "exact": 0}
+    told = {
+        "token_0.03": 0,
+        "token_0.1": 1,
+        "centered": 0,
+        "token_0.3": 2,
+        "token_1": 4,
+        "dc_grpo": 1,
+        "grpo": 0,
+        "exact": 0,
+    }
     told |= {"trainer_above_1": 0, "engine_above_1": 4, "signed_1": 4, "token_1_tis": 1, "rare_1": 3, "not_rare_1": 5}
     told |= {
         "log": 3,
@@ -417,7 +426,7 @@ def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
     for arm in ("ascent_0.9", "ascent_1.25"):
         assert over[arm] == 2 and all(runs[arm][seed]["dual/multiplier"][1][-1] == 1 for seed in ended(runs)[arm])
     last = sorted(float(series["dual/multiplier"][1][-1]) for series in runs["dc_grpo"].values())
-    assert last == [0, 0, 0, 0, 1]
+    assert last == [0] * 9 + [1]
     assert f"p = {fisher_exact([[5, 0], [0, 5]]).pvalue:.3f} by Fisher's" in page
     assert {arm for heading, arm in claims(runs)[1] if "held-out" in heading} == {"token_1", "not_rare_1"}
     said = "in {in_time} of {ended} runs that end, and in {warned} of {lived} others"
@@ -456,7 +465,7 @@ def test_the_published_models_tables_are_those_of_the_kept_metrics():
     plain = [series["evaluation/arithmetic/avg@4"][1][-1] for series in runs["grpo"].values()]
     assert len(plain) == len(runs["dc_grpo"]) == 5 and min(plain) > 0.14
     assert f"p = {fisher_exact([[5, 0], [0, 5]]).pvalue:.3f} by Fisher's" in page
-    assert {arm for _, arm in held} == {"exact"} and {"reward", own} == {heading for heading, _ in held}
+    assert held == {(own, "exact"), (own, "ascent_logit")}
     assert max(np.argmax(series["dual/multiplier"][1] >= 1) for series in runs["dc_grpo"].values()) < 5
 
 
@@ -474,6 +483,36 @@ def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
     int3, updates = parted(kept, "int3", long["exact"]), parted(kept, "four_updates", kept["four_updates_exact"])
     for table in (lost(found), comparison(int3), comparison(updates)):
         assert table.strip() in page
+    for arms, names in (
+        (int3, ("exact", "tis", "icepop", "tis_centered")),
+        (updates, ("centered", "tis", "grpo_shaken")),
+    ):
+        told = differences(arms)
+        for each in (told["held-out, exact engine, %", name] for name in names):
+            assert f"{each.mean:+.0f} ± {each.half_width:.0f}" in page
+    (least, most), (worst, best) = (
+        [round(bound(_exactly(runs))) for bound in (min, max)] for runs in (int3["grpo"], int3["exact"])
+    )
+    assert f"between {least} and {most}%, an exact engine between {worst} and {best}%" in page and most < worst
+    over = ended(int3)
+    assert (len(over["dc_grpo"]), len(over["token_0.03"]), len(int3["dc_grpo"])) == (5, 1, 5)
+    assert max(_exactly(int3["dc_grpo"])) < 0.4 and all(
+        series["dual/multiplier"][1][-1] == 1 for series in int3["dc_grpo"].values()
+    )
+    held = claims(int3)[1]
+    assert {("reward", arm) for arm in ("tis", "icepop", "tis_centered", "dc_grpo")} <= held
+    assert ("held-out, exact engine, %", "centered") not in held
+    readme = (_ROOT / "README.md").read_text()
+    gains = {name: differences(runs)["held-out, exact engine, %", "exact"] for name, runs in found.items()}
+    for where in (readme, (_ROOT / "docs" / "evidence.md").read_text()):
+        assert f"{gains['int3'].mean:.0f} ± {gains['int3'].half_width:.0f}" in where
+        assert f"{gains['int4'].mean:.1f} ± {gains['int4'].half_width:.1f}" in where
+        assert f"{gains['four_updates'].mean:.0f} ± {gains['four_updates'].half_width:.0f}" in where
+
+
+def _exactly(runs):
+    """Scores of runs by an exact engine, %."""
+    return [100 * float(series["evaluation/arithmetic/avg@4"][1][-1]) for series in runs.values()]
 
 
 def test_the_tables_of_countdown_are_those_of_the_kept_metrics():
@@ -481,6 +520,14 @@ def test_the_tables_of_countdown_are_those_of_the_kept_metrics():
     held, page = claims_of_all(found), (_ROOT / "docs" / "countdown.md").read_text()
     for name, runs in found.items():
         assert f"`{name}`\n\n<!-- {name} -->\n\n{comparison(runs, held[name])}" in page
+    assert not any(held.values())
+    stale = {
+        arm: [round(100 * float(series["evaluation/small_held_out/avg@8"][1][-1])) for series in runs.values()]
+        for arm, runs in found["stale64"].items()
+    }
+    assert stale["dc_grpo"] == stale["dc_logit"] == [0, 0, 0]
+    for arm, said in (("grpo", "{}, {} and {}%"), ("exact", "{}, {} and {}%"), ("centered", "({}, {}, {}%)")):
+        assert said.format(*stale[arm]) in page
 
 
 def _of_long(rewards, **values):
