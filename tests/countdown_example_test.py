@@ -131,7 +131,7 @@ def test_a_dry_run_checks_every_run(capsys, monkeypatch):
         assert len(runs) == 8 * (8 if size == "small" else 7) + 3
         assert any(line.startswith("stale64_dc_grpo, ") and '{"every": 65}' in line for line in runs)
     assert sweep(["sweep", f"--study={_STUDY}:small,noise2", "--seeds=0", "--dry_run"]) == 0
-    assert capsys.readouterr().out.count("dcmdp train") == 7
+    assert capsys.readouterr().out.count("dcmdp train") == 8
 
 
 def _samplers(**settings):
