@@ -499,7 +499,10 @@ def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
     assert max(_exactly(int3["dc_grpo"])) < 0.4 and all(
         series["dual/multiplier"][1][-1] == 1 for series in int3["dc_grpo"].values()
     )
-    held = claims(int3)[1]
+    p, held = claims(int3)
+    exactly = sorted(p[heading, arm] for heading, arm in p if "exact engine" in heading and arm != "exact")
+    assert exactly[1] == p["held-out, exact engine, %", "centered"]
+    assert f"p {exactly[1]:.3f}, {exactly[1] * (len(exactly) - 1):.3f}\nby Holm over the arms" in page
     assert {("reward", arm) for arm in ("tis", "icepop", "tis_centered", "dc_grpo")} <= held
     assert ("held-out, exact engine, %", "centered") not in held
     readme = (_ROOT / "README.md").read_text()
