@@ -588,3 +588,12 @@ def test_what_holds_counts_the_differences_of_every_table():
     p = min(alone[0].values())
     many = {str(number): one for number in range(math.ceil(0.05 / p))}
     assert not any(claims_of_all(many).values())
+
+
+def test_a_picture_is_of_one_thing():
+    """A figure that takes another's name would take its place on the other's page."""
+    said = {}
+    for page in (_ROOT / "README.md", *(_ROOT / "docs").glob("*.md")):
+        for text, path in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
+            said.setdefault(Path(path).name, set()).add(text)
+    assert {name for name, texts in said.items() if len(texts) > 1} == set() and "smollm2.png" in said
