@@ -13,6 +13,7 @@ import pytest
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.commands.sweep import main as sweep
 from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import model_of
@@ -123,7 +124,10 @@ def test_the_model_is_qwen3_of_600_million_parameters():
     assert config.max_total_tokens == 144 + 380
 
 
-def test_a_dry_run_checks_every_run(capsys, monkeypatch):
+def test_a_dry_run_checks_every_run(capsys, monkeypatch, tmp_path, task):
+    (tmp_path / "examples").symlink_to(_ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    assert task["main"](["small"]) == 0
     for size in ("0.6b", "small"):
         assert sweep(["sweep", f"--study={_STUDY}:{size}", "--seeds=0", "--dry_run"]) == 0
         runs = [line for line in capsys.readouterr().out.splitlines() if ": dcmdp train " in line]
@@ -132,6 +136,11 @@ def test_a_dry_run_checks_every_run(capsys, monkeypatch):
         assert any(line.startswith("stale64_dc_grpo, ") and '{"every": 65}' in line for line in runs)
     assert sweep(["sweep", f"--study={_STUDY}:small,noise2", "--seeds=0", "--dry_run"]) == 0
     assert capsys.readouterr().out.count("dcmdp train") == 8
+    Path("runs/countdown/small_held_out.jsonl").unlink()
+    with pytest.raises(
+        UserError, match=r"^study: evaluation of int8_grpo, seed 0: config.evaluation.task: data .*no such"
+    ):
+        sweep(["sweep", f"--study={_STUDY}:small", "--seeds=0", "--dry_run"])
 
 
 def _samplers(**settings):
