@@ -288,46 +288,65 @@ def countdown(kept: Table) -> dict[str, Table]:
     return {name: parted(kept, name, kept["exact"]) for name in names}
 
 
-def figure_of(runs: Table) -> Figure:
-    """The figure of the study whose arms these are."""
-    if "matched" in runs:
-        panels = [(arm, "reward/mean") for arm in INT3_SHOWN]
-        return draw(runs, panels, "Reward by run: completions of 200 tokens, int3 engine", 2)
-    if "token_1" in runs:
-        panels = [(arm, "reward/mean") for arm in LONG_SHOWN]
-        return draw(runs, panels, "Reward by run: completions of 200 tokens, int4 engine", 2)
-    shown = [arm for arm in REAL_SHOWN if arm in runs]
-    panels = [(arm, metric) for metric in ("reward/mean", "displacement/abs_mean") for arm in shown]
-    return draw(runs, panels, "SmolLM2-135M against an int4 engine, by run", 2)
+def read(path: Path) -> Table:
+    """The kept runs of a study, of arms that have one."""
+    return {arm: seeds for arm, seeds in read_kept_metrics(path, None).items() if seeds}
 
 
-def tables_of(path: Path) -> tuple[str, Figure]:
-    """The tables of a study's kept metrics, and its figure."""
-    kept = {arm: seeds for arm, seeds in read_kept_metrics(path, None).items() if seeds}
-    if "int3" in kept:
-        long = read_kept_metrics(path.parent / "long_completions.jsonl.gz", None)
-        against_int3 = parted(kept, "int3", long["exact"])
-        return f"{lost(regimes(long, kept))}\n{comparison(against_int3)}", figure_of(against_int3)
-    if any("dc_logit" in arm for arm in kept):
-        found = countdown(kept)
-        held = claims_of_all(found)
-        tables = (f"{name}\n\n{comparison(runs, held[name])}" for name, runs in found.items())
-        return "\n".join(tables), curves(found)
+def _of_study(kept: Table) -> str:
     p, held = claims(kept)
     told = (f"{heading}, {arm}: p {p[heading, arm]:.1g}" for heading, arm in sorted(held, key=p.__getitem__))
-    return "\n".join((comparison(kept), besides(kept), *told)), figure_of(kept)
+    return "\n".join((comparison(kept), besides(kept), *told))
+
+
+def _of_long(path: Path) -> tuple[str, Figure]:
+    kept, panels = read(path), [(arm, "reward/mean") for arm in LONG_SHOWN]
+    return _of_study(kept), draw(kept, panels, "Reward by run: completions of 200 tokens, int4 engine", 2)
+
+
+def _of_regimes(path: Path) -> tuple[str, Figure]:
+    kept, long = read(path), read(path.parent / "long_completions.jsonl.gz")
+    int3, updates = parted(kept, "int3", long["exact"]), parted(kept, "four_updates", kept["four_updates_exact"])
+    panels = [(arm, "reward/mean") for arm in INT3_SHOWN]
+    figure = draw(int3, panels, "Reward by run: completions of 200 tokens, int3 engine", 2)
+    return "\n".join((lost(regimes(long, kept)), comparison(int3), comparison(updates))), figure
+
+
+def _of_real(path: Path) -> tuple[str, Figure]:
+    kept = read(path)
+    panels = [(arm, metric) for metric in ("reward/mean", "displacement/abs_mean") for arm in REAL_SHOWN]
+    return _of_study(kept), draw(kept, panels, "SmolLM2-135M against an int4 engine, by run", 2)
+
+
+def _of_countdown(path: Path) -> tuple[str, Figure]:
+    found = countdown(read(path))
+    held = claims_of_all(found)
+    tables = (f"`{name}`\n\n<!-- {name} -->\n\n{comparison(runs, held[name])}" for name, runs in found.items())
+    return "\n".join(tables), curves(found)
+
+
+STUDIES: Mapping[str, Callable[[Path], tuple[str, Figure]]] = {
+    "long_completions": _of_long,
+    "regimes": _of_regimes,
+    "smollm2": _of_real,
+    "countdown": _of_countdown,
+}
+"""Name of the kept metrics -> their tables, a blank line between them, and their figure."""
 
 
 def main() -> None:
     """Print the tables and draw the figure."""
     parser = argparse.ArgumentParser(description="Tables and figure of a study with kept metrics.")
-    parser.add_argument("kept", type=Path)
+    parser.add_argument("kept", type=Path, help=f"one of {', '.join(STUDIES)}, with .jsonl.gz")
     parser.add_argument("--out", type=Path, default=Path("runs/evidence/tables"), help="default: %(default)s")
     arguments = parser.parse_args()
-    tables, figure = tables_of(arguments.kept)
+    name = arguments.kept.name.partition(".")[0]
+    if name not in STUDIES:
+        parser.error(f"kept: got {name}, allowed are {', '.join(STUDIES)}")
+    tables, figure = STUDIES[name](arguments.kept)
     print(tables)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(arguments.out / f"{arguments.kept.name.partition('.')[0]}.png", dpi=DPI)
+    figure.savefig(arguments.out / f"{name}.png", dpi=DPI)
 
 
 if __name__ == "__main__":

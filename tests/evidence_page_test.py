@@ -34,6 +34,7 @@ from docs.dose_tables import (
     rank_correlation,
 )
 from docs.long_tables import (
+    STUDIES,
     besides,
     charge_warnings,
     claims,
@@ -44,6 +45,7 @@ from docs.long_tables import (
     ended,
     lost,
     parted,
+    read,
     regimes,
 )
 from docs.oracle_table import KEPT, PUBLISHED, oracle_page
@@ -469,20 +471,16 @@ def test_the_published_models_tables_are_those_of_the_kept_metrics():
     assert max(np.argmax(series["dual/multiplier"][1] >= 1) for series in runs["dc_grpo"].values()) < 5
 
 
-def _kept_runs(name):
-    runs = read_kept_metrics(_ROOT / "docs" / "evidence" / f"{name}.jsonl.gz", None)
-    return {arm: seeds for arm, seeds in runs.items() if seeds}
-
-
 def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
     study = runpy.run_path(str(_ROOT / "configs" / "studies" / "long_completions.py"))["get_study"]("regimes")
-    long, kept = _kept_runs("long_completions"), _kept_runs("regimes")
+    folder = _ROOT / "docs" / "evidence"
+    long, kept = (read(folder / f"{name}.jsonl.gz") for name in ("long_completions", "regimes"))
     assert set(kept) <= set(study.arms)
     page = (_ROOT / "docs" / "evidence_regimes.md").read_text()
     found = regimes(long, kept)
     int3, updates = parted(kept, "int3", long["exact"]), parted(kept, "four_updates", kept["four_updates_exact"])
-    for table in (lost(found), comparison(int3), comparison(updates)):
-        assert table.strip() in page
+    made = STUDIES["regimes"](folder / "regimes.jsonl.gz")[0].split("\n\n")
+    assert len(made) == 3 and made[0].strip() == lost(found).strip() and all(table.strip() in page for table in made)
     for arms, names in (
         (int3, ("exact", "tis", "icepop", "tis_centered")),
         (updates, ("centered", "tis", "grpo_shaken")),
@@ -505,6 +503,18 @@ def test_the_tables_of_regimes_are_those_of_the_kept_metrics():
     assert f"p {exactly[1]:.3f}, {exactly[1] * (len(exactly) - 1):.3f}\nby Holm over the arms" in page
     assert {("reward", arm) for arm in ("tis", "icepop", "tis_centered", "dc_grpo")} <= held
     assert ("held-out, exact engine, %", "centered") not in held
+    told = differences(int3)
+    fallen = (-told["reward", arm].mean for arm in ("tis", "icepop", "tis_centered"))
+    assert "lower the reward by {:.2f}, {:.2f} and {:.2f}".format(*fallen) in page
+    for name in ("own", "exact"):
+        each = told[f"held-out, {name} engine, %", "matched"]
+        assert f"({each.mean:+.0f} ± {each.half_width:.0f}" in page
+    repaired = [round(bound(_exactly(int3["centered"]))) for bound in (min, max)]
+    assert "{} to {}% where GRPO has {} to {}%".format(*repaired, least, most) in page and not over["centered"]
+    ends = ended(long)
+    assert {arm: (len(ends[arm]), len(long[arm])) for arm in ("dc_grpo", "token_0.03", "token_0.1", "token_0.3")} == {
+        "dc_grpo": (1, 10), "token_0.03": (0, 10), "token_0.1": (1, 10), "token_0.3": (2, 5),
+    }  # fmt: skip
     readme = (_ROOT / "README.md").read_text()
     gains = {name: differences(runs)["held-out, exact engine, %", "exact"] for name, runs in found.items()}
     for where in (readme, (_ROOT / "docs" / "evidence.md").read_text()):
@@ -519,18 +529,24 @@ def _exactly(runs):
 
 
 def test_the_tables_of_countdown_are_those_of_the_kept_metrics():
-    found = countdown(_kept_runs("countdown"))
-    held, page = claims_of_all(found), (_ROOT / "docs" / "countdown.md").read_text()
-    for name, runs in found.items():
-        assert f"`{name}`\n\n<!-- {name} -->\n\n{comparison(runs, held[name])}" in page
-    assert not any(held.values())
+    path, page = _ROOT / "docs" / "evidence" / "countdown.jsonl.gz", (_ROOT / "docs" / "countdown.md").read_text()
+    found, made = countdown(read(path)), STUDIES["countdown"](path)[0]
+    assert all(f"{block.strip()}\n" in page for block in re.split(r"\n(?=`\w+`\n\n<!--)", made)) and len(found) == 4
+    assert not any(claims_of_all(found).values())
     stale = {
         arm: [round(100 * float(series["evaluation/small_held_out/avg@8"][1][-1])) for series in runs.values()]
         for arm, runs in found["stale64"].items()
     }
     assert stale["dc_grpo"] == stale["dc_logit"] == [0, 0, 0]
-    for arm, said in (("grpo", "{}, {} and {}%"), ("exact", "{}, {} and {}%"), ("centered", "({}, {}, {}%)")):
+    three = "{}, {} and {}%"
+    for arm, said in (
+        ("grpo", three),
+        ("exact", three),
+        ("centered", "({}, {}, {}%)"),
+        ("tis_centered", "({}, {}, {}%)"),
+    ):
         assert said.format(*stale[arm]) in page
+    assert [sum(score > 20 for score in stale[arm]) for arm in ("tis", "icepop", "tis_centered")] == [2, 2, 2]
 
 
 def _of_long(rewards, **values):

@@ -90,6 +90,19 @@ def _ascent(measure: str, budget: float, statistic: str = "mean") -> dict[str, o
     }
 
 
+COLUMNS = {"rollout.top_logprobs": TOP}
+REMEDIES: dict[str, dict[str, object]] = {
+    "tis": {"algorithm.corrections": "tis(high=2)"},
+    "icepop": {"algorithm.corrections": "icepop(low=0.5,high=5)"},
+    "centered": {"algorithm.corrections": "score_centering"} | COLUMNS,
+    "tis_centered": {"algorithm.corrections": "tis(high=2),score_centering"} | COLUMNS,
+    "dc_grpo": {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037},
+    "token_0.03": FIXED | {"algorithm.multiplier": 0.03},
+    "shaken": {"algorithm.std_epsilon": 1e-3},
+}
+"""Arm against any engine -> what differs from GRPO; the last is a control."""
+
+
 def _regimes(engine: dict[str, object]) -> dict[str, dict[str, object]]:
     """GRPO in other settings, and GRPO with an exact engine where that is no arm of the study without an argument.
 
@@ -99,23 +112,13 @@ def _regimes(engine: dict[str, object]) -> dict[str, dict[str, object]]:
     several = {"training.prompts_per_mini_batch": 2}
     exact = engine | {"rollout.precision": "exact"}
     int3 = engine | {"rollout.precision": "int3"}
-    columns = {"rollout.top_logprobs": TOP}
-    remedies = {
-        "tis": {"algorithm.corrections": "tis(high=2)"},
-        "icepop": {"algorithm.corrections": "icepop(low=0.5,high=5)"},
-        "centered": {"algorithm.corrections": "score_centering"} | columns,
-        "tis_centered": {"algorithm.corrections": "tis(high=2),score_centering"} | columns,
-        "dc_grpo": {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037},
-        "token_0.03": FIXED | {"algorithm.multiplier": 0.03},
-        "shaken": {"algorithm.std_epsilon": 1e-3},
-    }
     return {
         "int3": int3,
-        **{f"int3_{name}": int3 | changes for name, changes in remedies.items()},
+        **{f"int3_{name}": int3 | changes for name, changes in REMEDIES.items()},
         "int3_matched": int3 | {"model.forward_precision": "int3"},
         "fp8_cache": engine | {"rollout.precision": "float32", "rollout.kv_cache_dtype": "fp8"},
         "four_updates": engine | several,
-        **{f"four_updates_{name}": engine | several | changes for name, changes in remedies.items()},
+        **{f"four_updates_{name}": engine | several | changes for name, changes in REMEDIES.items()},
         "four_updates_exact": exact | several,
         "128steps": engine | longer,
         "128steps_exact": exact | longer,
@@ -130,15 +133,13 @@ def get_study(arg: str = "") -> Study:
     if arg:
         found = {name: Arm(DEMO, settings) for name, settings in _regimes(engine).items()}
         return Study("Completions of 200 tokens, other regimes", found, "int3", tuple(range(20)), SCORED_EXACTLY)
-    columns = {"rollout.top_logprobs": TOP}
 
     def fixed(strength: float, **changes: object) -> dict[str, object]:
         return {**FIXED, "algorithm.multiplier": strength} | {f"algorithm.{key}": each for key, each in changes.items()}
 
     here = "configs/studies/long_completions.py"
     charges = {
-        **{f"token_{strength:g}": fixed(strength) for strength in (0.03, 0.1, 0.3, 1.0)},
-        "dc_grpo": {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0037},
+        **{f"token_{strength:g}": fixed(strength) for strength in (0.1, 0.3, 1.0)},
         "ascent_0.9": _ascent("diff", 0.9),
         "ascent_1.25": _ascent("diff", 1.25) | {"algorithm.multiplier": 0.1},
         "trainer_above_1": fixed(1.0, sided="one"),
@@ -151,16 +152,14 @@ def get_study(arg: str = "") -> Study:
         "ratio": fixed(SIZES["diff"] / SIZES["ratio"], measure="ratio"),
         "logit": fixed(SIZES["diff"] / SIZES["logit"], measure="logit"),
         "ascent_logit_p95": _ascent("logit", 0.9, "p95"),
-        "state_tv_1": fixed(1.0, method="state_tv") | columns,
-        "tis_centered": {"algorithm.corrections": "tis(high=2),score_centering"} | columns,
-        "centered": {"algorithm.corrections": "score_centering"} | columns,
+        "state_tv_1": fixed(1.0, method="state_tv") | COLUMNS,
     }
     arms = {
         "grpo": engine,
         "grpo_perturbed": engine | {"algorithm.std_epsilon": 2e-6},
-        "grpo_shaken": engine | {"algorithm.std_epsilon": 1e-3},
+        "grpo_shaken": engine | REMEDIES["shaken"],
         "exact": engine | {"rollout.precision": "exact"},
-        "tis": engine | {"algorithm.corrections": "tis(high=2)"},
+        **{name: engine | REMEDIES[name] for name in ("tis", "centered", "tis_centered", "dc_grpo", "token_0.03")},
         **{name: engine | changes for name, changes in charges.items()},
     }
     found = {name: Arm(DEMO, settings) for name, settings in arms.items()}
