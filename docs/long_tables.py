@@ -29,9 +29,11 @@ from docs.dose_tables import holm
 BASELINE, CONTROLS = "grpo", ("grpo_perturbed", "grpo_shaken")
 OF_ANOTHER_MEASURE = ("trainer_above_1", "log", "ratio", "logit", "ascent_logit_p95", "ascent_logit", "dc_logit")
 """Arms whose recorded discrepancy is not |p - q|."""
-LONG_SHOWN = ("exact", "token_0.1", "dc_grpo", "token_1", "trainer_above_1", "engine_above_1", "rare_1", "not_rare_1")
+LONG_SHOWN = (
+    "exact", "token_0.1", "dc_grpo_eta50", "token_1", "trainer_above_1", "engine_above_1", "rare_1", "not_rare_1",
+)  # fmt: skip
 REAL_SHOWN = ("exact", "tis", "tis_centered", "dc_grpo", "ascent_logit")
-INT3_SHOWN = ("exact", "tis", "icepop", "centered", "tis_centered", "dc_grpo", "token_0.03", "matched")
+INT3_SHOWN = ("exact", "tis", "icepop", "centered", "tis_centered", "dc_grpo_eta50", "token_0.03", "matched")
 """Arms of the figures."""
 _CURVE = {
     BASELINE: (BASELINE_COLOR, "-"),

@@ -25,7 +25,7 @@ class Arm:
     Attributes:
         config: value of train's --config, `configs/demo.py:grpo`.
         settings: dotted name -> value, on top of it.
-        past: True for an arm that is no longer run, since its remedy has left the program; its kept metrics are shown.
+        past: True for an arm that is no longer run; its kept metrics are shown.
     """
 
     config: str

@@ -29,7 +29,7 @@ from dcmdp_jax.observe.page_kit import COLORS, INK, MUTED, make_figure, style_ax
 BASELINE_COLOR = "#8a8a8a"
 DPI = 130
 _MOST_COLUMNS = 4
-_FAMILY = re.compile(r"^ascent_|(_one)?(_[0-9.]+)?$")
+_FAMILY = re.compile(r"^ascent_|(_one)?(_(eta)?[0-9.]+)?$")
 _COLORS = {
     "grpo": BASELINE_COLOR, "grpo_perturbed": "#000000", "dc_grpo": "#0072B2", "dual_grpo": "#56B4E9",
     "threshold_grpo": "#009E73", "tis": "#D55E00", "icepop": "#E69F00", "dppo": "#CC79A7", "exact": "#000000",
