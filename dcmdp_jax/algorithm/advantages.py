@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.masked import group_statistics
-from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.require import concrete, require_integer, require_number
 from dcmdp_jax.types import Array
 
@@ -24,12 +23,11 @@ def group_advantages(
 
         A_i = (r_i - mean_g r) / (std_g r + epsilon),    over the valid members of i's group g.
 
-    The paper does not say which standard deviation: the unbiased one and epsilon = 1e-6 are ours to choose and
-    settings. `normalize_std=False` leaves r_i - mean_g r (Dr. GRPO, Liu et al. 2025).
+    The paper does not say which standard deviation: the unbiased one is our choice, and so is epsilon = 1e-6, the
+    setting `algorithm.std_epsilon`. `normalize_std=False` leaves r_i - mean_g r (Dr. GRPO, Liu et al. 2025).
 
-    A group whose rewards are all equal has A exactly 0, and so has a group with one valid member. Equality is tested
-    on the rewards: the float32 mean of equal rewards can differ from them, and that rounding error over epsilon would
-    be an advantage. Such a group's tokens still carry the penalty.
+    A group whose rewards are all equal has A exactly 0, and so has a group with one valid member. Such a group's tokens
+    still carry the penalty. A constant added to a group's rewards changes nothing but the rounding of the rewards.
 
     Args:
         rewards: [N] float.
@@ -54,9 +52,8 @@ def group_advantages(
     outside = jnp.asarray(valid, bool) & ((jnp.asarray(group_ids) < 0) | (jnp.asarray(group_ids) >= len(table.mean)))
     group_ids = jnp.asarray(group_ids, jnp.int32)
     signal = jnp.asarray(valid, bool) & ~table.all_equal[group_ids]
-    centered = jnp.where(signal, as_float(rewards) - table.mean[group_ids], 0.0)
     scale = jnp.where(signal, table.std[group_ids] + epsilon, 1.0) if normalize_std else 1.0
-    return jax.lax.stop_gradient(jnp.where(outside, jnp.nan, centered / scale))
+    return jax.lax.stop_gradient(jnp.where(outside, jnp.nan, table.deviation / scale))
 
 
 def _require_group_ids(group_ids: Array) -> None:

@@ -250,12 +250,14 @@ class GroupStatistics(NamedTuple):
     """Statistics of each group, indexed by group id; slots of unused ids are 0 and false.
 
     Attributes:
+        deviation: [N] float32, of each completion, not of each group: r_i - mean_g; 0 where it is not valid.
         mean: [N] float32.
         std: [N] float32; exactly 0 when all valid members are equal, and when there are not more than `ddof`.
         size: [N] int32, valid members.
         all_equal: [N] bool, by comparing smallest and largest exactly; true for a group of one valid member.
     """
 
+    deviation: jax.Array
     mean: jax.Array
     std: jax.Array
     size: jax.Array
@@ -267,7 +269,8 @@ def group_statistics(rewards: Array, group_ids: Array, valid: Array, *, ddof: in
 
         mean_g = sum r / n,    std_g = sqrt(sum (r - mean_g)^2 / (n - ddof)),    over the valid members of g.
 
-    The variance takes two passes, so that a large common offset costs no precision. Members need not be adjacent.
+    The smallest reward of a group is subtracted first and the variance takes two passes, so that a large common offset
+    costs no precision. Members need not be adjacent.
 
     Args:
         rewards: [N] float. A NaN under `valid` makes its group's mean and std NaN.
@@ -292,14 +295,14 @@ def group_statistics(rewards: Array, group_ids: Array, valid: Array, *, ddof: in
     size = jax.ops.segment_sum(valid.astype(jnp.int32), group_ids, num_segments=slots)
     smallest = jax.ops.segment_min(jnp.where(valid, rewards, jnp.inf), group_ids, num_segments=slots)
     largest = jax.ops.segment_max(jnp.where(valid, rewards, -jnp.inf), group_ids, num_segments=slots)
-    average = jax.ops.segment_sum(rewards, group_ids, num_segments=slots) / jnp.maximum(size, 1)
+    above = jnp.where(valid, rewards - smallest[group_ids], 0.0)
+    average = jax.ops.segment_sum(above, group_ids, num_segments=slots) / jnp.maximum(size, 1)
     # A minimum may skip a NaN on some backends; a sum never does.
     all_equal = (size > 0) & (smallest == largest) & ~jnp.isnan(average)
-    average = jnp.where(all_equal, smallest, average)
-    deviation = jnp.where(valid, rewards - average[group_ids], 0.0)
+    deviation = jnp.where(valid & ~all_equal[group_ids], above - average[group_ids], 0.0)
     squares = jax.ops.segment_sum(deviation**2, group_ids, num_segments=slots)
     std = jnp.sqrt(squares / jnp.maximum(size - ddof, 1))
-    return GroupStatistics(average, std, size, all_equal)
+    return GroupStatistics(deviation, jnp.where(size > 0, smallest + average, 0.0), std, size, all_equal)
 
 
 def all_equal_groups(statistics: GroupStatistics) -> Mean:

@@ -122,12 +122,13 @@ def batch_metrics(
     rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)
     group_ids = (batch.group_ids + offsets).reshape(-1)
     groups = masked.group_statistics(rewards, group_ids, valid, ddof=1)
-    mean_reward = masked.masked_mean(rewards, valid)
+    least = -masked.masked_max(-rewards, valid)  # subtracted first: see `group_statistics`
+    mean_above = masked.masked_mean(rewards - least, valid)
     share = QUANTILES.get(settings.budget)
     spent = {} if share is None else {settings.spent_metric: masked.masked_quantile(delta, mask, share)}
     return spent | {
-        "reward/mean": mean_reward,
-        "reward/std": jnp.sqrt(masked.masked_mean((rewards - mean_reward) ** 2, valid)),
+        "reward/mean": least + mean_above,
+        "reward/std": jnp.sqrt(masked.masked_mean((rewards - least - mean_above) ** 2, valid)),
         "reward/all_equal_groups": masked.all_equal_groups(groups).value(),
         "discrepancy/p50": masked.masked_quantile(delta, mask, 0.5),
         "discrepancy/p99": masked.masked_quantile(delta, mask, 0.99),

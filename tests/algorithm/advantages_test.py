@@ -41,6 +41,17 @@ def test_all_equal_group_is_exactly_zero(reward, normalize_std):
         np.testing.assert_array_equal(advantages, np.zeros(8))
 
 
+@pytest.mark.parametrize("offset", [1e5, 1e6, 1e7, -1e7])
+def test_a_constant_added_to_rewards_changes_no_advantage(offset):
+    # (1, 0, 0): 2/3, -1/3, -1/3 over sqrt(1/3): 1.1547, -0.5774. The mean formed at 1e5 gives 1.1502, at 1e7 0 and 1.41.
+    for rewards in ([1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 1.0]):
+        shifted, group = np.float32(np.add(rewards, offset)), np.zeros(len(rewards), int)
+        advantages = group_advantages(shifted, group, epsilon=0.0)
+        np.testing.assert_allclose(advantages, (rewards - np.mean(rewards)) / np.std(rewards, ddof=1), rtol=1e-6)
+        plain = group_advantages(shifted, group, normalize_std=False)
+        np.testing.assert_allclose(plain, rewards - np.mean(rewards), rtol=1e-6)
+
+
 def test_single_valid_member_is_zero_and_invalid_ones_are_ignored():
     # group 1 has one valid member (n - 1 = 0), group 0 lost its NaN: (2, 0) -> +-0.7071, not a mean over three.
     rewards, groups = np.array([2.0, np.nan, 0.0, 5.0, np.inf]), np.array([0, 0, 0, 1, 1])
