@@ -6,7 +6,7 @@ import tokenize
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-_CEILING = 30_362
+_CEILING = 30_900
 _NO_CODE = {getattr(tokenize, n) for n in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()}
 
 

@@ -14,8 +14,9 @@ A function with the signature of verl's `compute_score` works too, called once f
 
     def compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
 
-Its arguments come from the columns of verl's schema: `data_source`, `reward_model["ground_truth"]` (any JSON) and
-`extra_info`; without a `reward_model`, from a column `ground_truth`.
+It may be `async def` too, and must give a number, not None. Its arguments come from the columns of verl's schema:
+`data_source`, `reward_model["ground_truth"]` (any JSON) and `extra_info`; without a `reward_model`, from a column
+`ground_truth`.
 
 None means that the completion has no value of this reward. As in TRL, it adds nothing to the weighted sum, and a
 completion without any value gets 0.
@@ -250,7 +251,12 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
             }
             taken = {k: value for k, value in arguments.items() if takes_all or k in signature.parameters}
             scores.append(compute_score(**taken))
+        if any(map(inspect.isawaitable, scores)):
+            scores = asyncio.run(_gathered(scores))
         parts = [score if isinstance(score, Mapping) else {"score": score} for score in scores]
+        for row, (part, score) in enumerate(zip(parts, scores, strict=True)):
+            if part.get("score") is None:
+                raise RewardError(f"returned {shown(score)}, needs a number, or a dict with one under 'score'", row)
         for name in dict.fromkeys(name for part in parts for name in part if name != "score"):
             log_extra(str(name), [part.get(name) for part in parts])
         return [part.get("score") for part in parts]
@@ -285,7 +291,8 @@ def call_reward(
         RewardError: if it does not return one finite number or None per completion. It does not name the function.
         Exception: any exception of the function.
     """
-    logged = Logged(len(completions)) if logged is None else logged
+    count = len(completions)  # the function may change the list
+    logged = Logged(count) if logged is None else logged
     values = function(
         prompts=prompts, completions=completions, completion_ids=completion_ids, trainer_state=state,
         log_metric=logged.log_metric, log_extra=logged.log_extra, **columns,
@@ -296,13 +303,13 @@ def call_reward(
     if isinstance(values, Mapping | Set | str | bytes) or not isinstance(values, Iterable):
         raise RewardError(f"returned {shown(values)}, needs a list with one reward per completion")
     if isinstance(values, Iterator):  # it may never end
-        values = itertools.islice(values, len(completions) + 1)
+        values = itertools.islice(values, count + 1)
     try:
         values = list(values)
     except TypeError:  # an array without dimensions
         raise RewardError(f"returned {shown(values)}, needs a list with one reward per completion") from None
-    if len(values) != len(completions):
-        raise RewardError(f"returned {len(values)} rewards for {len(completions)} completions, needs one for each")
+    if len(values) != count:
+        raise RewardError(f"returned {len(values)} rewards for {count} completions, needs one for each")
     return [_check_value(row, value) for row, value in enumerate(values)]
 
 
@@ -326,6 +333,13 @@ def weighted_total(values: Sequence[Sequence[float | None]], weights: Sequence[f
 
 async def _wait_for(values: Any) -> Any:
     return await values
+
+
+async def _gathered(values: Sequence[Any]) -> list[Any]:
+    """The values, those that are awaitable awaited at once."""
+    waiting = [value for value in values if inspect.isawaitable(value)]
+    found = iter(await asyncio.gather(*waiting))
+    return [next(found) if inspect.isawaitable(value) else value for value in values]
 
 
 def _check_value(row: int, value: Any) -> float | None:

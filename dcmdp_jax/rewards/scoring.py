@@ -291,6 +291,9 @@ class BatchScoring:
                 uncounted = function != ENVIRONMENT and not isinstance(results[function], RewardError)
                 failed[name] = 0 if uncounted else returned[name].rewards.count(None)
         values = {name: one.rewards for name, one in returned.items()}
+        if not any(failed.values()) and all(value is None for column in values.values() for value in column):
+            problem = f"no reward has a value for any of the {len(rows)} completions, so all get reward 0"
+            scorer.warn_once("no value", problem)
         logged = [
             {key: (math.fsum(numbers), len(numbers)) for key, numbers in one.metrics.items()}
             for one in returned.values()

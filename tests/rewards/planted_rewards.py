@@ -46,6 +46,11 @@ def nothing(completions, **columns):
     pass
 
 
+def pops(completions, **columns):
+    completions.pop()
+    return [1.0] * len(completions)
+
+
 def enormous(completions, **columns):
     return [1e30] * len(completions)
 

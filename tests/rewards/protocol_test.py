@@ -24,7 +24,7 @@ _FILE = Path(planted_rewards.__file__)
 
 def _call(function, completions=("a", "bc"), **columns):
     prompts = ["a"] * len(completions)
-    return call_reward(function, prompts, completions, [list(range(len(text))) for text in completions], columns)
+    return call_reward(function, prompts, list(completions), [list(range(len(text))) for text in completions], columns)
 
 
 @pytest.mark.parametrize("place", ["tests.rewards.planted_rewards", str(_FILE)])
@@ -87,6 +87,7 @@ def test_scalars_of_numpy_are_numbers():
     ("function", "message", "row"),
     [
         (planted_rewards.one_too_few, "returned 1 rewards for 2 completions, needs one for each", None),
+        (planted_rewards.pops, "returned 1 rewards for 2 completions, needs one for each", None),
         (planted_rewards.not_a_number, "returned nan, needs a finite number or None", 1),
         (planted_rewards.text, "returned 'good', needs a finite number or None", 0),
         (planted_rewards.nothing, "returned None, needs a list with one reward per completion", None),

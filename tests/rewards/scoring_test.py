@@ -73,6 +73,14 @@ def test_the_total_is_the_weighted_sum_of_math_and_functions():
     assert scores.grades is not None and scores.grades.unparsed == 1
 
 
+def test_a_batch_without_any_value_is_said(monkeypatch, caplog):
+    _finish(_own("only_for_algebra"))
+    assert caplog.text == ""  # two of four have one
+    monkeypatch.setitem(globals(), "_PROBLEMS", [_PROBLEMS[1]] * 2)
+    assert _finish(_own("only_for_algebra"))[1].totals.tolist() == [0.0] * 4
+    assert "no reward has a value for any of the 4 completions, so all get reward 0" in caplog.text
+
+
 def test_ids_beyond_the_tokenizer_are_counted_and_said_once(monkeypatch, caplog):
     assert "completion/beyond_vocabulary_fraction" not in reward_metrics(_finish(Reward("math"))[1])
     ids = [np.array(each, np.int32) for each in ([5], [4, 0], [9, 1], [0, 1, 2])]

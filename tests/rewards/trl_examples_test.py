@@ -1,8 +1,10 @@
 """TRL's documented reward functions give here what its documentation says, in the process that calls them."""
 
+import asyncio
+
 import pytest
 
-from dcmdp_jax.rewards.protocol import RewardError, TrainerState
+from dcmdp_jax.rewards.protocol import Logged, RewardError, TrainerState, call_reward, load_reward
 from dcmdp_jax.rewards.reward_pool import Returned, RewardPool
 from tests.rewards import trl_examples
 
@@ -134,3 +136,39 @@ def test_functions_of_verl_are_called_once_for_each_completion():
         pool.begin(["p"] * 3, [*_chat("Goethe", "Schiller"), "Goethe"], [[1]] * 3, columns)
         extra = {"acc": [True, False, None], "from": ["nq", "hotpot", None]}
         assert pool.collect() == {name: Returned([1.0, 0.0, 1.0], {}, extra)}
+
+
+def _overall(data_source, solution_str, ground_truth, extra_info=None):
+    return {"overall": 1.0, "accuracy": 1.0}  # EasyR1's
+
+
+def _forgets(data_source, solution_str, ground_truth, extra_info=None):
+    float(solution_str in ground_truth)  # no return
+
+
+_STARTED = []
+
+
+async def _waits(data_source, solution_str, ground_truth, extra_info=None):
+    _STARTED.append(solution_str)
+    await asyncio.sleep(0.01)
+    return {"score": float(solution_str in ground_truth), "started": len(_STARTED)}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("_overall", "the dict {'overall': 1.0, 'accuracy': 1.0}"), ("_forgets", "None")]
+)
+def test_a_function_of_verl_without_a_score_is_refused_not_taken_for_no_value(name, given):
+    reward = load_reward(f"{__file__}:{name}", [])
+    with pytest.raises(RewardError) as raised:
+        call_reward(reward, ["p"], ["c"], [[1]], {"ground_truth": ["c"]})
+    assert str(raised.value) == f"returned {given}, needs a number, or a dict with one under 'score'"
+    assert raised.value.row == 0
+
+
+def test_an_async_function_of_verl_is_awaited_for_all_completions_at_once():
+    logged = Logged(4)
+    reward = load_reward(f"{__file__}:_waits", [])
+    found = call_reward(reward, ["p"] * 4, ["a", "b", "c", "a"], [[1]] * 4, {"ground_truth": ["a"] * 4}, logged=logged)
+    # One after the other, they would find 1, 2, 3 and 4 started.
+    assert (found, logged.extra) == ([1.0, 0.0, 0.0, 1.0], {"started": [4, 4, 4, 4]})
