@@ -1,30 +1,36 @@
-"""Status of the program for people, so that nothing that takes more than a few seconds is silent.
+"""Status of the program for people: one painter writes it, and nothing that takes more than a few seconds is silent.
 
     with activity("sampling", total=64, unit="completions") as doing:
         ...
         doing.done += 1
 
-On a terminal, whatever takes more than three seconds is a line that is redrawn in place, with time left where the total
-is known; Progress shows it below its own lines. Elsewhere it is a line when it is done, and one every ten seconds while
-it runs. The innermost activity of the main thread is shown. DCMDP_ACTIVITY=off in the environment shows nothing.
+On a terminal the painter owns the last lines: a scroll region keeps whatever else is written, by print, a logger, C
+code or a child process, above them, where it stays. They show a run's `Progress`, if there is one, and what has taken
+more than three seconds, with time left where the total is known. In a log an activity is a line when it is done, and
+one every ten seconds while it runs, with date and time. The innermost activity of the main thread is shown.
+DCMDP_ACTIVITY=off in the environment shows none.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 _SHOWN_AFTER_S = 3.0
 _SIGN_EVERY_S = 10.0
 _REDRAW_S = 0.5
-_ERASE = "\r\x1b[2K"
+_LEAST_LINES, _LEAST_COLUMNS = 10, 20
 _SETTING = "DCMDP_ACTIVITY"
 _XLA_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+# Control sequences of a VT100, which all terminals know.
+_SAVE, _RESTORE, _DOWN, _DIM, _PLAIN = "\x1b7", "\x1b8", "\x1bD", "\x1b[2m", "\x1b[0m"
+_ERASE_BELOW, _WHOLE_SCREEN = "\x1b[J", "\x1b[r"
 
 
 @dataclasses.dataclass
@@ -53,19 +59,21 @@ class Activity:
         return f"{self.what}: {counted}{seconds:.0f} s{left}"
 
 
-class _Display:
-    """The running activities, and the thread that shows the innermost."""
+class _Painter:
+    """The running activities and a run's display, and the thread that shows them."""
 
     def __init__(self) -> None:
         self.running: list[Activity] = []
-        self.live = False
-        self._drawn, self._last_line = False, float("-inf")
+        self.display: Callable[[int], Sequence[str]] | None = None
+        self._lock = threading.RLock()
+        self._owned, self._size, self._last_line = 0, None, float("-inf")
         self._ticker: threading.Thread | None = None
 
     def start(self) -> None:
         if self._ticker is None:
             self._ticker = threading.Thread(target=self._tick, daemon=True, name="activity")
             self._ticker.start()
+            atexit.register(self.give_back)
 
     def _tick(self) -> None:
         while True:
@@ -73,51 +81,116 @@ class _Display:
             self.show(time.monotonic())
 
     def show(self, now: float) -> None:
-        """Draw or print what has run for long enough."""
-        running = self.running[-1:]
-        if self.live or not running or now - running[0].began < _SHOWN_AFTER_S:
-            return
-        if sys.stderr.isatty():
-            self._write(f"{_ERASE}{running[0].text(now)}")
-            self._drawn = True
-        elif now - self._last_line >= _SIGN_EVERY_S:
-            text = running[0].text(now)
-            self._write(f"{text}{'' if text.endswith(' left') else ' so far'}\n")
-            self._last_line = now
+        """Paint the terminal's last lines, or print what has run for long enough in a log."""
+        running = [each for each in self.running[-1:] if now - each.began >= _SHOWN_AFTER_S]
+        with self._lock:
+            if size := terminal_size():
+                lines = list(self.display(size.columns - 1)) if self.display else []
+                self._paint(lines + [_DIM + each.text(now)[: size.columns - 1] + _PLAIN for each in running], size)
+            elif running and now - self._last_line >= _SIGN_EVERY_S:
+                text = running[0].text(now)
+                say(f"{text}{'' if text.endswith(' left') else ' so far'}")
+                self._last_line = now
 
     def ended(self, activity: Activity, now: float) -> None:
-        """Erase the line on a terminal; elsewhere say how long it took."""
-        if self._drawn:
-            self._write(_ERASE)
-            self._drawn = False
-        elif not self.live and now - activity.began >= _SHOWN_AFTER_S and not sys.stderr.isatty():
-            self._write(f"{activity.text(now)}\n")
+        """Take an activity that was shown off the terminal; in a log say how long it took."""
+        if now - activity.began < _SHOWN_AFTER_S:
+            return
+        if not terminal_size():
+            say(activity.text(now))
             self._last_line = now
+        self.show(now)
 
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a terminal that is gone ends no run
-            sys.stderr.write(text)
-            sys.stderr.flush()
+    def _paint(self, lines: Sequence[str], size: os.terminal_size) -> None:
+        if not lines:
+            self.give_back()
+            return
+        made = ""
+        if size != self._size and self._owned:
+            made, self._owned = f"{_SAVE}{_WHOLE_SCREEN}{_RESTORE}{_ERASE_BELOW}", 0
+        if (more := len(lines) - self._owned) > 0:
+            # What stands there goes up, and the cursor with it.
+            made += f"{_DOWN * more}\x1b[{more}A"
+        self._owned, self._size = max(self._owned, len(lines)), size
+        first = size.lines - self._owned + 1
+        padded = [*lines, *[""] * (self._owned - len(lines))]
+        rows = [f"\x1b[{first + row};1H\x1b[2K{line}" for row, line in enumerate(padded)]
+        # In one call: what another process writes comes before or after. The region again: programs reset it.
+        _write(f"{made}{_SAVE}\x1b[1;{first - 1}r{''.join(rows)}{_RESTORE}")
+
+    def give_back(self) -> None:
+        """Erase the painter's lines, and let the terminal scroll as a whole again."""
+        if self._lock.acquire(timeout=1):  # a terminal that is stopped (Ctrl-S) keeps no process from leaving
+            if self._owned:
+                first = self._size.lines - self._owned + 1
+                _write(f"{_SAVE}\x1b[{first};1H{_ERASE_BELOW}{_WHOLE_SCREEN}{_RESTORE}")
+                self._owned = 0
+            self._lock.release()
 
 
-_DISPLAY = _Display()
+def terminal_size() -> os.terminal_size | None:
+    """Size of the terminal that standard error is; None for a log, or without room for lines of our own."""
+    if os.environ.get("TERM", "dumb") in ("dumb", "unknown") or not sys.stderr.isatty():
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        size = os.get_terminal_size(sys.stderr.fileno())
+        if size.lines >= _LEAST_LINES and size.columns >= _LEAST_COLUMNS:
+            return size
+    return None
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a terminal that is gone ends no run
+        sys.stderr.flush()
+        os.write(sys.stderr.fileno(), text.encode())
+
+
+def say(line: str) -> None:
+    """Write a line on standard error, in a log with date and time."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{'' if terminal_size() else time.strftime('%Y-%m-%d %H:%M:%S  ')}{line}\n")
+        sys.stderr.flush()
+
+
+_PAINTER = _Painter()
+give_back_terminal = _PAINTER.give_back
+"""Call it before `os._exit`: the terminal would keep the scroll region."""
 _starting: Activity | None = None
+
+
+@contextlib.contextmanager
+def displayed(lines: Callable[[int], Sequence[str]]) -> Iterator[Callable[[], None]]:
+    """Within the block the painter shows lines above the activity, on a terminal.
+
+    Args:
+        lines: of at most so many columns; called twice a second.
+
+    Yields:
+        Shows them at once.
+    """
+    _PAINTER.display = lines
+    _PAINTER.start()
+    try:
+        yield lambda: _PAINTER.show(time.monotonic())
+    finally:
+        _PAINTER.display = None
+        _PAINTER.show(time.monotonic())
 
 
 def begin(what: str, total: int = 0, unit: str = "") -> Activity:
     """Begin an activity that `end` ends, for what is no block."""
     if threading.current_thread() is threading.main_thread() and os.environ.get(_SETTING) != "off":
-        _DISPLAY.start()
-        _DISPLAY.running.append(doing := Activity(what, total, unit))
+        _PAINTER.start()
+        _PAINTER.running.append(doing := Activity(what, total, unit))
         return doing
     return Activity(what, total, unit)
 
 
 def end(doing: Activity) -> None:
     """End an activity. Safe to call twice."""
-    if doing in _DISPLAY.running:
-        _DISPLAY.running.remove(doing)
-        _DISPLAY.ended(doing, time.monotonic())
+    if doing in _PAINTER.running:
+        _PAINTER.running.remove(doing)
+        _PAINTER.ended(doing, time.monotonic())
 
 
 @contextlib.contextmanager
@@ -149,19 +222,3 @@ def command_started() -> None:
     """End what `command_starts` began, if it did."""
     if _starting is not None:
         end(_starting)
-
-
-@contextlib.contextmanager
-def shown_elsewhere() -> Iterator[None]:
-    """Within the block a live display shows `current_text`, and nothing is drawn here."""
-    _DISPLAY.live = True
-    try:
-        yield
-    finally:
-        _DISPLAY.live = False
-
-
-def current_text() -> str:
-    """Text of a live display for the innermost activity; empty where it has just begun."""
-    now, running = time.monotonic(), _DISPLAY.running[-1:]
-    return running[0].text(now) if running and now - running[0].began >= _SHOWN_AFTER_S else ""

@@ -1,77 +1,118 @@
 """What is shown of what a program does: on a terminal, in a log, and where nothing takes long."""
 
-import io
-import sys
+import signal
+import time
 
 import pytest
 
 from dcmdp_jax import activity
 from dcmdp_jax.activity import Activity
-from dcmdp_jax.observe.progress import Progress
-
-
-class _Stream(io.StringIO):
-    def __init__(self, *, terminal):
-        super().__init__()
-        self._terminal = terminal
-
-    def isatty(self):
-        return self._terminal
+from tests.support.terminal import run_in_terminal
 
 
 @pytest.fixture
-def shown(monkeypatch):
-    """Show an activity that began at 100 s, at given times; the text that was written."""
+def shown(capsys):
+    """Show an activity that began at 100 s in a log, at given times; the lines without their date and time."""
 
-    def show(*times, terminal, ended=None, **fields):
-        monkeypatch.setattr(sys, "stderr", stream := _Stream(terminal=terminal))
-        display, doing = activity._Display(), Activity("sampling", began=100.0, **fields)
-        display.running.append(doing)
+    def show(*times, ended=None, **fields):
+        painter, doing = activity._Painter(), Activity("sampling", began=100.0, **fields)
+        painter.running.append(doing)
         for now in times:
-            display.show(now)
+            painter.show(now)
         if ended is not None:
-            display.running.remove(doing)
-            display.ended(doing, ended)
-        return stream.getvalue()
+            painter.running.remove(doing)
+            painter.ended(doing, ended)
+        return [line[21:] for line in capsys.readouterr().err.splitlines()]
 
     return show
 
 
 def test_a_log_has_one_line_when_it_is_done_and_a_sign_of_life_every_ten_seconds(shown):
-    assert shown(101.0, 102.9, terminal=False, ended=102.9) == ""
-    assert shown(102.0, 103.5, terminal=False, ended=104.2) == "sampling: 4 s so far\nsampling: 4 s\n"
+    assert shown(101.0, 102.9, ended=102.9) == []
+    assert shown(102.0, 103.5, ended=104.2) == ["sampling: 4 s so far", "sampling: 4 s"]
     times = [100.0 + 0.5 * tick for tick in range(60)]  # to 129.5
-    lines = shown(*times, terminal=False, ended=130.0).splitlines()
-    assert lines == [*(f"sampling: {s} s so far" for s in (3, 13, 23)), "sampling: 30 s"]
-
-
-def test_a_terminal_has_one_line_that_is_redrawn_and_erased(shown):
-    assert shown(101.0, terminal=True, ended=102.0) == ""
-    text = shown(103.0, 103.5, 104.0, terminal=True, ended=105.0)
-    erase = "\r\x1b[2K"
-    assert text == f"{erase}sampling: 3 s{erase}sampling: 4 s{erase}sampling: 4 s{erase}"
+    assert shown(*times, ended=130.0) == [*(f"sampling: {s} s so far" for s in (3, 13, 23)), "sampling: 30 s"]
 
 
 def test_what_is_counted_says_how_much_is_left(shown):
     # 16 of 64 in 5 s: 48 more take 15 s. Before the first there is nothing to reckon with.
-    counted = {"total": 64, "unit": "completions", "terminal": False}
-    assert shown(105.0, done=16, **counted) == "sampling: 16 of 64 completions, 5 s, 15 s left\n"
-    assert shown(105.0, **counted) == "sampling: 0 of 64 completions, 5 s so far\n"
+    counted = {"total": 64, "unit": "completions"}
+    assert shown(105.0, done=16, **counted) == ["sampling: 16 of 64 completions, 5 s, 15 s left"]
+    assert shown(105.0, **counted) == ["sampling: 0 of 64 completions, 5 s so far"]
 
 
-def test_the_innermost_is_shown_and_a_live_display_shows_it_itself(monkeypatch):
+_BESIDE_THE_DISPLAY = """
+import logging, os, subprocess, sys, time
+logging.basicConfig()  # its handler has the stream of before
+from dcmdp_jax import activity
+from dcmdp_jax.observe.progress import Progress
+with Progress(10) as progress, activity.activity("evaluating") as outer, activity.activity("sampling") as inner:
+    outer.began -= 8; inner.began -= 4
+    progress.update(3, {"reward/mean": 0.5})
+    for line in range(LINES):
+        print("filled", line)
+    print("by print", file=sys.stderr)
+    logging.warning("by a logger")
+    os.write(2, b"by the system\\nby the system again\\n")
+    subprocess.run(["sh", "-c", "echo by a child >&2"])
+    time.sleep(1.2)
+    input("during")
+"""
+
+
+@pytest.mark.parametrize("lines", [0, 40], ids=["an empty screen", "a full screen"])
+def test_lines_of_all_writers_stay_above_the_display(lines):
+    during = []
+
+    def look(process, screen):
+        during.extend(screen.text()[-3:])
+        return "\n"
+
+    screen, code = run_in_terminal(_BESIDE_THE_DISPLAY.replace("LINES", str(lines)), at={"during": look})
+    assert code == 0
+    assert [line[:9] for line in during] == ["step 3/10", "reward 0.", "sampling:"]
+    written = [line for line in screen.text() if line]
+    ways = ["by print", "WARNING:root:by a logger", "by the system", "by the system again", "by a child", "during"]
+    assert written[:-2] == [*(f"filled {line}" for line in range(lines)), *ways]
+    assert written[-2].startswith("step 3/10") and written[-1].startswith("reward 0.500")
+
+
+_INTERRUPTED = """
+import time
+from dcmdp_jax.activity import activity
+from dcmdp_jax.observe.progress import Progress
+from dcmdp_jax.training.stopping import StopSignal
+with StopSignal().listening(), Progress(10) as progress, activity("training") as doing:
+    doing.began -= 3
+    progress.update(3, {"reward/mean": 0.5})
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_answer_to_ctrl_c_stays_and_a_second_one_leaves_a_clean_terminal():
+    answer = "SIGINT: ends what it is doing, saves and leaves; a second SIGINT leaves at once"
+
+    def again(process, screen):
+        time.sleep(1.5)  # three refreshes of the display; within a second both would be one signal
+        process.send_signal(signal.SIGINT)
+
+    screen, code = run_in_terminal(
+        _INTERRUPTED, at={"ready": lambda process, _: process.send_signal(signal.SIGINT), answer: again}
+    )
+    assert code == 130
+    assert [line for line in screen.text() if line] == [
+        "ready", answer, "SIGINT again: leaves at once; the same command resumes from the newest checkpoint"
+    ]  # fmt: skip
+    assert screen.region == (0, 23)
+
+
+def test_the_innermost_is_shown(monkeypatch):
     monkeypatch.setenv("DCMDP_ACTIVITY", "on")
-    monkeypatch.setattr(activity._Display, "start", lambda self: None)
-    with activity.activity("evaluating") as outer, activity.activity("sampling") as inner:
-        assert activity.current_text() == ""
-        outer.began -= 8.0
-        inner.began -= 4.0
-        assert activity.current_text() == "sampling: 4 s"
-        stream = _Stream(terminal=True)
-        with Progress(10, stream=stream):
-            activity._DISPLAY.show(inner.began + 60.0)
-        assert "sampling: 4 s" in stream.getvalue()
-    assert activity.current_text() == "" and not activity._DISPLAY.running and not activity._DISPLAY.live
+    monkeypatch.setattr(activity._Painter, "start", lambda self: None)
+    with activity.activity("evaluating"), activity.activity("sampling"):
+        assert activity._PAINTER.running[-1].what == "sampling"
+    assert not activity._PAINTER.running
     monkeypatch.setenv("DCMDP_ACTIVITY", "off")
     with activity.activity("evaluating"):
-        assert not activity._DISPLAY.running
+        assert not activity._PAINTER.running

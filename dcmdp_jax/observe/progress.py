@@ -1,42 +1,47 @@
-"""Live progress: lines redrawn in place on a terminal, plain lines in a log file or notebook."""
+"""Progress of a run: the last lines of a terminal, or plain lines in a log file or notebook."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Self, TextIO
+from typing import Self
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dcmdp_jax.activity import current_text, shown_elsewhere
+from dcmdp_jax.activity import displayed, say, terminal_size
 from dcmdp_jax.number_format import duration, number, score
 from dcmdp_jax.observe.alarms import spent
 
 _PLAIN_INTERVAL_SECONDS = 2.0
 _RECENT_STEPS = 20
-_REFRESH_PER_SECOND = 2
+_UPDATE = {
+    "loss": "policy/loss",
+    "engine KL": "mismatch/k3",
+    "reference KL": "policy/kl",
+    "entropy": "policy/entropy",
+    "length": "completion/length_mean",
+    "gradient": "optimizer/grad_norm",
+}
+"""Word on the console -> metric."""
 
 
 class Progress:
-    """Live display of a run: step, reward, discrepancy and tolerance, lambda, tokens/s, time left.
+    """Display of a run: step, reward, discrepancy and c, lambda, the update's numbers, tokens/s, time left.
 
-    A terminal shows two lines redrawn in place, a third after an evaluation, and what has run for more than three
-    seconds (`activity`). Elsewhere each step is a line, at most
-    one every two seconds; the first and the last step are always shown. Time left is the mean duration of the last 20
+    A terminal shows them in its last lines (`dcmdp_jax.activity`). Elsewhere each step is a line, at most one every two
+    seconds; the first and the last step are always shown. Time left is the mean duration of the last 20
     steps, excluding the first (it compiles), times the remaining steps.
 
     Args:
         total_steps: last step of the run.
         start_step: finished steps at the start; above 0 for a resumed run.
-        stream: output; standard error by default.
         measured_steps: first steps, on which c is measured: none is shown there.
         clock: seconds, monotonic.
 
@@ -48,7 +53,6 @@ class Progress:
         self,
         total_steps: int,
         start_step: int = 0,
-        stream: TextIO | None = None,
         *,
         measured_steps: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -63,13 +67,8 @@ class Progress:
         self._began = self._last_step_at = clock()
         self._last_line_at = -math.inf
         self._durations: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
-        self._stream = sys.stderr if stream is None else stream
-        self._live, self._stack = None, contextlib.ExitStack()
-        console = Console(file=self._stream)
-        if console.is_terminal and not console.is_dumb_terminal:
-            self._live = Live(get_renderable=self._render, console=console, refresh_per_second=_REFRESH_PER_SECOND)
-            self._stack.enter_context(shown_elsewhere())
-            self._live.start()
+        self._shown = contextlib.ExitStack()
+        self._show = self._shown.enter_context(displayed(self._lines)) if terminal_size() else None
 
     def update(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Show the host values of a finished step, or of an evaluation at the current step.
@@ -85,23 +84,25 @@ class Progress:
                 self._durations.extend([(now - self._last_step_at) / (step - self._step)] * (step - self._step))
             self._step, self._last_step_at = step, now
         self._values.update({name: math.nan if value is None else float(value) for name, value in metrics.items()})
-        if self._live is not None:
-            self._live.refresh()
+        if self._show is not None:
+            self._show()
             return
         due = now - self._last_line_at >= _PLAIN_INTERVAL_SECONDS or self._step == self._total
         if "reward/mean" in metrics and (due or self._step == self._first):
-            self._print(f"step {self._step}/{self._total}  {'  '.join(text for text, _ in self._fields())}")
+            say(f"step {self._step}/{self._total}  {'  '.join(text for text, _ in self._fields())}")
             self._last_line_at = now
         elif "reward/mean" not in metrics:
             evaluation = self._evaluation()
             if evaluation:
-                self._print(f"step {self._step}/{self._total}  {evaluation}")
+                say(f"step {self._step}/{self._total}  {evaluation}")
 
     def close(self) -> None:
-        """Stop the live display and keep its last state on the screen. Safe to call twice."""
-        if self._live is not None:
-            self._live.stop()
-            self._stack.close()
+        """Give the terminal's last lines back, with the last state above. Safe to call twice."""
+        last = [] if self._show is None else self._lines(terminal_size().columns - 1)
+        self._show = None
+        self._shown.close()
+        for line in last:
+            say(line)
 
     def __enter__(self) -> Self:
         return self
@@ -133,6 +134,7 @@ class Progress:
             (f"reward {number(get('reward/mean'), '.3f')}", "bold"),
             (shown, style),
             (f"lambda {number(get('dual/multiplier'), '.4f')}", ""),
+            *((f"{word} {number(get(name), '.3g')}", "dim") for word, name in _UPDATE.items() if name in self._values),
             (f"{number(get('throughput/tokens_per_second'), ',.0f')} tokens/s", ""),
             (f"left {duration(self.seconds_left())}", ""),
         ]
@@ -144,7 +146,8 @@ class Progress:
             if name.startswith("eval/") and "/avg@" in name
         )
 
-    def _render(self) -> Group:
+    def _lines(self, columns: int) -> list[str]:
+        """The display as lines with ANSI colors."""
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
@@ -155,10 +158,7 @@ class Progress:
             Text(f"elapsed {duration(self._clock() - self._began)}", style="dim"),
         )
         line = Text("  ").join(Text(text, style=style) for text, style in self._fields())
-        evaluation = self._evaluation()
-        more = [Text(text, style=style) for text, style in ((evaluation, "cyan"), (current_text(), "dim")) if text]
-        return Group(bar, line, *more)
-
-    def _print(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        more = [Text(evaluation, style="cyan")] if (evaluation := self._evaluation()) else []
+        console = Console(file=io.StringIO(), width=columns, force_terminal=True)
+        console.print(Group(bar, line, *more))
+        return console.file.getvalue().splitlines()

@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 
+from dcmdp_jax.activity import give_back_terminal
+
 _KEYS = "dcmdp/hosts/"
 _PERIOD_S = 1.0
 # After the failure of another process, the main thread has this long to leave by itself, with its own message.
@@ -132,6 +134,7 @@ class HostMonitor:
 def print_error(reason: str) -> None:
     """Print one line on stderr, past Python's buffers: the process may end at once."""
     sys.stdout.flush()
+    give_back_terminal()
     os.write(2, f"error: {reason}\n".encode())
 
 

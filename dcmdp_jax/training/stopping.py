@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from dcmdp_jax.activity import give_back_terminal
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
@@ -148,6 +149,7 @@ class StopSignal:
                 continue
             name = signal.Signals(received[0]).name
             if answered:
+                give_back_terminal()
                 _say(f"{name} again: leaves at once; the same command resumes from the newest checkpoint")
                 os._exit(128 + received[0])
             answered = time.monotonic()

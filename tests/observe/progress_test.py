@@ -1,11 +1,12 @@
 """The console: what each line says, when, and how long is left."""
 
-import io
 import math
+import re
 
 import pytest
 
 from dcmdp_jax.observe.progress import Progress
+from tests.support.terminal import run_in_terminal
 
 
 class _Clock:
@@ -18,9 +19,16 @@ class _Clock:
         return self.now
 
 
-class _Terminal(io.StringIO):
-    def isatty(self):
-        return True
+@pytest.fixture
+def said(capsys):
+    """The lines of the log so far, without the date and time that each begins with."""
+
+    def read():
+        lines = capsys.readouterr().err.splitlines()
+        assert all(re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d  ", line) for line in lines)
+        return [line[21:] for line in lines]
+
+    return read
 
 
 _FULL = {
@@ -32,57 +40,62 @@ _FULL = {
 }
 
 
-def test_plain_line_shows_all_quantities():
-    stream, clock = io.StringIO(), _Clock()
-    progress = Progress(100, stream=stream, clock=clock)
+def test_plain_line_shows_all_quantities(said):
+    clock = _Clock()
+    progress = Progress(100, clock=clock)
     clock.now += 30
     progress.update(1, _FULL)
     clock.now += 4
     progress.update(2, _FULL)
     values = "reward 0.412  discrepancy 0.00421 (c 0.00370)  lambda 0.1234  1,234 tokens/s"
     # The first step compiles: its 30 s are no measure. 98 steps of 4 s are 392 s.
-    assert stream.getvalue() == f"step 1/100  {values}  left -\nstep 2/100  {values}  left 6:32\n"
+    assert said() == [f"step 1/100  {values}  left -", f"step 2/100  {values}  left 6:32"]
 
 
-def test_missing_none_and_nan_show_as_dashes():
-    stream = io.StringIO()
-    progress = Progress(2, stream=stream)
+def test_a_line_has_the_numbers_of_the_update_that_were_recorded(said):
+    progress = Progress(1)
+    update = {"policy/loss": -0.01234, "policy/entropy": 0.5, "completion/length_mean": 31.25, "optimizer/grad_norm": 1}
+    progress.update(1, {"reward/mean": 0.5, "mismatch/k3": 0.00025, **update})
+    assert "  lambda -  loss -0.0123  engine KL 0.00025  entropy 0.5  length 31.2  gradient 1  - tokens/s" in said()[0]
+
+
+def test_missing_none_and_nan_show_as_dashes(said):
+    progress = Progress(2)
     progress.update(1, {"reward/mean": None, "discrepancy/mean": math.nan})
-    assert stream.getvalue() == "step 1/2  reward -  discrepancy -  lambda -  - tokens/s  left -\n"
+    assert said() == ["step 1/2  reward -  discrepancy -  lambda -  - tokens/s  left -"]
 
 
-def test_values_of_a_step_are_cleared_at_the_next():
-    stream, clock = io.StringIO(), _Clock()
-    progress = Progress(2, stream=stream, clock=clock)
+def test_values_of_a_step_are_cleared_at_the_next(said):
+    clock = _Clock()
+    progress = Progress(2, clock=clock)
     progress.update(1, _FULL)
     clock.now += 5
     progress.update(2, {"reward/mean": 0.5})
-    assert stream.getvalue().splitlines()[1] == "step 2/2  reward 0.500  discrepancy -  lambda -  - tokens/s  left 0:00"
+    assert said()[1] == "step 2/2  reward 0.500  discrepancy -  lambda -  - tokens/s  left 0:00"
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [(2.5, list(range(1, 13))), (0.5, [1, 5, 9, 12]), (0.0, [1, 12])],
 )
-def test_plain_lines_are_at_most_one_every_two_seconds(seconds, shown):
-    stream, clock = io.StringIO(), _Clock()
-    progress = Progress(12, stream=stream, clock=clock)
+def test_plain_lines_are_at_most_one_every_two_seconds(seconds, shown, said):
+    clock = _Clock()
+    progress = Progress(12, clock=clock)
     for step in range(1, 13):
         clock.now += seconds
         progress.update(step, {"reward/mean": 0.5})
-    assert [int(line.split()[1].split("/")[0]) for line in stream.getvalue().splitlines()] == shown
+    assert [int(line.split()[1].split("/")[0]) for line in said()] == shown
 
 
-def test_evaluations_get_a_line_of_their_own():
-    stream = io.StringIO()
-    progress = Progress(10, stream=stream)
+def test_evaluations_get_a_line_of_their_own(said):
+    progress = Progress(10)
     progress.update(0, {"eval/arithmetic/avg@8": 0.3125, "eval/arithmetic/pass@8": 0.5})
-    assert stream.getvalue() == "step 0/10  arithmetic avg@8 31.2%\n"
+    assert said() == ["step 0/10  arithmetic avg@8 31.2%"]
 
 
 def test_time_left_is_the_mean_of_the_last_twenty_steps():
     clock = _Clock()
-    progress = Progress(1000, start_step=500, stream=io.StringIO(), clock=clock)
+    progress = Progress(1000, start_step=500, clock=clock)
     assert math.isnan(progress.seconds_left())
     clock.now += 600
     progress.update(501, {})
@@ -102,36 +115,46 @@ def test_time_left_is_the_mean_of_the_last_twenty_steps():
     assert progress.seconds_left() == pytest.approx(467 * 2.2, rel=1e-12)
 
 
-def test_a_terminal_gets_a_live_display(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "110")
-    stream, clock = _Terminal(), _Clock()
-    with Progress(4, stream=stream, clock=clock) as progress:
-        progress.update(1, {**_FULL, "eval/arithmetic/avg@8": 0.5})
-        clock.now += 3600
-        progress.update(2, {"reward/mean": 0.75})
-    shown = stream.getvalue()
-    assert "step 1/4" in shown
-    last = shown[shown.rindex("step 2/4") :]
-    assert "elapsed 1:00:00" in last and "reward 0.750" in last and "left 2:00:00" in last
-    assert "arithmetic avg@8 50.0%" in last
-    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
-    # Over tolerance is red, ANSI color 31.
-    assert "\x1b[31mdiscrepancy 0.00421 (c 0.00370)" in shown
+_IN_A_TERMINAL = """
+from dcmdp_jax.observe.progress import Progress
+now = 100.0
+with Progress(4, clock=lambda: now) as progress:
+    progress.update(1, {"reward/mean": 0.4, "discrepancy/mean": 0.00421, "dual/tolerance": 0.0037})
+    now += 3600
+    progress.update(2, {"reward/mean": 0.75, "eval/arithmetic/avg@8": 0.5})
+    input('looked?')
+"""
 
 
-def test_no_c_while_it_is_measured():
-    stream, clock = io.StringIO(), _Clock()
-    progress = Progress(2, stream=stream, measured_steps=1, clock=clock)
+def test_a_terminal_shows_the_run_in_its_last_lines_and_keeps_its_last_state():
+    during = []
+
+    def look(process, screen):
+        during.append(screen.text()[-3:])
+        return "\n"
+
+    screen, code = run_in_terminal(_IN_A_TERMINAL, at={"looked?": look})
+    assert code == 0
+    [(bar, line, evaluation)] = during
+    assert bar.startswith("step 2/4 ") and bar.endswith("elapsed 1:00:00")
+    assert line == "reward 0.750  discrepancy -  lambda -  - tokens/s  left 2:00:00"
+    assert evaluation == "arithmetic avg@8 50.0%"
+    assert screen.text()[-3:] == ["", "", ""]
+    assert [row for row in screen.text() if row][-2:] == [line, evaluation]
+
+
+def test_no_c_while_it_is_measured(said):
+    clock = _Clock()
+    progress = Progress(2, measured_steps=1, clock=clock)
     for step in (1, 2):
         clock.now += 5
         progress.update(step, _FULL)
-    first, second = stream.getvalue().splitlines()
+    first, second = said()
     assert "(c 0.00370)" not in first and "(c 0.00370)" in second
 
 
 def test_close_twice_and_bad_totals():
-    progress = Progress(3, stream=io.StringIO())
+    progress = Progress(3)
     progress.close()
     progress.close()
     with pytest.raises(ValueError, match="start_step is 4; allowed: 0 to total_steps = 3"):
