@@ -41,6 +41,8 @@ _KEPT = (
     "dual/multiplier",
     "dual/tolerance",
     "policy/entropy",
+    "policy/clip_low_fraction",
+    "policy/clip_high_fraction",
     "mismatch/noise_floor",
     "mismatch/log_ratio_abs_mean",
     "staleness/log_ratio_abs_mean",
