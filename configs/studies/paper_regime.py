@@ -11,7 +11,8 @@ the same setting. `calm`: the same readings at lambda 1 with one update a push a
 token ends four of five runs.
 
 Every setting starts at `configs/base.py`, whose constants are the paper's (section 6.1); what a study needs beside them
-is in this file, and the table of arms is printed from the resolved settings. Measures and rules: research/paper_regime.md.
+is in this file, and the table of arms is printed from the resolved settings. Measures and rules:
+research/paper_regime.md.
 """
 
 from __future__ import annotations
