@@ -16,7 +16,7 @@ QUICK := tests/algorithm tests/config tests/imports_test.py tests/architecture_t
 # More flags for the demos: make demo ARGS=--config.training.steps=20
 ARGS ?=
 
-.PHONY: demo demo-real demo-vllm demo-probe environment test test-quick test-engines test-pages test-long lint docs docs-environment clean
+.PHONY: demo demo-real demo-vllm demo-probe environment test test-quick test-engines test-pages test-research test-long lint docs docs-environment clean
 # Two pips must not work in one environment at a time.
 .NOTPARALLEL:
 
@@ -55,6 +55,10 @@ test-engines: environment
 # The docs and their evidence, reports, and what a browser makes of them.
 test-pages: environment
 	$(PYTEST) -m pages
+
+# What was found out, research/: its tools, and its pages against their kept metrics.
+test-research: environment
+	$(PYTEST) -m 'not long' research/tests
 
 # The pure functions, the config, the imports, the step, and the loop at toy size: under two minutes on two idle cores.
 test-quick: $(VENV)/.installed-dev

@@ -30,14 +30,14 @@ from matplotlib.figure import Figure
 from configs.studies.dose_response import doses
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_p_value
-from dcmdp_jax.lab.oracle.oracle import NOTHING
-from dcmdp_jax.lab.oracle.page import draw_oracle
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import Estimate, Table, curves, estimate, held_out, recorded
 from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, DPI, color_of, plot_curve
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import INK, LEGEND, make_figure, style_axes
+from research.oracle.oracle import NOTHING
+from research.oracle.page import draw_oracle
 
 BASELINE, CONTROL = "grpo", "grpo_perturbed"
 """Arm without a charge, and the one that differs from it by a perturbation alone."""
@@ -297,7 +297,7 @@ def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
     """Lines of Markdown: an oracle's table, and the rank correlation of its errors with training results.
 
     Args:
-        path: remedies.json of `dcmdp probe --remedies --study`.
+        path: remedies.json of `python -m research.oracle --study`.
         runs: of the study.
         baseline: the arm without a charge, which the oracle calls no remedy.
 
@@ -312,7 +312,7 @@ def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
         ]
         lines = [*_table(oracles), ""]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--oracle: {path}: can't be read as remedies.json of dcmdp probe ({error})") from error
+        raise UserError(f"--oracle: {path}: can't be read as remedies.json of the oracle ({error})") from error
     found = measure_doses({arm: seeds for arm, seeds in runs.items() if seeds}, baseline)
     for oracle, squared in zip(oracles, errors, strict=True):
         squared = {baseline if name == NOTHING else name: value for name, value in squared.items()}
@@ -322,7 +322,7 @@ def oracle_order(path: Path, runs: Table, baseline: str) -> list[str]:
         }
         count = len(ends["reward"])
         if count < 3:
-            raise UserError(f"--oracle: {path} has {count} of the study's arms, needs three; give dcmdp probe --study")
+            raise UserError(f"--oracle: {path} has {count} of the study's arms, needs three; give the oracle --study")
         words = ", ".join(f"{label} {rank_correlation(squared, values):+.2f}" for label, values in ends.items())
         lines.append(f"- `{oracle['engine']}` on {oracle['model']}, {count} arms: rank correlation with {words}.")
     return lines
@@ -425,7 +425,7 @@ def main() -> None:
     """Print the tables of a file of kept metrics, and draw the figures."""
     parser = argparse.ArgumentParser(description="Tables and figures of charges at fixed lambdas.")
     parser.add_argument("kept", type=Path, help="metrics.jsonl.gz of a study that has grpo and grpo_perturbed")
-    parser.add_argument("--oracle", type=Path, help="remedies.json of dcmdp probe --remedies: its order against theirs")
+    parser.add_argument("--oracle", type=Path, help="remedies.json of research.oracle: its order against theirs")
     parser.add_argument("--out", type=Path, default=Path("runs/evidence/dose"), help="default: %(default)s")
     arguments = parser.parse_args()
     runs = {arm: seeds for arm, seeds in read_kept_metrics(arguments.kept, None).items() if seeds}

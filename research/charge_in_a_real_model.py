@@ -101,7 +101,7 @@ def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> It
     from dcmdp_jax.algorithm.advantages import group_advantages
     from dcmdp_jax.config.algorithm import AlgorithmSettings
     from dcmdp_jax.config.settings import for_sampling
-    from dcmdp_jax.lab.oracle.gradients import Gradients
+    from research.oracle.gradients import Gradients
     from dcmdp_jax.lab.probe.training_stack import one_a_row
     from dcmdp_jax.models.decoder import Compute
     from dcmdp_jax.parallel.mesh import one_device_mesh

@@ -175,5 +175,5 @@ def test_the_order_is_that_of_the_error_at_the_best_length(tmp_path):
     with pytest.raises(UserError, match="has 2 of the study's arms, needs three"):
         oracle_order(path, {"grpo": runs["grpo"], "token_1": runs["token_1"]}, "grpo")
     path.write_text("{")
-    with pytest.raises(UserError, match="can't be read as remedies.json of dcmdp probe"):
+    with pytest.raises(UserError, match="can't be read as remedies.json of the oracle"):
         oracle_order(path, runs, "grpo")

@@ -15,8 +15,6 @@ from dcmdp_jax.algorithm.losses import LOSSES
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.evaluation.estimators import t_half_width, t_p_value, t_quantile
-from dcmdp_jax.lab.oracle.gradients import Moments, quality
-from dcmdp_jax.lab.oracle.page import draw_oracle
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import tables
 from dcmdp_jax.number_format import markdown_table
@@ -48,7 +46,9 @@ from docs.long_tables import (
     read,
     regimes,
 )
-from docs.oracle_table import KEPT, PUBLISHED, oracle_page
+from research.oracle.gradients import Moments, quality
+from research.oracle.page import draw_oracle
+from research.oracle.table import KEPT, PUBLISHED, oracle_page
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAGE, _APPENDIX = (_ROOT / "docs" / name for name in ("evidence.md", "evidence_appendix.md"))
@@ -348,7 +348,7 @@ def _three_policies(oracles):
 
 
 def test_the_remedies_at_three_policies_are_those_of_the_kept_numbers():
-    page = (_ROOT / "docs" / "probe.md").read_text()
+    page = (_ROOT / "research" / "oracle.md").read_text()
     oracles = json.loads((_ROOT / "docs" / "evidence" / "remedies.json").read_text())
     errors = {
         (oracle["engine"], oracle["model"]): {
@@ -367,7 +367,7 @@ def test_the_remedies_at_three_policies_are_those_of_the_kept_numbers():
 
 
 def test_every_remedy_on_the_demos_policy_is_that_of_the_kept_numbers():
-    assert "\n".join(oracle_page()) in (_ROOT / "docs" / "probe.md").read_text()
+    assert "\n".join(oracle_page()) in (_ROOT / "research" / "oracle.md").read_text()
     assert "\n".join(oracle_page(PUBLISHED)) in (_ROOT / "docs" / "evidence_frozen.md").read_text()
     (kept,) = json.loads(KEPT.read_text())
     for one in kept["remedies"]:

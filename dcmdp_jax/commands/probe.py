@@ -4,36 +4,29 @@
     dcmdp probe PATH... --train-column NAME --rollout-column NAME              two columns of any other file
     dcmdp probe --model DIR --config.task.train=FILE --a vllm:bfloat16 --b trainer     sample with a, score with b
     dcmdp probe --config FILE                                 a run's engine against its training stack
-    dcmdp probe --config FILE --remedies                      which remedy brings its gradient nearest
     dcmdp probe --model DIR --config.task.train=FILE --certify      its certificate (docs/certificates.md)
 
 Settings are a run's own, and each may be given: --config.rollout.max_completion_tokens=64, docs/settings.md. But 8
 completions of each problem are sampled whatever the run had, with seed 0.
 
 Writes probe.json, probe.html and plots/*.png into --out and prints the table and the likely cause. docs/probe.md has
-the engines' names and what the causes rest on. With --remedies it writes remedies.json and remedies.png in their place.
+the engines' names and what the causes rest on.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dcmdp_jax.commands import probe_recordings
 from dcmdp_jax.commands.arguments import output_directory, real, temperature, whole
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.commands.flags import load_config, split_overrides
-from dcmdp_jax.commands.flags import parse as parse_config
-from dcmdp_jax.commands.sweep import load_study
-from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.config.engine import settings_of
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.config.settings import Config, for_sampling
@@ -42,14 +35,10 @@ from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch import page
 from dcmdp_jax.lab.mismatch.analysis import Measured, analyze
-from dcmdp_jax.lab.oracle.oracle import ask
 from dcmdp_jax.lab.probe import certificate
 from dcmdp_jax.lab.probe.engines import settings_for
 from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
-from dcmdp_jax.rewards.protocol import Problem
-from dcmdp_jax.rewards.scoring import BatchScoring
-from dcmdp_jax.run.files import checked_columns, needs_columns
 from dcmdp_jax.run.model_run import ModelRun, find_model
 
 _PROBES_OWN = {"rollout.group_size": 8, "rollout.max_rows": 256, "training.seed": 0, "task.verifier_budget": 0.0}
@@ -75,19 +64,11 @@ def main(argv: list[str]) -> None:
     arguments = _parser().parse_args(rest, argparse.Namespace(words=argv[1:]))
     recorded = probe_recordings.given(arguments)
     if arguments.certify:
-        if recorded or arguments.remedies or arguments.b != parse_spec("trainer") or arguments.top_p < 1:
+        if recorded or arguments.b != parse_spec("trainer") or arguments.top_p < 1:
             raise UserError("--certify: of a model, whole distributions, against the trainer; give --model or --config")
         arguments.a, arguments.no_rescoring = arguments.a or list(certificate.ENGINES), True
     if sum(map(bool, (recorded, arguments.model, arguments.config))) != 1:
         raise UserError("give one of PATH (a recording), --model DIR and --config FILE; see --help")
-    if arguments.remedies:
-        if recorded:
-            raise UserError(
-                "--remedies needs --model or --config: a recording has no weights to take a gradient at, and no exact "
-                "engine's samples"
-            )
-        _compare_remedies(arguments, overrides)
-        return
     if recorded:
         if overrides:
             raise UserError(f"config.{next(iter(overrides))}: a recording has no settings, leave it out")
@@ -109,7 +90,20 @@ def _parser() -> Parser:
         "--config.section.name=value overrides a setting of the run, such as --config.task.train=FILE.",
     )
     probe_recordings.add_arguments(parser)
-    live = parser.add_argument_group("engines").add_argument
+    engines = add_engines(parser).add_argument
+    engines("--certify", action="store_true", help="certificate of the model: five engines, without causes")
+    engines("--no-rescoring", action="store_true", help="name the cause from the two columns alone")
+    add = parser.add_argument
+    add("--tolerance", type=real(0, 1), metavar="C", help="budget to count completions over (default: the recommended)")
+    out = Path("runs/probe")
+    add("--out", type=output_directory, default=out, metavar="DIR", help="where to write (default: %(default)s)")
+    return parser
+
+
+def add_engines(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the arguments of `open_session`."""
+    group = parser.add_argument_group("engines")
+    live = group.add_argument
     live(
         "--model",
         type=Path,
@@ -129,21 +123,7 @@ def _parser() -> Parser:
     live("--score-temperature", type=temperature, metavar="T", help="that b scores at (default: as sampled)")
     live("--top-p", type=real(0, 1), default=1.0, metavar="P", help="nucleus mass of sampling (default: %(default)s)")
     live("--earlier", action="append", type=Path, metavar="DIR", help="weights that a may still hold, all or in part")
-    live("--remedies", action="store_true", help="compare the gradients that remedies give with an exact engine's")
-    live(
-        "--study", metavar="FILE[:ARGUMENT]",
-        help="for --remedies: compare the arms of a study in place of every remedy",
-    )  # fmt: skip
-    live(
-        "--batches", type=whole(4), default=16, metavar="N", help="of each engine for --remedies (default: %(default)s)"
-    )
-    live("--certify", action="store_true", help="certificate of the model: five engines, without causes")
-    live("--no-rescoring", action="store_true", help="name the cause from the two columns alone")
-    add = parser.add_argument
-    add("--tolerance", type=real(0, 1), metavar="C", help="budget to count completions over (default: the recommended)")
-    out = Path("runs/probe")
-    add("--out", type=output_directory, default=out, metavar="DIR", help="where to write (default: %(default)s)")
-    return parser
+    return group
 
 
 def _engine(text: str) -> ProbeSpec:
@@ -154,7 +134,7 @@ def _engine(text: str) -> ProbeSpec:
 
 
 def _probed(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tuple[str, list[Measured]]:
-    session, first = _session(arguments, overrides)
+    session, first = open_session(arguments, overrides)
     title = f"Mismatch of engines on {session.run.saved.name}"
     if left := page.left_unfinished(arguments.out):
         session.show(f"{left}; it begins anew")
@@ -167,47 +147,16 @@ def _probed(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tupl
     return title, probe_pairs(dataclasses.replace(session, keep=keep), first, arguments.b)
 
 
-def _compare_remedies(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> None:
-    # Only this draws its figure.
-    from dcmdp_jax.lab.oracle import page as oracle_page
+def open_session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tuple[Session, list[ProbeSpec]]:
+    """Read the probed model and its problems; the session, and the engines that sample.
 
-    if arguments.b != parse_spec("trainer"):
-        raise UserError(f"--b: got {arguments.b}; --remedies compares with the training stack itself, leave it out")
-    if arguments.top_p < 1:
-        raise UserError(f"--top-p: got {arguments.top_p}; --remedies compares whole distributions, leave it out")
-    arms = _arms(arguments.study) if arguments.study else None
-    session, first = _session(arguments, overrides)
-    results, algorithm = [], session.run.asked.algorithm
-    with contextlib.closing(session.run) as run:
-        if environment := run.asked.task.environment:
-            raise UserError(f"config.task.environment: got {environment}; --remedies samples one turn, set it empty")
-        run.columns = checked_columns(run.asked, run.rewards, session.problems, run.tokenizer)
+    Args:
+        arguments: those of `add_engines`, and `no_rescoring`.
+        overrides: settings on top of the run's own.
 
-        def grade(problems: Sequence[Problem], completion_ids: Sequence[np.ndarray]) -> np.ndarray:
-            scoring = BatchScoring(run.scorer, run.tokenizer, problems)
-            scoring.begin(range(len(problems)), completion_ids)
-            return scoring.finish()[1].totals
-
-        for verdicts in ask(session, first, algorithm, batches=arguments.batches, grade=grade, arms=arms):
-            results.append(verdicts)
-            print(oracle_page.table(verdicts), flush=True)
-            # Each engine takes minutes: what is known stays if the next one fails.
-            paths = oracle_page.write(results, arguments.out)
-    print(f"wrote {', '.join(map(str, paths))}")
-
-
-def _arms(given: str) -> dict[str, AlgorithmSettings]:
-    """Each different algorithm of a study's arms, by the first arm that has it; without those no longer run."""
-    found: dict[str, AlgorithmSettings] = {}
-    for arm, one in load_study(given).arms.items():
-        algorithm = None if one.past else parse_config(["train", *one.arguments()]).config.algorithm
-        if algorithm is not None and algorithm not in found.values():
-            found[arm] = algorithm
-    return found
-
-
-def _session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tuple[Session, list[ProbeSpec]]:
-    """Summary of the probed model and the engines that sample."""
+    Raises:
+        UserError: in one line, naming the argument.
+    """
     first = arguments.a or []
     check_specs(first, arguments.b)
     saved = None if arguments.config else find_model(arguments.model)
@@ -241,12 +190,7 @@ def _session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tup
     run = ModelRun.of(saved, config)
     session = Session(
         run=run,
-        problems=load_problems(
-            config.task.train,
-            limit=arguments.prompts,
-            answers="unused",
-            keep_columns=arguments.remedies and needs_columns(config),
-        ),
+        problems=load_problems(config.task.train, limit=arguments.prompts, answers="unused"),
         sampling=dataclasses.replace(run.sampling, top_p=arguments.top_p),
         score_temperature=rollout.temperature if arguments.score_temperature is None else arguments.score_temperature,
         earlier=[find_model(path) for path in arguments.earlier or ()],

@@ -9,10 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm.corrections import CORRECTIONS
-from dcmdp_jax.algorithm.losses import LOSSES
-from dcmdp_jax.algorithm.penalties import PENALTIES
-from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.commands import probe
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.data.prompts import save_tokenizer
@@ -97,15 +93,11 @@ def test_text_is_colored_by_which_side_finds_it_likelier(tmp_path, capsys):
         (("R", "R", "--train-column", "old", "--rollout-column", "<b>"), "2 paths with --train-column: give one file"),
         (("R", "--format", "nemo"), "argument --format: invalid choice: 'nemo'"),
         (("none/*.jsonl",), "No such file or directory"),
-        (("--recording", "R", "--remedies"), "--remedies needs --model or --config: a recording has no weights"),
         (
             ("R", "--certify"),
             "--certify: of a model, whole distributions, against the trainer; give --model or --config",
         ),
         (("--model", "none", "--certify", "--b", "hf"), "--certify: of a model, whole distributions"),
-        (("--model", "none", "--a", "local", "--remedies", "--b", "hf"), "--b: got hf:float32; --remedies compares"),
-        (("--model", "none", "--a", "local", "--remedies", "--top-p", "0.9"), "--top-p: got 0.9; --remedies compares"),
-        (("--model", "none", "--a", "local", "--remedies", "--batches", "3"), "must be at least 4"),
         # Before anything is measured.
         (("--model", "none", "--a", "local", "--out", "R"), "argument --out: got '"),
         (("--recording", "R", "--token-column", ""), "--token-column is missing: name the column of the token ids"),
@@ -215,29 +207,6 @@ def test_a_probe_that_is_stopped_leaves_what_it_had_and_the_next_says_so(model, 
     assert json.loads((tmp_path / "probe.json").read_text())["finished"]
 
 
-@pytest.mark.long
-def test_remedies_are_compared_by_the_gradients_they_give(model, tmp_path, capsys):
-    # A random model never answers right: a reward that it can earn, beside one that is the same for all, with weights.
-    function = tmp_path / "own.py"
-    function.write_text(
-        "def third(completions, **columns):\n    return [sum(map(ord, text)) % 3 == 0 for text in completions]\n"
-        "def tenth(completions, answer, **columns):\n    return [0.1 * (len(each) > 0) for each in answer]\n"
-    )
-    rewards = f"--config.rewards.functions={function}:third,{function}:tenth", "--config.rewards.weights=(1,5)"
-    ask = (_TASK, "--prompts", "3", "--config.rollout.group_size=4", "--batches", "4", f"{_LIMIT}=6", "--remedies")
-    code, said, shown = _run(capsys, "--model", model / "model", *ask, *rewards, "--a", "local:int4", "--out", tmp_path)
-    assert code == 0, shown
-    (record,) = json.loads((tmp_path / "remedies.json").read_text())
-    names = [one["name"].partition("(")[0].partition(",")[0] for one in record["remedies"]]
-    assert set(names) == {"no remedy", *PENALTIES, *CORRECTIONS, *TRUST_REGIONS, *LOSSES} - {"grpo", "surrogate"}
-    assert len(names) == 1 + 2 * (len(PENALTIES) - 1) + len(CORRECTIONS) + len(TRUST_REGIONS) + len(LOSSES)
-    assert record["engine"] == "local:int4" and record["discrepancy"] > 1e-3 and 0.5 < record["reward"] < 1.5
-    for one in record["remedies"]:
-        assert 0 <= one["dropped"] <= 1 and 0 <= one["effective"] <= 12, one
-    assert f"best: {record['words']['best']}" in said and all(name in said for name in names)
-    assert (tmp_path / "remedies.png").stat().st_size > 10_000 and f"wrote {tmp_path / 'remedies.json'}" in said
-
-
 def test_a_model_of_the_hub_takes_the_place_of_a_directory(model, monkeypatch, capsys, tmp_path):
     """As `model.path`, for the probe and for an evaluation, which is named after it."""
     asked = []
@@ -261,21 +230,6 @@ def test_a_model_of_the_hub_takes_the_place_of_a_directory(model, monkeypatch, c
     found = find_model(Path("some/other"))
     assert asked == [("some/one", "v2"), ("some/other", None)] and found.name == "other"
     model_directory.cache_clear()
-
-
-def test_the_arms_of_a_study_take_the_place_of_the_remedies():
-    arms = probe._arms("configs/studies/dose_response.py")
-    assert arms["token_100"].multiplier == 100 and arms["reward_10"].level == "reward"
-    assert len(arms) == 16 and not any(arm.startswith("state") for arm in arms)
-    one_sided = probe._arms("configs/studies/dose_response.py:one")
-    assert len(one_sided) == 14 and {one.sided for one in one_sided.values()} == {"one"}
-    assert set(probe._arms("configs/studies/methods.py")) == {"grpo", "dual_grpo", "threshold_grpo", "dc_grpo"}
-
-
-def test_remedies_of_answers_that_are_never_right_are_refused_in_one_line(model, tmp_path, capsys):
-    ask = (*_ASK, "--batches", "4", f"{_LIMIT}=4", "--a", "local", "--remedies")
-    code, said, error = _run(capsys, "--model", model / "model", *ask, "--out", tmp_path)
-    assert code == 2 and said == "" and "the rewards of every prompt are all equal in three batches" in error
 
 
 def test_every_column_that_can_be_missing_is_told_as_an_option_that_exists():

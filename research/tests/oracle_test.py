@@ -11,12 +11,12 @@ from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.config.settings import Config, for_sampling
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.lab.oracle.gradients import JudgedBatch, Moments, quality, token_slopes
-from dcmdp_jax.lab.oracle.oracle import EXACT, NOTHING, Verdict, Verdicts, ask, entries, summary
-from dcmdp_jax.lab.oracle.page import draw, table
 from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.run.model_run import ModelRun, SavedModel
 from dcmdp_jax.types import Rows
+from research.oracle.gradients import JudgedBatch, Moments, quality, token_slopes
+from research.oracle.oracle import EXACT, NOTHING, Verdict, Verdicts, ask, entries, summary
+from research.oracle.page import draw, table
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
 

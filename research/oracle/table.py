@@ -1,6 +1,6 @@
-"""Tables of remedies on the demo's policy, docs/probe.md, and on SmolLM2-135M, docs/evidence_frozen.md.
+"""Tables of remedies on the demo's policy, research/oracle.md, and on SmolLM2-135M, docs/evidence_frozen.md.
 
-python -m docs.oracle_table
+python -m research.oracle.table
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-_HERE = Path(__file__).resolve().parent / "evidence"
+_HERE = Path(__file__).resolve().parents[2] / "docs" / "evidence"
 KEPT, PUBLISHED = _HERE / "oracle_remedies.json", _HERE / "oracle_smollm2.json"
 
 

@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.mismatch.states import state_lines
-from dcmdp_jax.lab.oracle.gradients import ZERO, Quality
-from dcmdp_jax.lab.oracle.oracle import Verdict, Verdicts, summary
 from dcmdp_jax.number_format import number, text_table
 from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, json_values, make_figure, style_axes
+from research.oracle.gradients import ZERO, Quality
+from research.oracle.oracle import Verdict, Verdicts, summary
 
 JSON_FILE, FIGURE_FILE = "remedies.json", "remedies.png"
 _NO_WIDTH = Quality(*(math.nan,) * 5)

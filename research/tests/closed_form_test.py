@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.config.algorithm import AlgorithmSettings
-from dcmdp_jax.lab.oracle.gradients import (
+from dcmdp_jax.types import Rows
+from research.oracle.gradients import (
     SKETCH,
     ZERO,
     Gradients,
@@ -32,7 +33,6 @@ from dcmdp_jax.lab.oracle.gradients import (
     sketch,
     token_slopes,
 )
-from dcmdp_jax.types import Rows
 
 P = np.array([2, 3, 2, 1]) / 8.0
 Q = np.array([1, 5, 1, 1]) / 8.0

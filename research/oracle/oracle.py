@@ -29,17 +29,6 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_quantile
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.lab.mismatch.states import StateMeasure, compare_states, measure_states
-from dcmdp_jax.lab.oracle.gradients import (
-    Gradients,
-    JudgedBatch,
-    Moments,
-    Quality,
-    half_width,
-    leave_one_out,
-    moments,
-    quality,
-    token_slopes,
-)
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.lab.probe.specs import ProbeSpec
@@ -51,6 +40,17 @@ from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rewards.protocol import NEED_ANSWERS, Problem
 from dcmdp_jax.run.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.types import Rows
+from research.oracle.gradients import (
+    Gradients,
+    JudgedBatch,
+    Moments,
+    Quality,
+    half_width,
+    leave_one_out,
+    moments,
+    quality,
+    token_slopes,
+)
 
 Grade = Callable[[Sequence[Problem], Sequence[np.ndarray]], np.ndarray]
 
