@@ -101,12 +101,12 @@ def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> It
     from dcmdp_jax.algorithm.advantages import group_advantages
     from dcmdp_jax.config.algorithm import AlgorithmSettings
     from dcmdp_jax.config.settings import for_sampling
-    from research.oracle.gradients import Gradients
     from dcmdp_jax.lab.probe.training_stack import one_a_row
     from dcmdp_jax.models.decoder import Compute
     from dcmdp_jax.parallel.mesh import one_device_mesh
     from dcmdp_jax.run.model_run import ModelRun, find_model
     from dcmdp_jax.run.row_logprobs import make_row_logprobs
+    from research.oracle.gradients import Gradients
 
     jax.config.update("jax_default_matmul_precision", "highest")
     saved = find_model(Path(MODEL))
