@@ -218,8 +218,8 @@ class TrainingSettings:
             Source: ours.
         row_lengths: Lengths of rows, rising; a program is compiled for each. Empty: those that leave least padding
             for completions of very different lengths within the limits, at most 8 (docs/layout.md).
-        segments_per_row: Most completions in one row. 0: unlimited where the kernel skips other segments, else 1.
-            cudnn skips them with 2 to 32, and has a mask in memory with more.
+        segments_per_row: Most completions in one row. 0: unlimited where the kernel skips other segments, with cudnn
+            16, else 1. cudnn skips them with 2 to 32, and has a mask in memory with more.
         seed: Seed of the initial weights, the sampling and the order of problems.
     """
 

@@ -18,11 +18,13 @@ from dcmdp_jax.models.ops.tpu import splash_attention
 from dcmdp_jax.parallel.sharding import free_axes, shard_map_over
 
 KERNELS = ("xla", "blockwise", "cudnn", "splash")
-SKIP_SEGMENTS = frozenset({"blockwise", "splash"})
-"""Kernels whose time does not grow with the other segments of a row: one row length, with many segments, serves all."""
+SKIP_SEGMENTS = {"blockwise": 0, "cudnn": 16, "splash": 0}
+"""Kernels whose time does not grow with the other segments of a row, so that long rows with many segments serve all ->
+how many a row has at most by default, 0 for any number. cuDNN's memory grows with it: 2.2 of 69 GiB for Qwen3-1.7B at
+16, where rows leave 6% empty if the median sequence is a tenth of the longest (25% with 8, 3% with 32)."""
 _SPLASH_BLOCK = 128
 _SHORT = 192
-# Of cuDNN's packed layout, whose backward pass keeps a float32 value of each token and head for each segment of a row.
+# Of cuDNN's packed layout: with more, what it keeps is more than a mask.
 _MOST_SEGMENTS = 32
 
 AttendRows = Callable[..., jax.Array]
@@ -80,7 +82,7 @@ def row_attention(
         kernel: one of `KERNELS`. "blockwise" computes some rows as "xla" does, see `has_scores`.
         one_segment: rows hold one segment and padding after it, so the causal mask is all that real tokens need and
             cudnn runs without a mask in memory. Padding then sees the segment; its outputs are not used.
-        segments: segments of a row at most; 0 for any number. With 2 to 32, cudnn runs without a mask too.
+        segments: segments of a row at most; 0 for any number. See `statistics_kept` for cudnn.
         ops: the platform's operations; its attention is the kernel "xla".
         mesh: the devices that rows and heads are split over, for all but xla; None where the arguments are one
             device's own.
@@ -106,6 +108,18 @@ def row_attention(
     if not one_segment:
         visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :])
     return ops.attention(query, key, value, visible)
+
+
+def statistics_kept(kernel: str, segments: int) -> int:
+    """Float32 values of each token and head that a kernel keeps for its backward pass, more than one.
+
+    With 2 to 32 segments a row cudnn runs without a mask, each segment a sequence of its own, and keeps as many values.
+
+    Args:
+        kernel: one of `KERNELS`.
+        segments: segments of a row at most; 0 for any number.
+    """
+    return segments if kernel == "cudnn" and 2 <= segments <= _MOST_SEGMENTS else 0
 
 
 def _windowed(attend: Callable[..., jax.Array], window: int, *, traced: bool) -> AttendRows:
@@ -188,7 +202,7 @@ def _cudnn(
     segments: int,
     window: int = 0,
 ) -> jax.Array:
-    if not one_segment and 2 <= segments <= _MOST_SEGMENTS:
+    if not one_segment and statistics_kept("cudnn", segments):
         return packed_attention(query, key, value, segment_ids, segments=segments, window=window)
     mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     scale = 1.0 / math.sqrt(query.shape[-1])

@@ -29,6 +29,7 @@ from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, 
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology
+from dcmdp_jax.run.memory_use import CUDNN_WORKSPACE
 from dcmdp_jax.run.model_checks import check_experts, check_lengths, platform_kernel
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.build import make_step_programs
@@ -138,7 +139,11 @@ class CompiledRun:
 
     def _beside(self, name: str) -> dict[str, int]:
         """Memory that is held while a program runs and is none of its arguments."""
-        if self.engine is None or name == "step":
+        if name == "step":
+            return {
+                part.name: part.each for part in self.run.memory.parts if part.name == CUDNN_WORKSPACE and part.each
+            }
+        if self.engine is None:
             return {}
         beside = dict(self.step.program.held)
         if name in ("prefill", "decode") and self.engine.refills:

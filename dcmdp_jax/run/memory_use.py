@@ -28,7 +28,7 @@ from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import LOGITS_HELD, MEMORY_PHASES, MORE_DEVICES, Machine, MemoryPart, certain, exact
-from dcmdp_jax.models.attention import has_scores
+from dcmdp_jax.models.attention import has_scores, statistics_kept
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.declare import Declaration
 from dcmdp_jax.models.decoder import Compute
@@ -42,6 +42,9 @@ _GIB = 2**30
 _KEPT_BYTES = int(1.05 * _GIB)
 """What a process on a CPU keeps beside the parts: at most 1 GiB that the compiler or a phase has freed, and compiled
 programs. Measured runs are in docs/plan.md."""
+CUDNN_WORKSPACE = "cuDNN's workspace"
+"""A part that a compiler without a GPU can't see: 8 bytes of each query's element for each segment that a row may have,
+by what cuDNN 9.19 took on an H200 for 7 segments a row and for 16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,7 +328,7 @@ def _step_parts(
 ) -> list[MemoryPart]:
     """Activations and logits of the largest micro-batch: saved by each layer, and temporary in one layer."""
     shards, item = row_shards(mesh), machine.product_item(compute.dtype)
-    most, step = (0, 0), frozenset({"step"})
+    most, workspace, step = (0, 0), 0, frozenset({"step"})
     for length, rows in zip(packing.row_lengths, packing.rows_per_micro_batch, strict=True):
         rows //= shards
         tokens = rows * length
@@ -334,6 +337,8 @@ def _step_parts(
         # A token's hidden state is copied to each of its experts and back.
         copies = 2 * model.num_experts_per_tok * width
         whole = tokens * item * (8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies)
+        segments = statistics_kept(compute.attention, compute.segments)
+        whole += 4 * tokens * model.num_heads * segments
         scored = has_scores(compute.attention, rows * shards, length, model.num_heads, mesh)
         scores = rows * model.num_heads * length**2 if scored else 0
         saved = {
@@ -344,6 +349,7 @@ def _step_parts(
         # Scores in float32 and their exponentials, forward and backward.
         working = whole + scores * (8 + 2 * item)
         most = max(most, (model.num_layers * saved + working, tokens))
+        workspace = max(workspace, 8 * tokens * queries * segments)
     logits = min(compute.logprob_chunk, most[1]) * model.vocab_size * 4 * LOGITS_HELD
     remat = "" if compute.remat == "full" else ", or model.remat=full"
     parts = [
@@ -353,6 +359,9 @@ def _step_parts(
             ("logits", logits, "model.logprob_chunk"),
         )
     ]
+    if workspace:
+        lower = "training.segments_per_row"
+        parts.append(MemoryPart(CUDNN_WORKSPACE, **machine.on_each(workspace, mesh.size), phases=step, lower=lower))
     queries, ways = model.num_heads * model.head_dim, mesh.shape["tensor"]
     matrices = model.hidden_size * (2 * queries + 2 * model.num_kv_heads * model.head_dim + 3 * model.stored_mlp_width)
     rounded = 0

@@ -13,7 +13,7 @@ from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.attention import choose_kernel, row_attention
+from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.scheme import FULL
@@ -90,22 +90,32 @@ def check_reductions(config: Config, mesh: Mesh) -> None:
 def check_kernel(config: Config, platform: str, head_dim: int) -> None:
     """Refuse an attention kernel that this machine can't run.
 
-    Whether cuDNN is there, and takes this dtype and head width, is found out by compiling one small attention.
+    Whether cuDNN is there, and takes this dtype, head width and number of segments, is found out by compiling the
+    attention of two small rows: of one segment, as the embedded engine has them, and of a run's.
     """
     setting, dtype = config.model.attention, jnp.dtype(config.model.compute_dtype)
     if platform_kernel(config, platform) != "cudnn":
         return
     heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), dtype)
-    segments = jax.ShapeDtypeStruct((1, 128), jnp.int32)
-    attention = functools.partial(row_attention, kernel="cudnn", one_segment=True, ops=choose_ops(platform))
-    try:
-        jax.jit(attention).lower(heads, heads, heads, segments).compile()
-    except Exception as error:  # a missing library, an old one, a width it does not have: all raise differently
-        reason = " ".join((str(error) or type(error).__name__).split())[:200]
-        raise UserError(
-            f"config.model.attention: {setting!r} is cuDNN's attention here, which does not work ({reason}); install "
-            "nvidia-cudnn-cu12 (nvidia-cudnn-cu13 where JAX is for CUDA 13), or choose xla"
-        ) from error
+    ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    install = "install nvidia-cudnn-cu12 (nvidia-cudnn-cu13 where JAX is for CUDA 13), or choose xla"
+    segments = segments_of(config, "cudnn")
+    for most, remedy in ((1, install), (segments, "choose training.segments_per_row=1")):
+        how = {"kernel": "cudnn", "one_segment": most == 1, "segments": most, "ops": choose_ops(platform)}
+        try:
+            jax.jit(functools.partial(row_attention, **how)).lower(heads, heads, heads, ids).compile()
+        except Exception as error:  # a missing library, an old one, a width it does not have: all raise differently
+            reason = " ".join((str(error) or type(error).__name__).split())[:200]
+            which = "" if most == 1 else f" with {most} segments a row"
+            raise UserError(
+                f"config.model.attention: {setting!r} is cuDNN's attention here, which does not work{which} "
+                f"({reason}); {remedy}"
+            ) from error
+
+
+def segments_of(config: Config, kernel: str) -> int:
+    """Segments of a row at most, for an attention kernel; 0 for any number."""
+    return config.training.segments_per_row or SKIP_SEGMENTS.get(kernel, 1)
 
 
 def platform_kernel(config: Config, platform: str) -> str:

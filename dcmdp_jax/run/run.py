@@ -34,7 +34,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOutTask
 from dcmdp_jax.machine import Machine, MemoryPart
 from dcmdp_jax.models import hf_weights
-from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel
+from dcmdp_jax.models.attention import choose_kernel
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_hub import model_directory
@@ -60,6 +60,7 @@ from dcmdp_jax.run.model_checks import (
     check_lengths,
     check_platform,
     check_reductions,
+    segments_of,
 )
 from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.types import Params
@@ -486,8 +487,8 @@ def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> Comp
         scan_unroll=config.model.scan_unroll or (_CPU_UNROLL if platform == "cpu" and layers <= _CPU_UNROLL else 1),
         attention=kernel,
         logprob_chunk=config.model.logprob_chunk,
-        one_segment=_segments(config, kernel) == 1,
-        segments=config.training.segments_per_row,
+        one_segment=segments_of(config, kernel) == 1,
+        segments=segments_of(config, kernel),
     )
 
 
@@ -504,11 +505,6 @@ def packing_on(config: Config, mesh: Mesh, compute: Compute, shortest: int = 1) 
         micro_batch_tokens=config.training.micro_batch_tokens,
         mini_batches=config.mini_batches,
         completions=config.completions_per_mini_batch,
-        segments_per_row=_segments(config, compute.attention),
+        segments_per_row=segments_of(config, compute.attention) or ANY_NUMBER,
         row_shards=row_shards(mesh),
     )
-
-
-def _segments(config: Config, kernel: str) -> int:
-    # Where other segments cost nothing rows are long and hold many.
-    return config.training.segments_per_row or (ANY_NUMBER if kernel in SKIP_SEGMENTS else 1)

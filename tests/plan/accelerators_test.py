@@ -75,6 +75,25 @@ def test_a_step_on_gpus_has_cudnn_attention_on_every_mesh(mesh, tmp_path):
 
 
 @pytest.mark.long
+def test_a_gpu_packs_rows_by_default(tmp_path):
+    """The peak that one sequence a row has, within 2%; the workspace that this compiler can't see is beside it."""
+    settings = {"training.row_lengths": "()", "training.prompts_per_step": 4, "model.remat": "none", "mesh.fsdp": 1}
+    packed, single = (
+        _plan(
+            tmp_path, "h100:1", "jax_cuda12_plugin", settings | {"training.segments_per_row": most}, "--programs=step"
+        )
+        for most in (0, 1)
+    )
+    assert packed["row_lengths"] == [640] and single["row_lengths"] == [128, 256, 384, 640]
+    peaks = [plan["programs"]["step"]["peak_bytes"] for plan in (packed, single)]
+    assert 0.98 < peaks[0] / peaks[1] < 1.02
+    # 8 bytes x 640 tokens x 2 heads x 128 x 16 sequences.
+    assert packed["phases"]["step"]["beside_bytes"] == {"cuDNN's workspace": 20_971_520}
+    checks = {check["name"]: check["found"] for check in packed["checks"]}
+    assert checks["no [length, length] attention matrix"] == "none"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", _MESHES.values(), ids=_MESHES)
 def test_packed_rows_on_gpus_have_no_mask(mesh, tmp_path):
     packed = {

@@ -400,3 +400,15 @@ def test_a_gpu_without_cudnn_is_told_what_to_choose(setting, dtype, words):
     with pytest.raises(ValueError) as caught:
         model_checks.check_kernel(from_config_dict(config), "gpu", 64)
     assert words in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_a_cudnn_without_the_packed_layout_is_told_what_to_choose(monkeypatch):
+    """A release of JAX that moved what is private: rows of one sequence still work."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda query, *_, **__: query)
+    config = demo.get_config()
+    config.model.attention, config.model.compute_dtype = "cudnn", "bfloat16"
+    words = r"^config.model.attention: 'cudnn' is .* with 16 segments a row \(.*\); choose training.segments_per_row=1$"
+    with pytest.raises(ValueError, match=words):
+        model_checks.check_kernel(from_config_dict(config), "gpu", 64)
+    config.training.segments_per_row = 1
+    model_checks.check_kernel(from_config_dict(config), "gpu", 64)

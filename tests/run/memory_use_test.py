@@ -80,6 +80,23 @@ def test_qwen3_8b_on_eight_gpus_by_hand():
     assert plan.total("push", "other", certain=True) == plan.total("push", "first", certain=True)
 
 
+def test_the_packed_layout_of_cudnn_by_hand():
+    """A micro-batch of 9,216 tokens: 4 bytes of each head, and 8 of each of its 128 elements, 16 times."""
+    machine, plans = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB), []
+    for segments in (1, 16, 33):
+        config = qwen3_8b.get_config("local")
+        config.training.row_lengths, config.training.micro_batch_tokens = (9216,), 9216
+        config.training.segments_per_row = segments
+        plans.append(memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1)))
+    one, packed, masked = plans
+    assert part_of(packed, "cuDNN's workspace").each == 8 * 9216 * 32 * 128 * 16
+    # remat=full: of one layer at a time.
+    assert part_of(packed, "activations").each - part_of(one, "activations").each == 4 * 9216 * 32 * 16
+    # More segments have a mask.
+    assert part_of(masked, "activations").each == part_of(one, "activations").each
+    assert not any(part.name == "cuDNN's workspace" for plan in (one, masked) for part in plan.parts)
+
+
 def test_an_engine_over_tensor_has_room_for_more_rows():
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
     config = qwen3_8b.get_config("local")

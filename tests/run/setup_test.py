@@ -1,5 +1,6 @@
 """Shapes that a config is computed in."""
 
+import dataclasses
 import math
 import re
 from unittest import mock
@@ -7,10 +8,11 @@ from unittest import mock
 import jax
 import pytest
 
-from configs import demo, demo_moe
+from configs import demo, demo_moe, qwen3_8b
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import Machine
+from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import directory as run_directory
 from dcmdp_jax.run import run
@@ -45,6 +47,18 @@ def test_rows_are_told(tmp_path):
         told,
         re.MULTILINE,
     )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "most"), [("xla", 1), ("cudnn", 16), ("blockwise", 2**31 - 1), ("splash", 2**31 - 1)]
+)
+def test_rows_are_long_where_the_kernel_skips_other_segments(kernel, most):
+    """On a GPU too: cuDNN takes each segment as a sequence of its own, and keeps memory for each of them."""
+    config, mesh = from_config_dict(qwen3_8b.get_config()), make_mesh(devices=jax.devices()[:1])
+    shapes = run.packing_on(config, mesh, Compute(attention=kernel))
+    assert shapes.segments_per_row == most and (len(shapes.row_lengths) > 3) == (kernel == "xla")
+    given = dataclasses.replace(config, training=dataclasses.replace(config.training, segments_per_row=3))
+    assert run.packing_on(given, mesh, Compute(attention=kernel)).segments_per_row == 3
 
 
 def test_the_plan_advises_float32_on_a_cpu(tmp_path):

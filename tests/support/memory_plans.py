@@ -23,7 +23,7 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
     compute = compute_on(config, mesh)
     packing = packing_on(config, mesh, compute)
     if machine.platform == "gpu":
-        compute = dataclasses.replace(compute, attention="cudnn")
+        compute = dataclasses.replace(compute, attention="cudnn", segments=config.training.segments_per_row)
     completions = config.training.prompts_per_step * config.rollout.group_size
     kind, engine = engine_arguments(
         config, model=model, mesh=functools.partial(sampling_mesh, mesh), platform="cpu" if vllm_on_cpu else "cuda"

@@ -12,20 +12,22 @@ from dcmdp_jax.algorithm.stats import Sum
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
+from dcmdp_jax.models.attention import SKIP_SEGMENTS
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.training.state import batch_shardings
+from tests.support.packed_attention import stand_in_for_cudnn
 from tests.support.step_runs import MODEL, make_params
 
 CAP, COUNT = 24, 12
 
 
-def _gradient(plan, mesh, scheme=FULL):
+def _gradient(plan, mesh, scheme=FULL, **compute):
     """(params, batch, weight of each completion) -> the gradient of sum over completions w_i log pi(o_i), compiled."""
-    compute = Compute(one_segment=plan.segments_per_row == 1, logprob_chunk=16)
+    compute = Compute(one_segment=plan.segments_per_row == 1, logprob_chunk=16, **compute)
     row_logprobs = make_row_logprobs(MODEL, compute, temperature=1.0, mesh=mesh, scheme=scheme)
 
     def of_rows(shared, rows):
@@ -87,6 +89,7 @@ def _reference():
 _PLANS = {
     "one": {"segments_per_row": 1, "micro_batch_tokens": 48, "row_lengths": (8, 16, 24)},
     "packed": {"segments_per_row": ANY_NUMBER, "micro_batch_tokens": 48, "row_lengths": (12, 24)},
+    "cudnn": {"segments_per_row": SKIP_SEGMENTS["cudnn"], "micro_batch_tokens": 48, "row_lengths": (12, 24)},
     "user's lengths": {"segments_per_row": 2, "micro_batch_tokens": 40, "row_lengths": (8, 13, 32)},
 }
 
@@ -99,17 +102,22 @@ _MESHES = ((2, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 8, 1), (1, 1, 8))
     [
         (None, "one"),
         (None, "packed"),
+        (None, "cudnn"),
         (None, "user's lengths"),
+        ((2, 1, 2), "cudnn"),
         ((4, 1, 1), "packed"),
         *(pytest.param(shape, name, marks=pytest.mark.long) for shape in _MESHES for name in ("one", "packed")),
     ],
 )
-def test_any_layout_gives_the_same_gradient(shape, name):
+def test_any_layout_gives_the_same_gradient(shape, name, monkeypatch):
+    """The one of GPUs with cuDNN's packed attention, by a stand-in that reads memory as cuDNN does."""
     mesh = make_mesh(*shape, devices=jax.devices()[: math.prod(shape)]) if shape else None
     plan = make_row_shapes(
         longest=CAP, mini_batches=1, completions=COUNT, row_shards=row_shards(mesh) if mesh else 1, **_PLANS[name]
     )
-    gradient, used = _gradient(plan, mesh), set()
+    packed = {"attention": "cudnn", "segments": plan.segments_per_row} if name == "cudnn" else {}
+    stand_ins = stand_in_for_cudnn(monkeypatch) if packed else []
+    gradient, used = _gradient(plan, mesh, **packed), set()
     for seed, expected in _reference().items():
         batch, weights = _inputs(seed, plan, mesh)
         used.add(tuple(np.asarray(batch.micro_batches)[0].tolist()))
@@ -118,6 +126,7 @@ def test_any_layout_gives_the_same_gradient(shape, name):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max())
     # Several layouts, of which some leave a shape empty, and one program for all of them.
     assert len(used) > 1 and gradient._cache_size() == 1
+    assert all(one.calls for one in stand_ins)
 
 
 @pytest.mark.parametrize(
