@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,17 @@ def read(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def truncate(path: Path, last_step: int) -> None:
+def is_number(value: object) -> bool:
+    """Whether a value of a record is a number or null."""
+    return value is None or isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
+
+
+def readable(path: Path, allowed: Callable[[Any], bool] | None = None) -> list[dict[str, Any]]:
+    """All records that can be read, as `truncate` leaves them; for readers that must not stop a run from starting."""
+    return [record for *_, record in _lines(path, allowed) if record is not None] if path.exists() else []
+
+
+def truncate(path: Path, last_step: float = math.inf, allowed: Callable[[Any], bool] | None = None) -> None:
     """Atomically drop the records of steps after `last_step`, and unreadable lines.
 
     A file that needs no change is not touched. An unreadable line in the middle (after a power cut) is dropped with a
@@ -94,11 +104,12 @@ def truncate(path: Path, last_step: int) -> None:
     Args:
         path: file of records with "step"; may be missing.
         last_step: the last step to keep.
+        allowed: whether a record may have a value; a line with another one is unreadable. None allows all.
     """
     if not path.exists():
         return
     kept, dropped = [], 0
-    for number, complete, line, record in _lines(path):
+    for number, complete, line, record in _lines(path, allowed):
         step = None if record is None else record.get("step")
         if not isinstance(step, int):
             dropped += 1
@@ -116,7 +127,9 @@ def truncate(path: Path, last_step: int) -> None:
     atomic_write(path, b"".join(kept))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bool, bytes, dict[str, Any] | None]]:
+def _lines(
+    path: Path, allowed: Callable[[Any], bool] | None = None
+) -> Iterator[tuple[int, bool, bytes, dict[str, Any] | None]]:
     """Yield (line number, ends in a newline, bytes, record or None if unreadable) for every non-empty line."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -124,6 +137,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bool, bytes, dict[str, Any] | None
                 continue
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
-            yield number, line.endswith(b"\n"), line, record if isinstance(record, dict) else None
+            whole = isinstance(record, dict) and (allowed is None or all(map(allowed, record.values())))
+            yield number, line.endswith(b"\n"), line, record if whole else None

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax import __version__
+from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import (
@@ -108,9 +109,10 @@ class MetricsWriter:
         self._step = 0
         self._closed = False
         self._files: dict[str, TextIO] = {}
-        run_dir = Path(run_dir)
+        self._run_dir = run_dir = Path(run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
+            jsonl.truncate(run_dir / STARTS_FILE)
             for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE):
                 _prepare(run_dir / name, resume_step)
                 self._files[name] = open(run_dir / name, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
@@ -187,12 +189,18 @@ class MetricsWriter:
             tracker.write_samples(step, records)
 
     def write_held_out(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Append completions of held-out problems to held_out_samples.jsonl, at once.
+        """Write completions of held-out problems to held_out_samples.jsonl, at once, in place of earlier ones of `step`.
+
+        A run that was killed before the evaluation's metrics were written evaluates that step again.
 
         Args:
             step: finished training steps.
             records: host data: "task", "place" of the problem, "prompt", "completion", "answer", "reward".
         """
+        path = self._run_dir / HELD_OUT_FILE
+        self._files.pop(HELD_OUT_FILE).close()
+        jsonl.truncate(path, step - 1)
+        self._files[HELD_OUT_FILE] = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
         self._append(HELD_OUT_FILE, step, records)
 
     def _append(self, name: str, step: int, records: Sequence[Mapping[str, Any]]) -> None:
@@ -262,7 +270,7 @@ class NoWriter:
 
 def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
     """Whether a metric of `step` whose name starts with `prefix` is on disk."""
-    records = jsonl.read(Path(run_dir) / METRICS_FILE)
+    records = jsonl.readable(Path(run_dir) / METRICS_FILE, jsonl.is_number)
     return any(record.get("step") == step and any(name.startswith(prefix) for name in record) for record in records)
 
 
@@ -287,10 +295,9 @@ def read_metrics(run_dir: str | Path) -> Series:
         if not isinstance(step, int):
             raise UserError(f'{path} record {number}: "step" is {step!r}; allowed: a whole number')
         for name, value in record.items():
-            try:
-                merged.setdefault(name, {})[step] = float("nan") if value is None else float(value)
-            except (TypeError, ValueError):
-                raise UserError(f"{path} record {number}: {name} is {value!r}; allowed: a number") from None
+            if not jsonl.is_number(value):
+                raise UserError(f"{path} record {number}: {name} is {value!r}; allowed: a number")
+            merged.setdefault(name, {})[step] = float("nan") if value is None else float(value)
     if not merged:
         raise UserError(f"{path} holds no metrics yet; wait for the run's first step")
     return {name: _series(points) for name, points in merged.items()}
@@ -320,7 +327,7 @@ def _is_scalar(value: object) -> bool:
 
 def _prepare(path: Path, resume_step: int | None) -> None:
     if resume_step is not None:
-        jsonl.truncate(path, resume_step)
+        jsonl.truncate(path, resume_step, jsonl.is_number if path.name == METRICS_FILE else None)
         if path.name == METRICS_FILE:
             _warn_of_gaps(path, resume_step)
     elif path.exists() and path.stat().st_size:
@@ -408,8 +415,8 @@ class Tracker:
     def __init__(self, kind: str, project: str, run_dir: Path) -> None:
         self._package = importlib.import_module(kind)
         identity = run_dir / f"{kind}_run_id"
-        if not identity.exists():
-            identity.write_text(uuid.uuid4().hex)
+        if not identity.exists() or not identity.read_text().strip():
+            atomic_write(identity, uuid.uuid4().hex)
         name, unique = run_dir.resolve().name, identity.read_text().strip()
         config = json.loads((run_dir / CONFIG_FILE).read_text()) if (run_dir / CONFIG_FILE).exists() else None
         settings: dict[str, Any] = {"project": project, "resume": "allow", "config": config}

@@ -46,7 +46,7 @@ def model_card(run_dir: Path, step: int, *, on_hub: Callable[[str], bool]) -> st
     config = flatten(read_json_object(run_dir / CONFIG_FILE)) if (run_dir / CONFIG_FILE).is_file() else {}
     series = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else {}
     series = without_placeholder(series, config.get("algorithm.tolerance_steps", 0))
-    starts: list[dict[str, Any]] = jsonl.read(run_dir / STARTS_FILE)
+    starts: list[dict[str, Any]] = jsonl.readable(run_dir / STARTS_FILE)
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
     start = str(config.get("model.path") or "")
     front += [f"base_model: {start.partition('@')[0]}"] if on_hub(start) else []

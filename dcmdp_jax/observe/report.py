@@ -310,7 +310,7 @@ def verdict(run: RecordedRun, summary: Summary) -> str:
 
 def _describe_starts(run_dir: Path) -> list[str]:
     """Sentences about a run's starts for its report; none for a run directory that recorded none."""
-    lines: list[dict[str, Any]] = jsonl.read(run_dir / STARTS_FILE)
+    lines: list[dict[str, Any]] = jsonl.readable(run_dir / STARTS_FILE)
     if not lines:
         return []
     first, last = lines[0], lines[-1]

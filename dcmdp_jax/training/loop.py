@@ -202,8 +202,9 @@ class Trainer:
             metrics[f"{result.task}/avg@{result.samples}"] = result.average
             metrics[f"{result.task}/pass@{result.samples}"] = result.pass_at_k
             metrics |= held_out_rewards(result)
-        for result, (_, prompts) in zip(results, self.run.held_out, strict=True):
-            writer.write_held_out(step, held_out_samples(result, prompts, self.run.tokenizer))
+        asked = zip(results, (prompts for _, prompts in self.run.held_out), strict=True)
+        samples = [record for each in asked for record in held_out_samples(*each, self.run.tokenizer)]
+        writer.write_held_out(step, samples)
         writer.write(step, metrics)
 
     def _evaluate_task(self, step: int, task: HeldOutTask, prompts: EncodedPrompts) -> EvaluationResult:

@@ -207,7 +207,7 @@ class SkippedUpdates:
         self._updates = config.mini_batches
         skipped = {
             record.get("step"): record["optimizer/skipped_updates"] or 0
-            for record in jsonl.read(Path(config.run_dir) / METRICS_FILE)
+            for record in jsonl.readable(Path(config.run_dir) / METRICS_FILE, jsonl.is_number)
             if "optimizer/skipped_updates" in record
         }
         steps = range(max(0, step - WINDOW), step)
@@ -261,7 +261,7 @@ class AlarmWatch:
         """
         self._stops, self._measured = config.observe.on_alarm == "stop", config.algorithm.measured_steps
         self._history: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in WATCHED}
-        for record in jsonl.read(Path(config.run_dir) / METRICS_FILE):
+        for record in jsonl.readable(Path(config.run_dir) / METRICS_FILE, jsonl.is_number):
             if record.get("step", step + 1) <= step:
                 self._add(record["step"], record)
         self._raised = {alarm.name for alarm in self._alarms()}

@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
+from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe.metrics_io import MetricsWriter, read_metrics
+from dcmdp_jax.observe.metrics_io import MetricsWriter, has_record, read_metrics
+from dcmdp_jax.training.stopping import AlarmWatch, SkippedUpdates
 from tests.support.our_log import our_log
 from tests.support.waiting import HANGS_S
 
@@ -158,6 +160,43 @@ def test_lost_records_are_said_at_a_resume(tmp_path, caplog, left, said):
     MetricsWriter(tmp_path, resume_step=3).close()
     warnings = [record.getMessage() for record in caplog.records if "records of" in record.getMessage()]
     assert len(warnings) == (said is not None) and all(said in line for line in warnings)
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"step": 4, "rew', b"\xff\xfe{\n", b'{"step": 2, "alarm": "x"}\n', b"3\n", b"[" * 9999])
+def test_no_damaged_line_stops_a_run_from_resuming(tmp_path, damage):
+    """What every file of lines holds when it is opened again is whole: readers at start, report and view read it."""
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"reward/mean": step / 4, "optimizer/skipped_updates": step})
+            writer.write_samples(step, [{"prompt": "p"}])
+            writer.write_held_out(step, [{"task": "t", "place": 0}])
+    names = "metrics.jsonl", "samples.jsonl", "held_out_samples.jsonl", "starts.jsonl"
+    for name in names:
+        first, *rest = (tmp_path / name).read_bytes().splitlines(keepends=True)
+        (tmp_path / name).write_bytes(first + damage + b"".join(rest) + damage)
+    config = from_config_dict({"task": {"train": "train.jsonl"}, "run_dir": str(tmp_path)})
+    # A host other than the first reads what the first may not have mended yet.
+    assert has_record(tmp_path, 1, "reward/") and not has_record(tmp_path, 1, "eval/")
+    AlarmWatch(config, 3)
+    recorded = SkippedUpdates(config, 3).record(4, {"optimizer/skipped_updates": 0})
+    MetricsWriter(tmp_path, resume_step=3).close()
+    known = sum(read_metrics(tmp_path)["optimizer/skipped_updates"][1])
+    assert known == (6 if damage.endswith(b"\n") or not damage else 4)  # a torn line takes the next with it
+    counted = 3 if known == 6 else 2
+    assert recorded == {"optimizer/skipped_share": pytest.approx(known / (config.mini_batches * (counted + 1)))}
+    for name in names:
+        assert all(json.loads(line).keys() >= {"step"} for line in (tmp_path / name).read_text().splitlines())
+    assert "command" in _lines(tmp_path, "starts.jsonl")[-1]
+
+
+def test_held_out_completions_of_a_step_that_is_evaluated_again_are_there_once(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in (0, 2):
+            writer.write_held_out(step, [{"task": "t", "place": place} for place in range(8)])
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        writer.write_held_out(2, [{"task": "u", "place": place} for place in range(8)])
+    read = [(record["step"], record["task"], record["place"]) for record in _lines(tmp_path, "held_out_samples.jsonl")]
+    assert read == [*((0, "t", place) for place in range(8)), *((2, "u", place) for place in range(8))]
 
 
 def test_tensorboard_gets_the_scalars_and_hides_repeated_steps(tmp_path):

@@ -1,6 +1,7 @@
 """Shapes that a config is computed in."""
 
 import dataclasses
+import json
 import math
 import re
 from unittest import mock
@@ -18,6 +19,9 @@ from dcmdp_jax.run import directory as run_directory
 from dcmdp_jax.run import run
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
+
+
+_OVERLAPPED = "overlap generate verify pack push step wait engine_idle total".split()
 
 
 def _plan(tmp_path, shape=(1, 1, 1), source=demo, **changes):
@@ -59,6 +63,17 @@ def test_rows_are_long_where_the_kernel_skips_other_segments(kernel, most):
     assert shapes.segments_per_row == most and (len(shapes.row_lengths) > 3) == (kernel == "xla")
     given = dataclasses.replace(config, training=dataclasses.replace(config.training, segments_per_row=3))
     assert run.packing_on(given, mesh, Compute(attention=kernel)).segments_per_row == 3
+
+
+@pytest.mark.parametrize("content", ["", '{"step": 1, "time/over', "damaged\n", '{"step": 1, "time/overlap": "x"}\n'])
+def test_metrics_that_cannot_be_read_do_not_stop_a_lagged_run_from_being_described(tmp_path, content):
+    """Killed before its first row, in the middle of one, or damaged: the line on what overlap won is left out."""
+    plan = _plan(tmp_path, rollout__lag=1)
+    (tmp_path / "run").mkdir()
+    good = json.dumps({"step": 1} | {f"time/{name}": 1.0 for name in _OVERLAPPED})
+    for lines, said in ((good + "\n", True), (content, False), (f"{content}{good}\n", content == "")):
+        (tmp_path / "run" / "metrics.jsonl").write_text(lines)
+        assert ("overlap won 1 s a step so far" in describe(plan)) == said
 
 
 def test_the_plan_advises_float32_on_a_cpu(tmp_path):
