@@ -43,6 +43,9 @@ class LossScale(NamedTuple):
 class TrainState(NamedTuple):
     """Everything that learns, one pure state.
 
+    A field that is added gets None as its default here, and what `training.state.new_state` gives it: an earlier
+    version's checkpoint, which lacks it, is read, and the field begins as in a new run.
+
     Attributes:
         step: [] int32, finished training steps.
         params: float32 or bfloat16 master parameters.

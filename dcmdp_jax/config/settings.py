@@ -144,6 +144,8 @@ class TaskSettings:
         max_turn_tokens: Most tokens that the policy samples in one turn; rollout.max_completion_tokens bounds all
             turns and answers together. 0: that divided by max_turns. Source: ours.
         on_bad_row: A malformed row of data: error stops with its line number, skip counts it.
+        on_changed_data: Problems of task.train that are not those that a resumed run began with: error stops,
+            continue warns. Source: ours.
         verifier_workers: Processes that judge answers.
         verifier_timeout: Processor time that one answer may take; over it the reward is 0. Source: ours.
         verifier_budget: Longest wait for the answers of one batch; undecided ones then get reward 0. 0: no limit.
@@ -158,6 +160,7 @@ class TaskSettings:
     max_turns: int = setting(4, unit="turns", minimum=1, limit=(1024, "each turn is a call of the engine"))
     max_turn_tokens: int = setting(0, unit="tokens", minimum=0, limit=MOST_TOKENS)
     on_bad_row: str = setting("error", choices=("error", "skip"))
+    on_changed_data: str = setting("error", choices=("error", "continue"), free=True)
     verifier_workers: int = setting(2, unit="processes", minimum=1, limit=(1024, "each is a process"), free=True)
     verifier_timeout: float = setting(5.0, unit="seconds", minimum=0.01)
     verifier_budget: float = setting(120.0, unit="seconds", minimum=0, free=True)

@@ -38,6 +38,12 @@ logger = logging.getLogger(__name__)
 _ITEMS = ("params", "learner", "meta")
 # Of a run whose sampling runs ahead: what the batches in flight are sampled with.
 _BEHIND = "behind"
+_OF_SETTINGS = {"loss_scale": "model.compute_dtype=float16", "opt_state": "config.optimizer"}
+
+
+def needed_by(field: str) -> str:
+    """What gives a state a field: a setting, or the version."""
+    return _OF_SETTINGS.get(field, "another version of the code or of its libraries")
 
 
 class CheckpointError(UserError):
@@ -99,6 +105,7 @@ class _BestScores(preservation_policy.PreservationPolicy):
     Only scores with the name of the newest count: numbers of another evaluation are not comparable.
     """
 
+    directory: Path
     count: int
 
     def should_preserve(
@@ -108,9 +115,12 @@ class _BestScores(preservation_policy.PreservationPolicy):
         context: preservation_policy.PreservationContext,
     ) -> list[bool]:
         del context
-        scores = [(place, info.metrics) for place, info in enumerate(checkpoints) if info.metrics]
-        newest = scores[-1][1].get("name") if scores else None
-        ranked = sorted((metrics["score"], place) for place, metrics in scores if metrics.get("name") == newest)
+        scores = []
+        for place, info in enumerate(checkpoints):
+            with contextlib.suppress(ValueError):  # damaged since the run began
+                scores += [(place, score)] if (score := _read_score(self.directory / str(info.step))) else []
+        newest = scores[-1][1].name if scores else None
+        ranked = sorted((score.value, place) for place, score in scores if score.name == newest)
         best = {place for _, place in ranked[max(len(ranked) - self.count, 0) :]}
         return [place in best for place in range(len(checkpoints))]
 
@@ -126,6 +136,7 @@ class Checkpoints:
         keep_best: int,
         hosts: Hosts = ONE_PROCESS,
         adapters: SavedAdapters | None = None,
+        problems: str = "",
     ) -> None:
         """Open `run_dir`/checkpoints, making it if needed and removing a save that a kill left unfinished.
 
@@ -135,8 +146,9 @@ class Checkpoints:
             keep_best: number of those with the highest score to keep besides.
             hosts: the processes of the run. Each calls every method; each array is written by those that hold it.
             adapters: record of the states' parameters, if they are adapters.
+            problems: number and digest of the problems that the run trains on, for `check_problems`.
         """
-        self._hosts, self._adapters = hosts, adapters
+        self._hosts, self._adapters, self._problems = hosts, adapters, problems
         self._directory = Path(run_dir).resolve() / "checkpoints"
         self._reference: dict[str, int] | None = None
         self.behind: dict[int, Params] = {}
@@ -148,15 +160,13 @@ class Checkpoints:
         if not hosts.is_writer:
             self._run = run_id(Path(run_dir))
         keep = preservation_policy.AnyPreservationPolicy(
-            [preservation_policy.LatestN(keep_last), _BestScores(keep_best)]
+            [preservation_policy.LatestN(keep_last), _BestScores(self._directory, keep_best)]
         )
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_names=(*_ITEMS, _BEHIND),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=keep,
-                # Orbax 0.12 writes the scores to disk, for a resumed run, only if there is a best_fn.
-                best_fn=lambda metrics: metrics["score"],
                 cleanup_tmp_directories=True,
                 enable_async_checkpointing=True,
             ),
@@ -180,9 +190,15 @@ class Checkpoints:
             prompts_taken: position in the stream of prompts where the next step begins.
             behind: version -> parameters that the batches in flight are sampled with: sampling is a function of
                 weights, seed and step, so a resumed run samples them again.
+
+        Raises:
+            CheckpointError: if there is a later one, which Orbax would keep in its place.
         """
-        if self._manager.latest_step() == step:
+        newest = self._manager.latest_step()
+        if newest == step:
             return
+        if newest is not None and newest > step:
+            raise CheckpointError(f"{self._directory}: {newest} is later than step {step}, which is not saved; move it")
         if jax.default_backend() == "cpu":
             # On CPU a host view shares memory with the array, which the next step's donation would overwrite.
             state = _copied(state)
@@ -194,6 +210,7 @@ class Checkpoints:
             "digests": {"params": digests(state.params), "learner": digests(learner)},
             "prompts_taken": prompts_taken,
             "run": self._run,
+            "problems": self._problems,
             **({} if self._adapters is None else {"adapters": self._adapters._asdict()}),
         }
         if self._reference is not None:
@@ -204,7 +221,7 @@ class Checkpoints:
             items[_BEHIND] = ocp.args.StandardSave(named)
             meta["digests"][_BEHIND] = {version: digests(params) for version, params in named.items()}
         meta["crc32"] = _record_checksum(meta)
-        self._manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)), metrics={})
+        self._manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)))
 
     def add_score(self, step: int, score: PolicyScore) -> None:
         """Make a saved step a candidate for the best; wait until it is on disk.
@@ -219,9 +236,9 @@ class Checkpoints:
         if self._hosts.is_writer:
             path = self._directory / str(step) / "metrics" / "metrics"
             path.parent.mkdir(exist_ok=True)
-            atomic_write(path, json.dumps({"name": score.name, "score": float(score.value)}))
+            saved = {"name": score.name, "score": float(score.value), "step": step}
+            atomic_write(path, json.dumps(saved | {"crc32": _record_checksum(saved)}))
         self._hosts.wait_for_all()
-        self._manager.reload()
 
     def check_reference(self, reference: Params, step: int, source: Path) -> None:
         """Record the digests of the frozen parameters; compare them with those of a saved step.
@@ -289,6 +306,29 @@ class Checkpoints:
             )
         return None
 
+    def check_problems(self, step: int, *, may_change: bool) -> None:
+        """Compare the problems to train on with those of a saved step; an earlier version's has no record of them.
+
+        Args:
+            step: step of the checkpoint that the run goes on from.
+            may_change: whether to go on with other ones, with a warning.
+
+        Raises:
+            CheckpointError: in one line, if they differ and may not.
+        """
+        before = self._meta(step).get("problems") or self._problems
+        if before == self._problems:
+            return
+        said = (
+            f"config.task.train: has {self._problems} (number, digest), the run began with {before} (checkpoint {step})"
+        )
+        if not may_change:
+            raise CheckpointError(
+                f"{said}: prompts would be asked in another order; put the data back, or go on by "
+                "--config.task.on_changed_data=continue"
+            )
+        logger.warning("%s: prompts are asked in another order", said)
+
     def prompts_taken(self, step: int) -> int | None:
         """Position in the stream of prompts that a readable checkpoint was saved with; None if it has none."""
         return self._meta(step).get("prompts_taken")
@@ -318,7 +358,7 @@ class Checkpoints:
         self, step: int, abstract: TrainState, model: ModelConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         saved = self._meta(step)
-        _check_record(saved)
+        _check_record(saved, step)
         if saved.get("run", self._run) != self._run:
             raise CheckpointError(
                 f"{self._directory / str(step)}: it is of run {saved['run']}, this directory is of run {self._run} "
@@ -334,6 +374,11 @@ class Checkpoints:
         items = {"params": abstract.params, "learner": _learner(abstract)}
         if "['dual'].window" in saved["digests"]["learner"]:
             items["learner"]["dual"] = self._windowed_dual(step, abstract.dual)
+        for name in TrainState._field_defaults:
+            if not any(path.startswith(f"['{name}']") for path in saved["digests"]["learner"]):
+                items["learner"].pop(name, None)
+        for item in ("params", "learner"):
+            _check_structure(self._directory / str(step), saved["digests"][item], items[item])
         if kept := saved["digests"].get(_BEHIND):
             items[_BEHIND] = dict.fromkeys(kept, abstract.params)
         wanted = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
@@ -364,14 +409,51 @@ class Checkpoints:
         self._manager.close()
 
 
+def _read_score(checkpoint: Path) -> PolicyScore | None:
+    """The score in a checkpoint's directory, None if it has none.
+
+    Raises:
+        ValueError: if what is there is not what was written for that step.
+    """
+    try:
+        saved = json.loads((checkpoint / "metrics" / "metrics").read_text(encoding="utf-8"))
+        if saved == {}:  # as earlier versions wrote none; their scores have no checksum
+            return None
+        if saved.keys() != {"name", "score"}:
+            _check_record(saved, int(checkpoint.name))
+        if not (isinstance(saved["name"], str) and isinstance(saved["score"], float)):
+            raise ValueError("no score")
+        return PolicyScore(saved["name"], saved["score"])
+    except FileNotFoundError:
+        return None
+    except (OSError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"no score ({error})") from error
+
+
 def _drop_unreadable_scores(directory: Path) -> None:
     """Delete damaged scores: Orbax reads all when it opens a directory, and fails on one that a power cut emptied."""
-    for path in directory.glob("*/metrics/metrics"):
+    for path in directory.glob("[0-9]*/metrics"):
         try:
-            json.loads(path.read_text(encoding="utf-8"))
+            _read_score(path.parent)
         except ValueError:
             logger.warning("%s is damaged: that checkpoint is no longer a candidate for the best", path)
-            shutil.rmtree(path.parent)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _check_structure(checkpoint: Path, saved: Mapping[str, int], wanted: Any) -> None:
+    """Refuse a checkpoint whose arrays are other ones than the code has now: it is no damage.
+
+    Raises:
+        CheckpointError: in one line, with the first array that only one of the two has.
+    """
+    names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(wanted)}
+    for name in sorted(names ^ saved.keys()):
+        cause = needed_by(name.split("'")[1])
+        has, needs = ("has no", "needs") if name in names else ("has", "does not have")
+        raise CheckpointError(
+            f"{checkpoint}: {has} {name}, which this run {needs} ({cause}); nothing is damaged: go on with the settings "
+            "and the version that wrote it, or export it (dcmdp convert export) and start from that"
+        )
 
 
 def _check_digests(tree: Any, expected: Mapping[str, int]) -> None:
@@ -385,9 +467,11 @@ def _record_checksum(meta: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def _check_record(meta: Mapping[str, Any]) -> None:
+def _check_record(meta: Mapping[str, Any], step: int) -> None:
     if meta["crc32"] != _record_checksum(meta):
-        raise ValueError("its record of model and digests does not match its checksum")
+        raise ValueError("its record does not match its checksum")
+    if meta["step"] != step:
+        raise ValueError(f"it was saved as that of step {meta['step']}")
 
 
 def latest_checkpoint(run_dir: str | Path) -> tuple[Path, int]:
@@ -482,6 +566,7 @@ def _trained(path: Path) -> tuple[Params, SavedAdapters | None, ModelConfig, dic
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shapes = declared_shapes(trained(model, adapters and adapters.lora), meta["param_dtype"])
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
+        _check_structure(path, meta["digests"]["params"], abstract)
         params = ocp.StandardCheckpointer().restore(path / "params", abstract)
         _check_digests(params, meta["digests"]["params"])
     return params, adapters, model, meta
@@ -513,7 +598,7 @@ def _read_meta(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     """The model, and the whole record that contains it."""
     # Orbax would start JAX, which a reader may still have to prepare.
     meta = json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
-    _check_record(meta)
+    _check_record(meta, int(path.name))
     fields = dict(meta["model"])
     return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])}), meta
 
@@ -522,6 +607,8 @@ def _read_meta(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
 def _naming_damage(path: Path) -> Iterator[None]:
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:  # Orbax raises any error of the storage layer
         raise CheckpointError(f"{path}: damaged ({_first_line(error)}); choose another step") from error
 

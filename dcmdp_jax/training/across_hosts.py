@@ -40,9 +40,9 @@ def settings_and_code(config: Config) -> dict[str, str]:
 def data_facts(run: Run) -> dict[str, str]:
     """Devices, encoded problems, worked solutions and the files of the weights, as this host sees them."""
     devices = jax.local_devices()
-    facts = {"devices": f"{len(devices)} x {devices[0].device_kind}", "problems of task.train (digest)": _of(run.train)}
+    facts = {"devices": f"{len(devices)} x {devices[0].device_kind}", "problems of task.train (digest)": digest_of(run.train)}
     for task, prompts in run.held_out:
-        facts[f"problems of {task.location} of evaluation.task (digest)"] = _of(prompts)
+        facts[f"problems of {task.location} of evaluation.task (digest)"] = digest_of(prompts)
     if run.worked_solutions:
         facts["problems of warmup.task (digest)"] = _digest(
             ids.tobytes() for pair in zip(*run.worked_solutions, strict=True) for ids in pair
@@ -52,7 +52,9 @@ def data_facts(run: Run) -> dict[str, str]:
     return facts
 
 
-def _of(problems: EncodedPrompts) -> str:
+def digest_of(problems: EncodedPrompts) -> str:
+    """Number of problems, and a digest of prompts, answers and columns in their order."""
+
     def parts() -> Iterable[bytes]:
         for ids, problem in zip(problems.token_ids, problems.problems, strict=True):
             yield ids.tobytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import merge_rounding, merged, trained
 from dcmdp_jax.models.params import declared_shapes
-from dcmdp_jax.run.checkpoint import Checkpoints, WindowedDual
+from dcmdp_jax.run.checkpoint import Checkpoints, WindowedDual, needed_by
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
@@ -38,6 +39,8 @@ from dcmdp_jax.training.step_metrics import Metrics
 from dcmdp_jax.training.stopping import Interrupted, StopSignal
 from dcmdp_jax.training.warmup import warm_up
 from dcmdp_jax.types import LossScale, Params, TrainState
+
+logger = logging.getLogger(__name__)
 
 
 class StepPrograms(NamedTuple):
@@ -160,6 +163,13 @@ def start(
         if isinstance(state.dual, WindowedDual):
             state = state._replace(dual=dual_of_window(config.algorithm, state.dual))
         step = int(state.step)
+        for name in TrainState._field_defaults:
+            if getattr(state, name) is None and getattr(abstract, name) is not None:
+                given = step, name, needed_by(name)
+                logger.warning("checkpoint %d has no %s (%s): it begins as in a new run", *given)
+                initial = jax.jit(lambda params, name=name: getattr(create(params), name))
+                state = state._replace(**{name: jax.device_put(initial(state.params), getattr(shardings, name))})
+        checkpoints.check_problems(step, may_change=config.task.on_changed_data == "continue")
         show(f"resuming {config.run_dir} after step {step}")
         taken = checkpoints.prompts_taken(step)
         return state, True, step * config.training.prompts_per_step if taken is None else taken

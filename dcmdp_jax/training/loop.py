@@ -24,7 +24,7 @@ from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.run.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.run.directory import claimed, record_config
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.training.across_hosts import data_facts
+from dcmdp_jax.training.across_hosts import data_facts, digest_of
 from dcmdp_jax.training.batches import Batches
 from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, start
 from dcmdp_jax.training.rollout_sampler import trainer_state
@@ -194,7 +194,10 @@ class Trainer:
         self.batches.push(state.params, step, PhaseTimer())
         results = [self._evaluate_task(step, task, prompts) for task, prompts in self.run.held_out]
         named = zip(results, self.run.held_out, strict=True)
-        name = " ".join(f"{result.task}/avg@{result.samples} {task.location}" for result, (task, _) in named)
+        name = " ".join(
+            f"{result.task}/avg@{result.samples} {task.location} ({digest_of(prompts)})"
+            for result, (task, prompts) in named
+        )
         score = PolicyScore(f"{name} temperature={self.config.evaluation.temperature:g}", plain_average(results))
         self.checkpoints.add_score(step, score)
         metrics: dict[str, float] = {}
@@ -269,6 +272,7 @@ def train(run: Run, *, show: Callable[[str], None], programs: StepPrograms | Non
             keep_best=kept.keep_best,
             hosts=run.hosts,
             adapters=run.saved_adapters,
+            problems=digest_of(run.train),
         )
         stack.callback(checkpoints.close)
         programs = programs or make_step_programs(config, run.model, run.compute, run.mesh, run.lora)

@@ -1,5 +1,6 @@
 """Checkpoints: the same bits back, only the kept ones on disk, damage found out and stepped over."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -220,7 +221,8 @@ def test_a_score_that_comes_after_a_restart_counts(opened, tmp_path):
         _scored(checkpoints, step, score)
     assert _on_disk(tmp_path) == [1, 3]
     record = tmp_path / "checkpoints" / "1" / "metrics" / "metrics"
-    assert json.loads(record.read_text()) == {"name": "eval", "score": 0.9}
+    saved = json.loads(record.read_text())
+    assert (saved["name"], saved["score"], saved["step"]) == ("eval", 0.9, 1)
 
 
 def test_a_later_score_replaces_an_earlier_one(opened, tmp_path):
@@ -356,11 +358,109 @@ def test_a_damaged_score_costs_the_score_alone(opened, tmp_path, caplog):
     path = tmp_path / "checkpoints" / "2" / "metrics" / "metrics"
     path.write_bytes(b"")
     checkpoints = opened(keep_last=1, keep_best=1)
-    assert our_log(caplog) == [f"{path} is damaged: that checkpoint is no longer a candidate for the best"]
+    assert our_log(caplog) == [f"{path.parent} is damaged: that checkpoint is no longer a candidate for the best"]
     _same_bits(_state(2), checkpoints.restore(_abstract(_state()), _MODEL))
     _scored(checkpoints, 3, 0.5)
     checkpoints.close()
     assert _on_disk(tmp_path) == [1, 3]
+
+
+def _directory_in_place(path):
+    path.unlink()
+    path.mkdir()
+
+
+def _file_in_place(path):
+    shutil.rmtree(path.parent)
+    path.parent.write_text("")
+
+
+_SPOILT = [
+    *(b'{"scorf": 0.5}', b"3", b'"x"', b"null", b"[]", b'{"name": "eval", "score": "0.2"}', b"\xff", b"[" * 9999),
+    *(_directory_in_place, _file_in_place),
+    # The digit is another one; the score is another checkpoint's.
+    lambda path: path.write_bytes(path.read_bytes().replace(b"0.2", b"0.9")),
+    lambda path: shutil.copy(path.parents[2] / "1" / "metrics" / "metrics", path),
+]
+
+
+@pytest.mark.parametrize("opens_again", [True, False])
+@pytest.mark.parametrize("spoil", _SPOILT, ids=map(str, range(len(_SPOILT))))
+def test_a_spoilt_score_is_no_score_and_later_saves_go_on(opened, tmp_path, spoil, opens_again):
+    """Between runs and while one runs. With 0.9 for 0.2, or step 1's own score, step 2 would be the best."""
+    checkpoints = opened(keep_last=1, keep_best=1)
+    for step, score in ((1, 0.7), (2, 0.2)):
+        _scored(checkpoints, step, score)
+    path = tmp_path / "checkpoints" / "2" / "metrics" / "metrics"
+    path.write_bytes(spoil) if isinstance(spoil, bytes) else spoil(path)
+    checkpoints = opened(keep_last=1, keep_best=1) if opens_again else checkpoints
+    _scored(checkpoints, 3, 0.1)
+    _scored(checkpoints, 4, None)
+    checkpoints.close()
+    assert _on_disk(tmp_path) == [1, 4]
+
+
+def test_a_score_of_an_earlier_version_has_no_checksum_and_counts(opened, tmp_path):
+    checkpoints = opened(keep_last=1, keep_best=1)
+    for step, score in ((1, 0.2), (2, 0.1)):
+        _scored(checkpoints, step, score)
+    (tmp_path / "checkpoints" / "1" / "metrics" / "metrics").write_text('{"name": "eval", "score": 0.2}')
+    checkpoints = opened(keep_last=1, keep_best=1)
+    _scored(checkpoints, 3, 0.15)
+    checkpoints.close()
+    assert _on_disk(tmp_path) == [1, 3]
+
+
+def test_a_checkpoint_under_another_number_is_not_taken_for_that_one(opened, two, tmp_path, caplog):
+    """Renamed upwards, Orbax would decline every later save; an older one under the newest number would be exported."""
+    shutil.move(two / "2", two / "999")
+    with pytest.raises(CheckpointError, match=r"999: damaged \(it was saved as that of step 2\)"):
+        load_params_only(tmp_path)
+    checkpoints = opened()
+    _same_bits(checkpoints.restore(_abstract(_state()), _MODEL), _state(1))
+    assert "checkpoint 999 of" in caplog.text and "it was saved as that of step 2" in caplog.text
+    checkpoints.save(3, _state(3), model=_MODEL)
+    checkpoints.wait()
+    _same_bits(opened().restore(_abstract(_state()), _MODEL), _state(3))
+    with pytest.raises(CheckpointError, match="3 is later than step 2, which is not saved"):
+        opened().save(2, _state(2), model=_MODEL)
+
+
+def test_a_checkpoint_without_a_field_that_has_a_default_is_read(opened):
+    """What an earlier version, or a run without float16, saved: `training.build` gives the field its first value."""
+    _saved(opened, 3)
+    now = _state(3)._replace(loss_scale=LossScale(jnp.float32(512), jnp.int32(7)))
+    _same_bits(opened().restore(_abstract(now), _MODEL), _state(3))
+
+
+def test_a_difference_of_structure_is_named_and_is_no_damage(opened, two):
+    shorter = _state(2)._replace(opt_state=_state(2).opt_state[1:])
+    with pytest.raises(CheckpointError) as raised:
+        opened().restore(_abstract(shorter), _MODEL)
+    assert str(raised.value).startswith(f"{two}/2: has ['opt_state'][0].count, which this run does not have (config.opt")
+    checkpoints = opened()
+    scaled = _state(3)._replace(loss_scale=LossScale(jnp.float32(512), jnp.int32(7)))
+    checkpoints.save(3, scaled, model=_MODEL)
+    checkpoints.wait()
+    with pytest.raises(CheckpointError, match=r"3: has \['loss_scale'\].* \(model.compute_dtype=float16\); nothing is dam"):
+        opened().restore(_abstract(_state()), _MODEL)
+    assert _on_disk(two.parent) == [2, 3] and not (two / "damaged").exists()
+
+
+def test_other_problems_than_the_run_began_with_are_refused_or_said(tmp_path, caplog):
+    def opened(problems):
+        return Checkpoints(tmp_path, keep_last=2, keep_best=0, problems=problems)
+
+    with contextlib.closing(opened("10, 0a")) as checkpoints:
+        checkpoints.save(3, _state(3), model=_MODEL)
+    with contextlib.closing(opened("10, 0a")) as checkpoints:
+        checkpoints.check_problems(3, may_change=False)
+    with contextlib.closing(opened("14, 0b")) as checkpoints:
+        with pytest.raises(CheckpointError, match="has 14, 0b .*, the run began with 10, 0a .*on_changed_data=continue"):
+            checkpoints.check_problems(3, may_change=False)
+        assert our_log(caplog) == []
+        checkpoints.check_problems(3, may_change=True)
+        assert "the run began with 10, 0a" in our_log(caplog)[0]
 
 
 def test_scores_of_another_evaluation_do_not_compete(opened, tmp_path):

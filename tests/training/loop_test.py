@@ -62,7 +62,8 @@ def _scores(run_dir):
     found = {}
     for path in (Path(run_dir) / "checkpoints").iterdir():
         if path.name.isdigit():
-            found[int(path.name)] = json.loads((path / "metrics" / "metrics").read_text()).get("score")
+            score = path / "metrics" / "metrics"
+            found[int(path.name)] = json.loads(score.read_text())["score"] if score.exists() else None
     return found
 
 
