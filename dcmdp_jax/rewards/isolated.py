@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +35,8 @@ from typing import Any
 from dcmdp_jax.errors import one_line
 from dcmdp_jax.rewards.isolated_worker import BadMessage, receive, send
 
-_PROGRAM = ("-m", "dcmdp_jax.rewards.isolated_worker")
+# Without -P the working directory would come first, and a `resource.py` in it in the standard library's place.
+_PROGRAM = ("-P", "-m", "dcmdp_jax.rewards.isolated_worker")
 LOAD_SECONDS = 300.0
 """Longest time to load a function. Some libraries take minutes to import on a busy machine."""
 _ATTEMPTS = 2
@@ -197,8 +199,10 @@ class _Worker:
 
     def _start(self) -> None:
         self.end()
-        package_root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+        # Of an installed package Python finds the root by itself, after the standard library.
+        root = str(Path(__file__).resolve().parents[2])
+        own = None if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else root
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), own)))
         self._socket, theirs = socket.socketpair()
         alive, lifeline = os.pipe()  # never written: its end tells that the trainer is gone
         self._ends.enter_context(self._socket)

@@ -1,6 +1,6 @@
 """The program of an isolated process, which loads one function, then calls it for the trainer, one call at a time.
 
-    python -m dcmdp_jax.rewards.isolated_worker MODULE [MEMORY_BYTES SOCKET_FD LIFELINE_FD]
+    python -P -m dcmdp_jax.rewards.isolated_worker MODULE [MEMORY_BYTES SOCKET_FD LIFELINE_FD]
 
 The first request calls `MODULE.load`, which returns the function that later requests call. Without the descriptors the
 program only loads, without arguments, to show why it can't.
@@ -134,6 +134,7 @@ def _end_with_trainer(lifeline_fd: int) -> None:
 
 def main(module: str, memory_bytes: int = 0, socket_fd: int | None = None, lifeline_fd: int | None = None) -> None:
     """Run the program with its command line's arguments."""
+    sys.path.append(os.getcwd())  # the user's own modules, after the standard library's
     if socket_fd is None or lifeline_fd is None:
         importlib.import_module(module).load()
         return

@@ -451,8 +451,8 @@ def _check_structure(checkpoint: Path, saved: Mapping[str, int], wanted: Any) ->
         cause = needed_by(name.split("'")[1])
         has, needs = ("has no", "needs") if name in names else ("has", "does not have")
         raise CheckpointError(
-            f"{checkpoint}: {has} {name}, which this run {needs} ({cause}); nothing is damaged: go on with the settings "
-            "and the version that wrote it, or export it (dcmdp convert export) and start from that"
+            f"{checkpoint}: {has} {name}, which this run {needs} ({cause}); nothing is damaged: go on with the "
+            "settings and the version that wrote it, or export it (dcmdp convert export) and start from that"
         )
 
 

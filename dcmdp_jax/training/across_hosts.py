@@ -40,7 +40,10 @@ def settings_and_code(config: Config) -> dict[str, str]:
 def data_facts(run: Run) -> dict[str, str]:
     """Devices, encoded problems, worked solutions and the files of the weights, as this host sees them."""
     devices = jax.local_devices()
-    facts = {"devices": f"{len(devices)} x {devices[0].device_kind}", "problems of task.train (digest)": digest_of(run.train)}
+    facts = {
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "problems of task.train (digest)": digest_of(run.train),
+    }
     for task, prompts in run.held_out:
         facts[f"problems of {task.location} of evaluation.task (digest)"] = digest_of(prompts)
     if run.worked_solutions:

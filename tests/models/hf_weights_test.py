@@ -5,6 +5,8 @@ import dataclasses
 import json
 import re
 import resource
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from dcmdp_jax.models.hf_weights import iterate_hf_tensors, load_params, save_pa
 from dcmdp_jax.models.params import hf_tensors, init_params, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from tests.support.refusals import refused
+from tests.support.runs import ROOT
 
 CONFIG = ModelConfig("qwen3", 11, 8, 12, 2, 4, 2, 4)
 TIED = ModelConfig("qwen2", 11, 8, 12, 2, 2, 1, 4, tie_word_embeddings=True, attention_bias=True)
@@ -370,6 +373,73 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, limit, file):
     assert caught.value.filename is not None or caught.value.errno is None
     assert re.search(rf"{tmp_path}/\.out\.partial-\w+/{file}\b", str(caught.value))
     assert not any(tmp_path.iterdir())
+
+
+@contextlib.contextmanager
+def _writing(directory):
+    """Write a file of the directory's new content; a kill within leaves what is there."""
+    with hf_weights.whole_directory(directory, overwrite=True) as partial:
+        (partial / "file").write_text("new")
+        yield partial
+
+
+_DIES = """
+import os, sys
+from pathlib import Path
+from dcmdp_jax.models import hf_weights
+step, directory = sys.argv[1], Path(sys.argv[2])
+renames = []
+def counted(self, target, rename=Path.rename):
+    if step == "renamed" and renames:
+        os._exit(9)
+    renames.append(target)
+    return rename(self, target)
+Path.rename = counted
+if step == "renamed":
+    hf_weights._EXCHANGE = 1 << 20  # as where two names can't be exchanged
+with hf_weights.whole_directory(directory, overwrite=True) as partial:
+    (partial / "file").write_text("new")
+    if step == "written":
+        os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("step", ["written", "renamed"])
+def test_what_a_killed_writer_leaves_is_removed_and_the_old_directory_comes_back(tmp_path, step):
+    """Killed before anything was renamed, and between the two renames of a file system that can't exchange names."""
+    directory = tmp_path / "model[1]"
+    directory.mkdir()
+    (directory / "file").write_text("old")
+    done = subprocess.run([sys.executable, "-c", _DIES, step, str(directory)], cwd=ROOT, check=False)
+    assert done.returncode == 9 and len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(FileExistsError, match="is not empty"), hf_weights.whole_directory(directory, overwrite=False):
+        pytest.fail("the old directory is there again")
+    assert (directory / "file").read_text() == "old"
+    with _writing(directory):
+        pass
+    assert (directory / "file").read_text() == "new" and list(tmp_path.iterdir()) == [directory]
+
+
+def test_a_directory_that_another_process_is_writing_is_left_to_it(tmp_path):
+    with _writing(tmp_path / "model") as first, _writing(tmp_path / "model") as second:
+        assert first.is_dir() and first != second
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_old_directory_is_there_until_the_new_one_is(tmp_path, monkeypatch):
+    """One system call exchanges them: Path.rename, of which there were two, is not called."""
+    with _writing(tmp_path / "model"):
+        pass
+    monkeypatch.setattr(hf_weights.Path, "rename", lambda *_: pytest.fail("the old directory is moved away"))
+    with _writing(tmp_path / "model") as partial:
+        (partial / "file").write_text("newer")
+    assert (tmp_path / "model" / "file").read_text() == "newer" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_files_of_a_model_may_be_read_by_whom_the_directory_may(tmp_path):
+    save_params(init_params(CONFIG, jax.random.key(0)), CONFIG, tmp_path / "out", dtype="float32")
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()}
+    assert set(modes.values()) == {oct((tmp_path / "out").stat().st_mode & 0o666)}, modes
 
 
 def test_index_against_files(tmp_path):

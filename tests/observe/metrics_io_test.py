@@ -162,7 +162,9 @@ def test_lost_records_are_said_at_a_resume(tmp_path, caplog, left, said):
     assert len(warnings) == (said is not None) and all(said in line for line in warnings)
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"step": 4, "rew', b"\xff\xfe{\n", b'{"step": 2, "alarm": "x"}\n', b"3\n", b"[" * 9999])
+@pytest.mark.parametrize(
+    "damage", [b"", b'{"step": 4, "rew', b"\xff\xfe{\n", b'{"step": 2, "alarm": "x"}\n', b"3\n", b"[" * 9999]
+)
 def test_no_damaged_line_stops_a_run_from_resuming(tmp_path, damage):
     """What every file of lines holds when it is opened again is whole: readers at start, report and view read it."""
     with MetricsWriter(tmp_path) as writer:

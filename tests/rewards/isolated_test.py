@@ -121,7 +121,9 @@ def test_a_process_that_can_not_start_is_one_error(tmp_path, monkeypatch, progra
         kind, problem = _run(pool, "echo", 1)
     assert kind == "load" and problem.startswith(reason)
     if program.startswith("import"):
-        assert problem.endswith(f"{sys.executable} -m dcmdp_jax.rewards.isolated_worker no_function` shows the error")
+        assert problem.endswith(
+            f"{sys.executable} -P -m dcmdp_jax.rewards.isolated_worker no_function` shows the error"
+        )
 
 
 def test_close_leaves_nothing_behind():

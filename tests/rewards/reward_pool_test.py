@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dcmdp_jax.environments.pool import EnvironmentPool
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.rewards.reward_pool import Returned, RewardPool
 from tests.rewards import planted_rewards
@@ -32,6 +34,35 @@ def _failure(pool: RewardPool) -> tuple[str, int | None]:
     [error] = pool.collect().values()
     assert isinstance(error, RewardError)
     return str(error), error.row
+
+
+@pytest.mark.parametrize("kind", ["file", "module", "verifier", "environment"])
+def test_files_where_the_user_stands_do_not_replace_the_standard_librarys(tmp_path, monkeypatch, kind):
+    """`random.py` of a user, who keeps a reward beside it and starts the run there."""
+    for name in ("resource", "random", "json", "types", "socket"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the one of the standard library')")
+    (tmp_path / "mine.py").write_text(
+        "import random, resource\n"
+        "def reward(completions, **_): return [1.0 for _ in completions]\n"
+        "class Game:\n"
+        "    def reset(self, prompt, **_): pass\n"
+        "    def step(self, text): return '', 1.0, True\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    if kind == "verifier":
+        with Verifier(1, _LONG_S, 0.0) as verifier:
+            assert verifier.grade(["\\boxed{x^2+2x+1}"], ["(x+1)^2"]).rewards.tolist() == [1.0]
+    elif kind == "environment":
+        with EnvironmentPool("mine:Game", [], timeout_s=_LONG_S) as pool:
+            pool.check()
+            pool.reset(["p"], {}, lambda: None)
+            assert pool.step([0], ["t"], lambda: None)[0].reward == 1.0
+    else:
+        name = "mine.py:reward" if kind == "file" else "mine:reward"
+        with RewardPool([name], ["source"], timeout_s=_LONG_S) as pool:
+            pool.wait_until_loaded()
+            _begin(pool)
+            assert pool.collect()[name].rewards == [1.0, 1.0]
 
 
 def _begin(pool: RewardPool, lengths: tuple[int, ...] = (1, 2), source: str = "algebra", **columns) -> None:

@@ -437,12 +437,16 @@ def test_a_difference_of_structure_is_named_and_is_no_damage(opened, two):
     shorter = _state(2)._replace(opt_state=_state(2).opt_state[1:])
     with pytest.raises(CheckpointError) as raised:
         opened().restore(_abstract(shorter), _MODEL)
-    assert str(raised.value).startswith(f"{two}/2: has ['opt_state'][0].count, which this run does not have (config.opt")
+    assert str(raised.value).startswith(
+        f"{two}/2: has ['opt_state'][0].count, which this run does not have (config.opt"
+    )
     checkpoints = opened()
     scaled = _state(3)._replace(loss_scale=LossScale(jnp.float32(512), jnp.int32(7)))
     checkpoints.save(3, scaled, model=_MODEL)
     checkpoints.wait()
-    with pytest.raises(CheckpointError, match=r"3: has \['loss_scale'\].* \(model.compute_dtype=float16\); nothing is dam"):
+    with pytest.raises(
+        CheckpointError, match=r"3: has \['loss_scale'\].* \(model.compute_dtype=float16\); nothing is dam"
+    ):
         opened().restore(_abstract(_state()), _MODEL)
     assert _on_disk(two.parent) == [2, 3] and not (two / "damaged").exists()
 
@@ -456,7 +460,9 @@ def test_other_problems_than_the_run_began_with_are_refused_or_said(tmp_path, ca
     with contextlib.closing(opened("10, 0a")) as checkpoints:
         checkpoints.check_problems(3, may_change=False)
     with contextlib.closing(opened("14, 0b")) as checkpoints:
-        with pytest.raises(CheckpointError, match="has 14, 0b .*, the run began with 10, 0a .*on_changed_data=continue"):
+        with pytest.raises(
+            CheckpointError, match="has 14, 0b .*, the run began with 10, 0a .*on_changed_data=continue"
+        ):
             checkpoints.check_problems(3, may_change=False)
         assert our_log(caplog) == []
         checkpoints.check_problems(3, may_change=True)

@@ -20,7 +20,6 @@ from dcmdp_jax.run import run
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
 
-
 _OVERLAPPED = "overlap generate verify pack push step wait engine_idle total".split()
 
 

@@ -151,7 +151,12 @@ def installed_vllm(python: str) -> tuple[str, str]:
     )
     try:
         done = subprocess.run(
-            [interpreter(python), "-c", program], capture_output=True, text=True, timeout=600, check=False
+            [interpreter(python), "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},  # -P, which Python 3.10 does not have
         )
         found = json.loads(done.stdout or "null")
     except (OSError, subprocess.SubprocessError, ValueError) as error:
