@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import describe_digit, foreign_digit, shorten, shorten_name
 from dcmdp_jax.rewards.math.answers import answer_defect
-from dcmdp_jax.rewards.math.notation import last_boxed, split_elements
+from dcmdp_jax.rewards.math.notation import last_boxed, split_elements, unwrap_text
 from dcmdp_jax.rewards.math.numbers import parse_number
 from dcmdp_jax.rewards.protocol import ARGUMENTS, Message, Problem
 
@@ -22,6 +22,8 @@ _PROMPT_FIELDS = ("prompt", "problem", "question")
 _NO_COLUMNS = ("prompt", "completion", *ARGUMENTS)
 # A label may be the number of a class, so it comes last; a solution counts if it has a box.
 _ANSWER_FIELDS = ("reward_model", "final_answer", "expected_answer", "ground_truth", "answer", "solution", "label")
+# What datasets write where they have no answer (NuminaMath-1.5: a quarter of its rows); a policy could write it too.
+_NO_ANSWERS = ("proof", "notfound", "not found", "n/a", "na", "nan", "null", "unknown", "not available", "no answer")
 _LAST_ROLES = ("user", "tool", "assistant")
 _CHAT_AS_TEXT = re.compile(r"""\s*+\[?\s*+\{\s*+["'](?:role|content)["']""")
 # What stands around an answer, and is dropped: entities of HTML, tags, a sentence that only states it.
@@ -171,6 +173,8 @@ def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
     answer, solution = _answer(row)
     if not answer:
         raise _NoAnswer(f"the answer {answer_defect(answer)}")
+    if unwrap_text(answer.strip("$. ")).strip().lower() in _NO_ANSWERS:
+        raise _NoAnswer(f"the answer is {shorten(answer)}, which says that there is none")
     defect = answer_defect(answer)
     if defect is not None:
         raise UserError(f"the answer {defect}: {shorten(answer)}")
@@ -199,7 +203,15 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
             raise _NoAnswer(r"no answer field, and no \boxed{} in the solution")
     elif field == "answer" and isinstance(value, str) and "####" in value:
         solution, _, value = value.rpartition("####")
-    return _answer_text(value, field), solution.strip()
+    answer, choices = _answer_text(value, field), row.get("choices") or row.get("options")
+    choices = choices.get("text") if isinstance(choices, Mapping) else choices
+    indexed = answer.isdecimal() and (isinstance(value, int) or answer not in map(str, choices or ()))
+    if indexed and choices and isinstance(choices, list):
+        raise UserError(
+            f"field {field!r} is {answer} beside {len(choices)} choices, an index from 0 or 1; write the letter of "
+            "the right choice, or its text"
+        )
+    return answer, solution.strip()
 
 
 def _describe_fields(row: Mapping[str, Any]) -> str:

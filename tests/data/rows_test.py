@@ -168,6 +168,27 @@ def test_several_answers_and_objects_are_no_answer(answer):
     assert _problem(_ASKED | {"answer": answer}, answers="optional").answer is None
 
 
+@pytest.mark.parametrize(
+    "answer", ["proof", "notfound", "N/A", "null", "Unknown", r"\text{Not found}", "$proof$", "proof."]
+)
+def test_words_for_no_answer_are_no_reference(answer):
+    with pytest.raises(ValueError, match="which says that there is none"):
+        _problem(_ASKED | {"answer": answer})
+    assert _problem(_ASKED | {"answer": answer}, answers="optional").answer is None
+    assert _problem(_ASKED | {"answer": "17", "question_type": "proof"}).answer == "17"
+
+
+@pytest.mark.parametrize(
+    "beside", [{"choices": ["17", "18"]}, {"options": ["17", "1"]}, {"choices": {"text": ["17", "18"]}}]
+)
+def test_an_index_beside_choices_is_refused(beside):
+    with pytest.raises(ValueError, match="field 'answer' is 1 beside 2 choices, an index"):
+        _problem(_ASKED | beside | {"answer": 1})
+    assert _problem(_ASKED | beside | {"answer": "B"}).answer == "B"
+    assert _problem(_ASKED | beside | {"answer": "17"}).answer == "17"  # a choice's text
+    assert _problem(_ASKED | {"choices": [], "answer": 1}).answer == "1"
+
+
 @pytest.mark.parametrize("write", [json.dumps, repr, lambda chat: json.dumps(chat[0])])
 def test_a_chat_written_as_text_is_a_chat(write):
     chat = [{"role": "user", "content": "It's 5+12?"}]

@@ -61,6 +61,9 @@ _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}+")
 _PREDICATE = re.compile(r"\b(?:is|are|was|were|has|have|there|because|since|where|which)\b", re.IGNORECASE)
 _CAPITALS = re.compile(r"[A-Z]{2,}+")
 _PLAIN_NUMBER = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
+_SERIES = re.compile(r"[0-9]++(?:-{1,2}[0-9]++)++|[0-9]++(?:/[0-9]++){2,}+|[0-9]++/0[0-9]++")
+_DATE = re.compile(r"(?<![0-9])0[0-9]")
+_CLOCK = re.compile(r"([0-9]{1,2}) ?: ?([0-9]{2})(?: ?([ap])\.? ?m\.?)?", re.IGNORECASE)
 _LONGEST_READ = 100_000
 
 
@@ -142,9 +145,17 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
         return False
     if without_spaces(left) == without_spaces(right):
         return True
+    if not right.isascii() and unwrap_text(left) == unwrap_text(right):  # `\text{甲}`
+        return True
+    decided = _compare_clocks(left, right)
+    if decided is not None:
+        return decided
     left_measure, right_measure = measures(left, right)
     left_text, right_text = left_measure.text, right_measure.text
     scales = factors(left_measure, right_measure)
+    decided = _compare_series(left_text, right_text)
+    if decided is not None:
+        return decided and any(a == b for a, b in scales)
     left_value, right_value = parse_number(left_text), parse_number(right_text)
     if left_value is not None and right_value is not None:
         if tolerance is not None:
@@ -202,6 +213,25 @@ def is_sentence(answer: str) -> bool:
 def _canonical_integer(text: str) -> str:
     digits = text.lstrip("+-").lstrip("0") or "0"
     return f"-{digits}" if text.startswith("-") and digits != "0" else digits
+
+
+def _compare_clocks(left: str, right: str) -> bool | None:
+    """Times of day, `3:45 PM` and `15:45`; None unless one alone names the half and the other has no twelve hours."""
+    found = [_CLOCK.fullmatch(unwrap_text(text)) for text in (left, right)]
+    named, bare = [m for m in found if m and m[3]], [m for m in found if m and not m[3] and not 1 <= int(m[1]) <= 12]
+    if not (named and bare):
+        return None
+    hour = int(named[0][1]) % 12 + 12 * (named[0][3].lower() == "p")
+    return (hour, named[0][2]) == (int(bare[0][1]), bare[0][2])
+
+
+def _compare_series(left: str, right: str) -> bool | None:
+    """Dates, ranges and scores (`2019-05-01`, `5-7`, `3-0`) number by number: none is arithmetic in a reference."""
+    given, wanted = (without_spaces(unwrap_text(text)).replace("--", "-") for text in (left, right))
+    if not _SERIES.fullmatch(wanted):
+        return False if _SERIES.fullmatch(given) and _DATE.search(given) else None
+    parts = [[part.lstrip("0") for part in re.split("([-/])", text)] for text in (given, wanted)]
+    return parts[0] == parts[1]
 
 
 def _compare_based(left: str, right: str) -> bool | None:

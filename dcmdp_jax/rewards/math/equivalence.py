@@ -213,7 +213,7 @@ def _same_lists(left: list[str], right: list[str]) -> bool:
     left_labels, right_labels = _labels(left), _labels(right)
     if None not in left_labels and set(right_labels) == {None} and _out_of_order(left_labels):
         return False  # `y = 1, x = 2` for (1, 2)
-    in_order = None not in left_labels + right_labels and left_labels == right_labels
+    in_order = None not in left_labels and left_labels == right_labels and len(set(left_labels)) > 1
     for labels, others in ((left_labels, right_labels), (right_labels, left_labels)):
         in_order |= len(set(labels)) == len(labels) and None not in labels and set(others) == {None}
     if in_order:
@@ -279,17 +279,23 @@ def _same_element(left: str, right: str) -> bool:
 
 def _matrices(left: str, right: str) -> bool | None:
     """Compare two matrices cell by cell; None unless both are."""
-    found = [_MATRIX.fullmatch(text) for text in (left, right)]
-    if found[0] is None or found[1] is None:
+    given, wanted = _rows(left), _rows(right)
+    if given is None or wanted is None:
         return None
-    cells = [
-        [[cell.strip() for cell in row.split("&")] for row in match[2].strip().removesuffix(r"\\").split(r"\\")]
-        for match in found
-    ]
-    if [len(row) for row in cells[0]] != [len(row) for row in cells[1]]:
+    if [len(row) for row in given] != [len(row) for row in wanted]:
         return False
-    pairs = ((a, b) for rows in zip(*cells, strict=True) for a, b in zip(*rows, strict=True))
+    pairs = ((a, b) for rows in zip(given, wanted, strict=True) for a, b in zip(*rows, strict=True))
     return all(_same(a, b) for a, b in pairs)
+
+
+def _rows(text: str) -> list[list[str]] | None:
+    r"""The cells of a matrix, or of `[[1,2],[3,4]]`; None for anything else."""
+    if match := _MATRIX.fullmatch(text):
+        rows = match[2].strip().removesuffix(r"\\").split(r"\\")
+        return [[cell.strip() for cell in row.split("&")] for row in rows]
+    rows = split_elements(_bracketed(text) or "", ",") if text.startswith("[[") else []
+    bodies = [_bracketed(row) for row in rows]
+    return [split_tuple(body or "") for body in bodies] if bodies and all(bodies) else None
 
 
 def _equations(left: str, right: str) -> bool | None:

@@ -52,6 +52,7 @@ _POWER_BEFORE_INDEX = re.compile(
 )
 _BRACED_INDEX = re.compile(r"_ ?\{ ?([a-zA-Z0-9]) ?\}")
 _PRIMES = re.compile(r"\^ ?(?:\{ ?((?:\\prime ?)++)\}|(\\prime(?![a-zA-Z])))")
+_ANGLES = re.compile(r"\\langle(?![a-zA-Z])([^|,]*+,(?:(?!\\[lr]angle)[^|])*+)\\rangle(?![a-zA-Z])")
 _DIGIT_GROUPS = re.compile(r"(?<![0-9,])[0-9]{1,3}(?:,[0-9]{3}(?![0-9]))++")
 
 # (pattern, what takes its place, a case, what becomes of it), in this order.
@@ -61,6 +62,8 @@ _RULES: tuple[tuple[str, str, str, str], ...] = (
     (r"(?<!\\)\\n(?![a-zA-Z])", " ", r"5\n", "5 "),
     (r"(?<=[0-9]) ?(?:,\\!|\{,\}) ?(?=[0-9]{3})", ",", "1{,}000", "1,000"),
     (r"(?<!\\)\\(?:\!|,)", "", r"5\,", "5"),
+    (r"\{ ?: ?\}", ":", "10{:}20", "10:20"),
+    (r"\\text ?\{ ?(\\\$|€|£|¥|₹) ?\}", r"\1", r"\text{\$}5", r"\$5"),
     (r"(?<!\\)\\(?:;|:|>| )|~|\\q?quad(?![a-zA-Z])", " ", r"5\;cm", "5 cm"),
     (r"\\colon(?![a-zA-Z])", ":", r"2\colon3", "2:3"),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac", r"\dfrac12", r"\frac12"),
@@ -82,11 +85,13 @@ _RULES: tuple[tuple[str, str, str, str], ...] = (
     (r"\\pounds(?![a-zA-Z])|\\£", "£", r"\pounds 5", "£ 5"),
     (r"\\euro(?![a-zA-Z])|\\€", "€", r"\euro 5", "€ 5"),
     (r"\\(?:dots[cbmio]?|cdots|hdots)(?![a-zA-Z])|(?<=,) ?\.\.\.", r"\\ldots ", "1,2,...,9", r"1,2,\ldots ,9"),
+    (r"(?<=[0-9a-zA-Z)}]) ?\.\.\.", r"\\ldots ", "1,2,3...", r"1,2,3\ldots "),
     (r"(?<![0-9])([0-9]*+\.[0-9]++) ?(?:\.\.\.|\\ldots(?![a-zA-Z]))", r"\1\\ldots ", "0.33...", r"0.33\ldots "),
     (r"(?<=[0-9])\.(?= ?[/*])", "", "5./2", "5/2"),
     (r"\b(?:np|math)\.(?=[a-z])", r"\\", "np.exp(5)", r"\exp(5)"),
     (r"\\varnothing(?![a-zA-Z])", r"\\emptyset ", r"\varnothing", r"\emptyset "),
-    (r"\\(?:operatorname|mathrm|textrm|text|rm) ?\{ ?(arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|ln|log|lg|exp) ?\}",
+    (r"\\(?:operatorname|mathrm|textrm|text|rm) ?\{ ?(?!sec ?\}[ .]*+$)"
+     r"(arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|ln|log|lg|exp) ?\}",
      r"\\\1 ", r"\mathrm{ln}2", r"\ln 2"),
     (r"\\lg(?![a-zA-Z])", r"\\log_{10}", r"\lg 2", r"\log_{10} 2"),
     (r"\\mathrm ?\{ ?C ?\} ?_ ?(?:\{([^{}]*+)\}|([0-9a-z])) ?\^ ?(?:\{([^{}]*+)\}|([0-9a-z]))", r"\\binom{\1\2}{\3\4}",
@@ -127,10 +132,22 @@ _SYMBOLS = str.maketrans(
         "″": "''", "…": r"\ldots ", "⋯": r"\cdots ", "∣": r"\mid ", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
         "⌈": r"\lceil ", "⌉": r"\rceil ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}",
         "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "⟨": r"\langle ", "⟩": r"\rangle ", "⩽": r"\leq ", "⩾": r"\geq ",
-        "：": ":", "，": ", ", "；": "; ", "（": "(", "）": ")",
+        "：": ":", "，": ", ", "；": "; ", "（": "(", "）": ")", "、": ", ", "。": ".", "或": " or ", "和": " and ",
+        "＝": "=", "％": "%", "¢": " cent ",
         **{letter: rf"\{name} " for letter, name in zip(_GREEK, _GREEK_NAMES, strict=True)},
     }
 )  # fmt: skip
+# Units and counters of Chinese; 月, 日, 分, 角 and 万 have several meanings or change the number, and stay.
+_CHINESE = dict(
+    pair.split("=")
+    for pair in (
+        "平方=square 立方=cubic 毫米=mm 厘米=cm 分米=dm 千米=km 公里=km 米=meter 毫克=mg 千克=kg 公斤=kg 克=gram "
+        "吨=tonne 毫秒=ms 秒=second 分钟=minute 小时=hour 天=day 周=week 星期=week 个月=month 年=year 岁=year 升=liter "
+        "毫升=mL 公顷=hectare 美元=dollar 欧元=euro 英镑=GBP 日元=yen 元=yuan 人民币=yuan 摄氏度=celsius 度=degree"
+    ).split()
+) | dict.fromkeys("个只名条本张次种棵辆件块位支人", "unit")
+_CHINESE_UNIT = re.compile(rf"(?<=[0-9)}}{{ ])(?:{'|'.join(sorted(_CHINESE, key=len, reverse=True))})+")
+_CHINESE_WORD = re.compile("|".join(sorted(_CHINESE, key=len, reverse=True)))
 _FRACTION = re.compile(rf"(?P<power>\^ ?)?+(?P<sign>[{''.join(_FRACTIONS)}])")
 # A small number in front of a root that follows no base is the root's index: `³√8`.
 _INDEX_OF_ROOT = re.compile(r"(?:(?<=[-+*/=(\[{,; ])|^)([²³⁴⁵⁶⁷⁸⁹ⁿ])√")
@@ -202,6 +219,7 @@ def normalize_answer(answer: str) -> str:
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
     text = _SPACE.sub(" ", upright(text))
+    text = _ANGLES.sub(lambda m: r"\begin{pmatrix}" + m[1].replace(",", r"\\") + r"\end{pmatrix}", text)
     text = _PRIMES.sub(lambda match: "'" * match[0].count("prime"), text)
     text = _INDEX.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)
     text = _POWER_BEFORE_INDEX.sub(r"\1\3\2", _BRACED_INDEX.sub(r"_\1", text))
@@ -397,6 +415,8 @@ def to_latex(text: str) -> str:
     """
     if _NOT_ASCII.search(text) is None:
         return text
+    text = re.sub("第(?=[0-9])", "", text)
+    text = _CHINESE_UNIT.sub(lambda run: _CHINESE_WORD.sub(lambda word: f" {_CHINESE[word[0]]} ", run[0]), text)
     text = _LOGARITHM.sub(r"\\log", _FRACTION.sub(_fraction, text))
     text = _INDEX_OF_ROOT.sub(lambda match: f"√[{match[1].translate(_SUPERSCRIPTS)}]", text)
     text = _SUPERSCRIPT.sub(lambda match: _script("^", match[0].translate(_SUPERSCRIPTS), match), text)

@@ -1,7 +1,7 @@
 r"""Units of measurement, counted things and words for numbers (`million`) that stand after a value.
 
 A prediction may state only what is listed here: an unknown word may change the value (`42 squared`), so it stays and
-the answer does not match. A reference answer may count anything (`16 daps`).
+the answer does not match. A reference answer may count anything that stands in the plural (`16 daps`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _MEASURES = {
     "gallons": "gallon gal 1, quart 1/4, pint 1/8, cup 1/16",
     "money": "dollar USD 1, cent 1/100",
     "euro": "euro EUR 1",
-    "sterling": "GBP 1",
+    "sterling": "GBP 1, pence 1/100",
     "yuan": "yuan RMB 1",
     "yen": "yen JPY 1",
-    "rupee": "rupee Rs 1",
+    "rupee": "rupee Rs INR 1",
     "angle": "degree deg 1",
     "radian": "radian rad 1",
     "celsius": "celsius 1",
@@ -76,6 +76,7 @@ _COUNTED = vocabulary(
     "girl goal group guest handshake horse house integer item jar kid letter man marble match member men method mark "
     "number orange orchid page pair parent passenger path pen pencil penny people permutation person piece pizza plant "
     "player point possibility problem puppy question road room row salmon seat sheep shell shirt slice solution "
+    "square "
     "step sticker student sweet table teacher team term ticket tile time toy tree triangle truck value vertex vote way "
     "white woman women word worker dime nickel"
 )
@@ -91,7 +92,7 @@ _CHANGES_A_VALUE = vocabulary(
     # functions; parts and multiples of a number
     "arc arg cos cosec cosh cot csc det exp gcd lcm lim ln log mil mill sec sgn sin sinh tan tanh cis abs "
     "hundredth thousandth millionth billionth seventh eighth ninth ten one gross fold grand "
-    "quadrillion quintillion"
+    "reciprocal negative positive inverse opposite conjugate infinities grosses googol"
 )
 
 
@@ -114,8 +115,10 @@ _AMBIGUOUS = frozenset(
 ).difference(_CLEAR)
 """Without a text command around it, a lone letter or a pair such as `mA` is variables."""
 
-_NOUN = re.compile(r"(?=[a-z]{0,40}[aeiouy])[a-z]{3,40}+")
+_NOUN = re.compile(r"(?=[a-z]{0,40}[aeiouy])(?![a-z]{0,40}(?:illions?|fold)$)[a-z]{3,40}+")
 """A noun of a reference that no list has; `5\\text{k}` or `3\\mathrm{e}` has a factor instead."""
+_PLURAL = re.compile(r"[a-z]++(?<=[^sui]s)")
+"""A noun that counts. In the singular it may say another value: `5\\text{ reciprocal}`, `5\\text{ halved}`."""
 _PROSE = re.compile(r"\\(?:text|mbox)")
 TEXT_COMMANDS = r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm|bm|underline) ?\{"
 """Start of a text command, after runs of spaces were reduced to one. The closing brace follows."""
@@ -130,8 +133,12 @@ _TEXT_CONTENT = re.compile(r"\{([^{}]*+)\}$")
 _UNIT_TOKEN = re.compile(r"[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|%|\\degree")
 _TEXT = re.compile(TEXT_COMMANDS + r"([^{}]*+)\}")
 _AMOUNT = re.compile(r"(?<![0-9]) ?([0-9]++(?:\.[0-9]++)?+) ?([a-zA-Z]++)\.?+ ?,?+ ?(?:and(?![a-zA-Z]))?+ ?")
-_CURRENCY = re.compile(r"([+-]?) ?(?:(\\\$)|(€|\\euro(?![a-zA-Z]))|(£|\\pounds(?![a-zA-Z]))|(¥)) ?")
-_CURRENCIES = ("money", "euro", "sterling", "yen")
+_CURRENCY = re.compile(
+    r"([+-]?) ?(?:(\\\$)|(€|\\euro(?![a-zA-Z]))|(£|\\pounds(?![a-zA-Z]))|(¥)"
+    r"|(₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
+)
+_CURRENCIES = ("money", "euro", "sterling", "yuan or yen", "rupee")
+_ONE_SIGN = [{(("yuan or yen", 1),), ((name, 1),)} for name in ("yuan", "yen")]
 _SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
 _PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _MAX_PIECES = 12
@@ -185,7 +192,8 @@ def factors(left: Quantity, right: Quantity) -> list[tuple[Fraction, Fraction]]:
     below 1 without a percent sign is not a number of percent (0.5% is not 1/2).
     """
     if left.dimension and right.dimension:
-        if left.dimension != right.dimension or left.percent != right.percent:
+        units = {left.dimension, right.dimension}
+        if (len(units) > 1 and units not in _ONE_SIGN) or left.percent != right.percent:
             return []
         return [(left.scale * left.size, right.scale * right.size)]
     pairs = [(left.scale, right.scale)]
@@ -295,7 +303,7 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     scale, size, percent = Fraction(1), Fraction(1), False
     powers: dict[str, int] = {}
     sign, next_power, last = 1, 1, None
-    nouns, lone_letters, joined, position = [], 0, False, 0
+    nouns, counts, lone_letters, joined, position = [], False, 0, False, 0
     for token in _UNIT_TOKEN.finditer(text):
         if text[position : token.start()].strip(" }·()"):
             return None
@@ -328,6 +336,7 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
             noun = word.lower().rstrip(".")
             if known is None and any_noun and _NOUN.fullmatch(noun) and not {noun, noun[:-1]} & _CHANGES_A_VALUE:
                 nouns.append(_singular(noun))
+                counts |= _PLURAL.fullmatch(noun) is not None
                 continue
             if known is None:
                 return None
@@ -342,6 +351,8 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     if lone_letters and not letters and not joined:
         return None
     if nouns:
+        if not (counts or powers):
+            return None
         powers[" ".join(nouns)] = 1
     if "angle" in powers and len(powers) == 2 and {"celsius", "fahrenheit"} & powers.keys():
         del powers["angle"]
