@@ -42,8 +42,6 @@ def paper_config(arg: str, *, model: str, run_dir: str, replicas_of: int = 1) ->
     config.rollout.vllm.replicas = 0
     config.rollout.vllm.tensor_parallel_size = replicas_of
     config.rollout.max_rows = 512
-    # The paper states no upper end, and its lambda goes above 0.1.
-    config.algorithm.multiplier_max = 1.0
     options = [option for option in arg.split(",") if option]
     if "local" in options and "fp8" in options:
         raise ValueError("config argument 'local,fp8': FP8 weights and activations are vLLM's; choose one of the two")

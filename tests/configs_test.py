@@ -1,5 +1,6 @@
 """Every config file, plain and with its arguments, builds and means what its docstring says."""
 
+import dataclasses
 import importlib
 import inspect
 import itertools
@@ -8,11 +9,14 @@ from pathlib import Path
 import pytest
 
 from configs import base, remedies
+from dcmdp_jax import dc_grpo_loss
+from dcmdp_jax.algorithm.dual import dual_update
 from dcmdp_jax.algorithm.losses import clip
-from dcmdp_jax.config.settings import from_config_dict, to_dict
+from dcmdp_jax.config.settings import Config, from_config_dict, to_dict
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import encode_prompts
+from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo
 from tests.support.each import check_each
 
 _FILES = sorted(
@@ -233,6 +237,18 @@ def test_the_demo_with_experts_is_the_demo_with_another_model():
         assert changed - {"run_dir", "algorithm.tolerance", "algorithm.dual_learning_rate"} == set()
 
     check_each(variants.items(), check)
+
+
+def test_lambda_has_one_default_cap_and_begins_below_it():
+    """Settings, the loss in one call, the dual update and the torch form; so the shipped ascent can rise."""
+    algorithm = Config().algorithm
+    caps = [inspect.signature(dual_update).parameters["maximum"].default]
+    caps += [inspect.signature(dc_grpo_loss).parameters["multiplier_max"].default, DcGrpo.maximum]
+    assert caps == [algorithm.multiplier_max] * 3 and not algorithm.begins_at_cap
+    for name in ("demo", "demo_vllm", "smollm2", "qwen3_8b", "qwen3_30b_a3b"):
+        assert not _config(name).algorithm.begins_at_cap, name
+    assert dataclasses.replace(algorithm, multiplier_max=algorithm.multiplier).begins_at_cap
+    assert not dataclasses.replace(algorithm, multiplier_max=0.1, dual_learning_rate=0.0).begins_at_cap
 
 
 def test_the_demo_trains_against_a_lower_precision_engine_with_room_for_lambda_to_move():

@@ -11,7 +11,7 @@ from jax import lax
 
 from dcmdp_jax.algorithm.advantages import group_advantages
 from dcmdp_jax.algorithm.discrepancy import Measure, Sided, token_discrepancy
-from dcmdp_jax.algorithm.dual import dual_update
+from dcmdp_jax.algorithm.dual import MULTIPLIER_MAX, dual_update
 from dcmdp_jax.algorithm.losses import Aggregation, aggregation_weights, importance_ratio
 from dcmdp_jax.algorithm.masked import masked_mean, weighted_sum
 from dcmdp_jax.algorithm.numerics import as_float
@@ -60,7 +60,7 @@ def dc_grpo_loss(
     clip_high: float = 0.2,
     learning_rate: float = 1.0,
     multiplier_min: float = 0.0,
-    multiplier_max: float = 1.0,
+    multiplier_max: float = MULTIPLIER_MAX,
     aggregation: Aggregation = "seq_mean_token_mean",
     max_completion_tokens: int | None = None,
     measure: Measure = "diff",

@@ -22,6 +22,9 @@ QUANTILES: Mapping[str, float] = MappingProxyType({"p50": 0.5, "p90": 0.9, "p95"
 BUDGET_ROOM = 1.25
 """Ours: c is this times a measured discrepancy. Lambda rests while that stays, and rises when it grows by a quarter."""
 
+MULTIPLIER_MAX = 1.0
+"""Upper end of lambda where none is given. The paper states none, and its lambda rises above its lambda_0 of 0.1."""
+
 
 def dual_init(multiplier: float, *, minimum: float, maximum: float, tolerance: float) -> DualState:
     """The state before the first step.
@@ -49,7 +52,7 @@ def dual_update(
     tolerance: float | Array,
     learning_rate: float | Array = 1.0,
     minimum: float | Array = 0.0,
-    maximum: float | Array = 1.0,
+    maximum: float | Array = MULTIPLIER_MAX,
 ) -> jax.Array:
     """One step of projected dual ascent on the multiplier (Eq. 11; Algorithm 1, "Multiplier update").
 
@@ -65,7 +68,7 @@ def dual_update(
         tolerance: c, in the discrepancy's unit.
         learning_rate: eta, multiplier units per unit of discrepancy. The paper's is 1.
         minimum: lambda_min.
-        maximum: lambda_max. The paper names no range; [0, 1] is ours.
+        maximum: lambda_max.
 
     Returns:
         [] float32 (float64 where multiplier or mean is, with x64): lambda of the next step. No gradient flows.

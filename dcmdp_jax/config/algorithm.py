@@ -15,7 +15,7 @@ from dcmdp_jax.algorithm.centering import score_centering
 from dcmdp_jax.algorithm.charges import STATE_CHARGES
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, OF_TOKENS, TRUNCATIONS
 from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
-from dcmdp_jax.algorithm.dual import BUDGET_ROOM, QUANTILES
+from dcmdp_jax.algorithm.dual import BUDGET_ROOM, MULTIPLIER_MAX, QUANTILES
 from dcmdp_jax.algorithm.losses import LOSSES, Aggregation
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
@@ -76,8 +76,9 @@ class AlgorithmSettings:
         tolerance_factor: Factor of that median. Below 1: less than the policy began with. Source: ours: the rule of
             dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
-        multiplier_max: Upper end of lambda; the lower one is 0. Above 0.1 fixed lambdas ended learning in two of five
-            runs and more (docs/evidence_long.md). Source: ours: not stated in the paper.
+        multiplier_max: Upper end of lambda; the lower one is 0. The paper states none, and its lambda rises above 0.1.
+            Fixed lambdas of 0.3 and more ended learning on long completions (docs/evidence.md): watch the alarm charge.
+            Source: ours.
         trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, ipo, cispo, sapo, vespo, acr, with parameters
             such as low and high, or a function of yours as path.py:function(parameter=value) (docs/remedies.md). clip
             bounds the ratio (low=0.2, high=0.24; dual: its largest value where the advantage is negative), dppo_tv the
@@ -130,7 +131,7 @@ class AlgorithmSettings:
     tolerance_steps: int = setting(0, unit="steps", minimum=0, limit=(10_000, "lambda rests in all of them"))
     tolerance_factor: float = setting(BUDGET_ROOM, minimum=1e-6)
     dual_learning_rate: float = setting(1.0, minimum=0)
-    multiplier_max: float = setting(0.1)
+    multiplier_max: float = setting(MULTIPLIER_MAX)
     trust_region: str = setting("clip")
     loss: str = setting("surrogate")
     ratio_level: str = setting("token", choices=get_args(Level))
@@ -167,6 +168,11 @@ class AlgorithmSettings:
     def fixed_multiplier(self) -> float | None:
         """The constant multiplier of a method without dual ascent; None for one whose multiplier moves."""
         return FIXED_MULTIPLIERS.get(self.calls("method")[0].function)
+
+    @property
+    def begins_at_cap(self) -> bool:
+        """Whether lambda moves and can only fall in the first step."""
+        return self.fixed_multiplier is None and self.dual_learning_rate > 0 and self.multiplier >= self.multiplier_max
 
     @property
     def spent_metric(self) -> str:

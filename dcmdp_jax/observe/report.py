@@ -303,9 +303,16 @@ def verdict(run: RecordedRun, summary: Summary) -> str:
         said.append(f"held-out {held_out.name} went from {first} to {last}")
     elif not math.isnan(summary.first_reward):
         said.append(f"the training reward went from {number(summary.first_reward)} to {number(summary.last_reward)}")
-    if story := what_the_multiplier_did(run.series):
+    if story := what_the_multiplier_did(run.series, begins_at_cap=_begins_at_cap(run)):
         said.append(story)
     return f"{said[0]}: {'; '.join(said[1:])}." if said[1:] else f"{said[0]}."
+
+
+def _begins_at_cap(run: RecordedRun) -> bool:
+    """Whether lambda moves by dual ascent and began at its upper end."""
+    eta, first, cap = (run.config.get(f"algorithm.{n}") for n in ("dual_learning_rate", "multiplier", "multiplier_max"))
+    recorded = run.series.get("dual/multiplier")
+    return bool(eta and recorded and first == cap and recorded[1][0] == np.float32(first))
 
 
 def _describe_starts(run_dir: Path) -> list[str]:

@@ -98,7 +98,7 @@ def summarize(series: Series) -> Summary:
     )
 
 
-def what_the_multiplier_did(series: Series) -> str:
+def what_the_multiplier_did(series: Series, *, begins_at_cap: bool = False) -> str:
     """Describe the course of lambda, budget and discrepancy; empty for a run that recorded none of them."""
     multiplier, discrepancy = (_finite(series, name) for name in ("dual/multiplier", "discrepancy/mean"))
     over, said = _over(series), []
@@ -107,6 +107,7 @@ def what_the_multiplier_did(series: Series) -> str:
         at = int(series["dual/multiplier"][0][np.nanargmax(series["dual/multiplier"][1])])
         moved = f"lambda went from {first} to {last}, with its peak of {peak} at step {at}"
         said.append(f"lambda stayed at {first}" if multiplier.min() == multiplier.max() else moved)
+        said += ["it began at its cap"] * begins_at_cap
     if len(over):
         said.append(f"the budget c was exceeded in {over.sum():.0f} of {len(over)} steps")
     if len(discrepancy) > 1:

@@ -35,7 +35,9 @@ def describe(run: Run) -> str:
         f"{config.model.path or 'fresh'}",
         f"devices      {run.mesh.size} x {run.mesh.devices.flat[0].device_kind} ({mesh})",
         f"method       {config.algorithm.method}, c = {config.algorithm.tolerance:g}{_measured(run)}, "
-        f"lambda_0 = {config.algorithm.multiplier:g}, eta = {config.algorithm.dual_learning_rate:g}",
+        f"lambda_0 = {config.algorithm.multiplier:g}, eta = {config.algorithm.dual_learning_rate:g}"
+        + f", lambda begins at its cap of {config.algorithm.multiplier_max:g}"
+        * config.algorithm.begins_at_cap,
         f"engine       {config.rollout.engine}, {config.rollout.precision}, cache {config.rollout.kv_cache_dtype}"
         + _engine_size(run),
         f"problems     {len(run.train.problems):,} to train on ({run.train.dropped} dropped: prompt too long"

@@ -210,6 +210,7 @@ def outcomes(tmp_path_factory):
         f"--config.run_dir={base}/planned",
         "--config.mesh.cpu_devices=1",
         "--config.algorithm.tolerance_steps=4",
+        "--config.algorithm.multiplier_max=0.1",
         "--dry_run",
     ]
     given["dry_run"] = whole
@@ -251,6 +252,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
     rows = r"micro-batches of (\d+ x \d+, )*\d+ x \d+ tokens, a program for each; \d+% padding expected of completions "
     assert re.fullmatch(rows + "with a median of 4 tokens", lines["rows"])
     assert "c = 0.0012 for 4 steps, then 1.25 times the median discrepancy of these, lambda_0" in lines["method"]
+    assert lines["method"].endswith("lambda_0 = 0.1, eta = 50, lambda begins at its cap of 0.1")
     assert lines["problems"] == "64 to train on (0 dropped: prompt too long), 8 of arithmetic x 2"
     assert lines["run"] == f"{base}/planned, 2 steps" and lines["devices"].startswith("1 x cpu")
     assert not (base / "planned").exists()
