@@ -41,6 +41,7 @@ _ANSWER_FORM = re.compile(
     r"""|\\boxed\{\s?(?:\.\.\.|…|<[^<>{}]{0,40}+>|[$\[]?(?:your |the )?(?:final[ _]?)?answer[$\]]?)?\s?\}""",
     re.IGNORECASE,
 )
+_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 # Arguments of apply_chat_template, which a template's variables share.
 _OURS = re.findall(
     r"\w+",
@@ -119,8 +120,12 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
     tokenizer = _as_written(tokenizer, directory)
     tokenizer.name_or_path = str(directory)
     if vocab_size is not None and len(tokenizer) > vocab_size:
+        beyond = [token.content for place, token in tokenizer.added_tokens_decoder.items() if place >= vocab_size]
+        # Yi-1.5's own tokenizer has three such tokens.
+        own = f"; if this is it, the model can't read {shorten(beyond)}: delete them from its files" if beyond else ""
         raise UserError(
-            f"tokenizer {path}: {len(tokenizer)} tokens, but the model has {vocab_size}; use the model's own tokenizer"
+            f"tokenizer {path}: {len(tokenizer)} tokens, but the model has {vocab_size}; use the model's own "
+            f"tokenizer{own}"
         )
     if not _is_in_vocabulary(tokenizer.eos_token, directory):
         # transformers adds it as a new token, which no model writes.
@@ -328,13 +333,24 @@ def render_chat(
 ) -> str:
     """A chat as its template writes it, up to the assistant's turn, or within it if the last message is its.
 
+    A last message of the assistant's follows the generation prompt as it is: templates write an empty thought before an
+    answer, or drop one from it. A thought that the generation prompt begins, or leaves empty, gives way to the
+    message's.
+
     Raises:
         Exception: any exception of the template.
     """
-    continued = messages[-1]["role"] == "assistant"
     given, tools = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
-    end = {"add_generation_prompt": generation and not continued, "continue_final_message": continued}
-    return tokenizer.apply_chat_template(given, tools=tools, tokenize=False, **end, **variables)
+    write = functools.partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **variables)
+    if given[-1]["role"] != "assistant":
+        return write(given, add_generation_prompt=generation)
+    if len(given) == 1:
+        return write(given, continue_final_message=True)
+    begun, prompt, whole = given[-1]["content"], write(given[:-1], add_generation_prompt=True), write(given)
+    # What the template puts between the two, if it is space.
+    space = whole[len(prompt) :].partition(begun.strip() or "\0")[0] if whole.startswith(prompt) else ""
+    prompt = _THOUGHT.sub("", prompt) if begun.startswith("<think>") else prompt
+    return prompt + ("" if space.strip() else space) + begun
 
 
 def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:
@@ -377,6 +393,15 @@ def template_variables(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[st
         if name in _OURS or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             reason = "is set by encode_prompts" if name in _OURS else "is no variable of the tokenizer's chat template"
             raise UserError(f"chat_template_kwargs: {shorten(name)} {reason}; leave it out")
+    for name, value in variables.items():
+        meant = {"false": False, "true": True, "0": False, "1": True}.get(str(value).lower(), value)
+        given, other = ({**variables, name: each} for each in (value, meant))
+        render = functools.partial(_render, tokenizer, _CHAT[:1], "the chat template", "a question")
+        if render(given) != render(other):
+            raise UserError(
+                f"chat_template_kwargs: {name!r} is {json.dumps(value)}, which this template does not take for "
+                f"{json.dumps(meant)}; write {json.dumps(meant)}"
+            )
     return variables
 
 

@@ -9,7 +9,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.data.prompts import encode_prompts, end_token_ids, load_tokenizer, save_tokenizer
+from dcmdp_jax.data.prompts import (
+    encode_prompts,
+    end_token_ids,
+    load_tokenizer,
+    render_chat,
+    save_tokenizer,
+    template_variables,
+)
 from dcmdp_jax.rewards.protocol import Problem
 from tests.support.our_log import our_log
 
@@ -75,12 +82,51 @@ def test_variables_reach_the_chat_template(given, ids):
         ("{enable_thinking: false}", "must be a JSON object"),
         ("[1]", "must be a JSON object"),
         ('{"enable_thinkng": false}', "'enable_thinkng' is no variable of the tokenizer's chat template; leave it out"),
+        ('{"enable_thinking": "false"}', "'enable_thinking' is \"false\", which this template does not take for false"),
+        ('{"enable_thinking": 0}', "'enable_thinking' is 0, which this template does not take for false; write false"),
         ('{"messages": []}', "'messages' is set by encode_prompts; leave it out"),
     ],
 )
 def test_variables_that_a_template_would_ignore_are_refused(given, message):
     with pytest.raises(ValueError, match="chat_template_kwargs: .*" + re.escape(message)):
         encode_prompts([_problem("one")], _tokenizer_that_thinks(), max_prompt_tokens=9, chat_template_kwargs=given)
+
+
+# Like Qwen3's: an empty thought before the last answer, and with thinking off at the end of the generation prompt.
+_EMPTY_THOUGHT = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}"
+    "<think></think>{% endif %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}[assistant]"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+# Like DeepSeek-R1's: the generation prompt begins the thought, and an answer has lost its own.
+_BEGUN_THOUGHT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] }};{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "begun", "variables", "end"),
+    [
+        (_EMPTY_THOUGHT, "<think>Let me", "", "<think>Let me"),
+        (_EMPTY_THOUGHT, "It is ", "", "It is "),
+        (_EMPTY_THOUGHT, "It is", '{"enable_thinking": false}', "<think></think>It is"),
+        (_EMPTY_THOUGHT, "<think>Let me", '{"enable_thinking": false}', "<think>Let me"),
+        (_EMPTY_THOUGHT, "<think>4.</think>It", "", "<think>4.</think>It"),
+        (_BEGUN_THOUGHT, "<think>\nLet me", "", "<think>\nLet me"),
+        (_BEGUN_THOUGHT, "<think>4.</think>It", "", "<think>4.</think>It"),
+        (_BEGUN_THOUGHT, "Let me", "", "<think>\nLet me"),
+        # Mistral's: a space before an answer, and no generation prompt
+        ("{% for m in messages %}{{ '[assistant]' if m.role == 'user' else ' ' + m.content + ';' }}{% endfor %}",
+         "It is", "", " It is"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_begun_follows_the_generation_prompt(template, begun, variables, end):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    chat = tuple({"role": role, "content": text} for role, text in (("user", "2+2?"), ("assistant", begun)))
+    text = render_chat(tokenizer, chat, **template_variables(variables, tokenizer))
+    assert text.partition("[assistant]")[2] == end
 
 
 def test_special_tokens_are_not_doubled():
@@ -138,6 +184,11 @@ def test_load_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="good: 104 tokens, but the model has 103; use the model's own tokenizer"):
         load_tokenizer(str(tmp_path / "good"), vocab_size=103)
     assert len(load_tokenizer(str(tmp_path / "good"), vocab_size=104)) == 104
+    more = build_tokenizer()
+    more.add_tokens(["<extra_1>", "<extra_2>"])
+    more.save_pretrained(tmp_path / "more")
+    with pytest.raises(ValueError, match=r"if this is it, the model can't read \['<extra_1>', '<extra_2>'\]"):
+        load_tokenizer(str(tmp_path / "more"), vocab_size=104)
 
 
 def test_a_directory_without_its_vocabulary_is_refused(tmp_path):
