@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from dcmdp_jax.array_checksum import array_checksum
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.inputs import read_json_object
-from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.config import ALL_LINEAR, Lora, ModelConfig
 from dcmdp_jax.models.hf_weights import whole_directory
 from dcmdp_jax.models.lora import adapted_layers, adapter_declarations
 from dcmdp_jax.models.params import declared_tensors, declared_tree
@@ -25,6 +26,7 @@ from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Params
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _ALL = "base_model.model.", Lora(1, 1.0, (ALL_LINEAR,))
 _BASE, _DIGEST = "base_checksum", "base_digest"
 
 # Fields that a plain LoRA adapter may have with any value: they name it, or act in training alone.
@@ -121,7 +123,7 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise UserError(f"{directory / TENSORS}: can't be read ({error})") from error
-    lora = Lora(int(fields["r"]), float(fields["lora_alpha"]), tuple(_targets(found)))
+    lora = _shape(directory, fields, sorted(found), model)
     places = declared_tensors(adapter_declarations(model, lora))
     for name in sorted(places.keys() | found.keys()):
         have, want = (None if name not in each else each[name].shape for each in (found, places))
@@ -141,6 +143,39 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
     return Adapter(lora, tree, *(int(metadata[key]) if key in metadata else None for key in (_BASE, _DIGEST)))
 
 
-def _targets(found: Mapping[str, Any]) -> list[str]:
-    """The adapted layers' names. The tensors have them; adapter_config.json may have a regular expression instead."""
-    return sorted({name.split(".lora_")[0].rpartition(".")[2] for name in found})
+def _shape(directory: Path, fields: Mapping[str, Any], found: list[str], model: ModelConfig) -> Lora:
+    """The adapter's shape, if its tensors are those of the layers that adapter_config.json names."""
+    linear = {one.rpartition(".lora_")[0] for one in declared_tensors(adapter_declarations(model, _ALL))}
+    for name in found:
+        if re.fullmatch(r".*\.lora_[AB]\.weight", name) is None or name.rpartition(".lora_")[0] not in linear:
+            raise UserError(
+                f"{directory / TENSORS}: {name} is no LoRA matrix of a linear layer of this base; embeddings, head, "
+                "experts and whole layers are not supported: save the adapter without them"
+            )
+    layers = {name.rpartition(".lora_")[0] for name in found}
+    targets, rank = fields.get("target_modules"), int(fields["r"])
+    try:
+        wanted = {layer for layer in linear if _targeted(layer.removeprefix(_PREFIX), targets)}
+    except (re.error, TypeError):
+        raise UserError(
+            f"{directory / CONFIG}: target_modules is {targets!r:.80}, must be a list of names or a regular expression"
+        ) from None
+    for names, what in ((wanted - layers, "lacks"), (layers - wanted, "has")):
+        if names:
+            raise UserError(
+                f"{directory / CONFIG}: target_modules is {targets!r:.80}, and {TENSORS} {what} {min(names)}; PEFT "
+                "would load another model: compare the two files"
+            )
+    try:
+        lora = Lora(rank, float(fields["lora_alpha"]), tuple(sorted({name.rpartition(".")[2] for name in layers})))
+        adapter_declarations(model, lora)
+    except ArgumentError as error:
+        raise UserError(f"{directory / CONFIG}: r is {rank}: {error.said}") from error
+    return lora
+
+
+def _targeted(layer: str, targets: Any) -> bool:
+    """Whether PEFT adapts a layer: a text is a regular expression for its whole name, a list holds ends of names."""
+    if isinstance(targets, str):
+        return targets == ALL_LINEAR or re.fullmatch(targets, layer) is not None
+    return any(f".{layer}".endswith(f".{one}") for one in targets)

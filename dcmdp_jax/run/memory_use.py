@@ -37,6 +37,7 @@ from dcmdp_jax.models.params import declared_axes, declared_shapes, model_declar
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import DATA, data_parallel_only, param_shardings
+from dcmdp_jax.process_memory import release_freed_memory
 
 _GIB = 2**30
 _KEPT_BYTES = int(1.05 * _GIB)
@@ -205,7 +206,11 @@ def _resident_bytes() -> int:
 
 @functools.cache
 def _first_resident_bytes() -> int:
-    """What this process held when it was first asked: a run in it leaves memory that the next one takes again."""
+    """What this process held when it was first asked: a run in it leaves memory that the next one takes again.
+
+    So does the conversion of a model: what it freed is returned first.
+    """
+    release_freed_memory()
     return _resident_bytes()
 
 

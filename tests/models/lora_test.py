@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models import decoder
@@ -225,6 +226,14 @@ def test_what_is_saved_peft_reads(theirs: tuple[Any, Path], tmp_path: Path) -> N
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         # PEFT takes the first of these from the base as it reads them.
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        (
+            {"target_modules": ["q_proj", "v_proj"]},
+            r"\['q_proj', 'v_proj'\], and .* has .*layers.0.mlp.down_proj; PEFT would",
+        ),
+        ({"target_modules": r".*\.(q|v)_proj"}, "has base_model.model.model.layers.0.mlp.down_proj; PEFT would"),
+        ({"target_modules": "("}, "must be a list of names or a regular expression"),
+        ({"target_modules": None}, "target_modules is None, must be a list of names or a regular expression"),
+        ({"r": 99}, "adapter_config.json: r is 99: got 99, q_proj is 32 x 32: at most 32"),
         ({"r": "8"}, "r is '8', must be a whole number above 0"),
         ({"lora_alpha": float("nan")}, "lora_alpha is nan, must be a number above 0"),
         ({"r": 2}, r"lora_A.weight has shape \(4, 48\), this base and adapter_config.json ask for \(2, 48\)"),
@@ -239,10 +248,34 @@ def test_other_kinds_of_adapters_are_refused(base: Any, tmp_path: Path, change: 
         read_adapter(tmp_path / "a", MODEL)
 
 
+@pytest.mark.parametrize(
+    "targets", ["all-linear", r".*\.self_attn\.(q|v)_proj", ["self_attn.q_proj", "v_proj", "query"]]
+)
+def test_targets_are_read_as_peft_reads_them(base: Any, tmp_path: Path, targets: str | list[str]) -> None:
+    lora = LORA if targets == "all-linear" else Lora(4, 8.0, ("q_proj", "v_proj"))
+    save_adapter(_adapters(MODEL, lora), MODEL, lora, tmp_path / "a", base_model="x", checksum=7, digest=5)
+    fields = json.loads((tmp_path / "a" / CONFIG).read_text())
+    (tmp_path / "a" / CONFIG).write_text(json.dumps(fields | {"target_modules": targets}))
+    assert len(read_adapter(tmp_path / "a", MODEL).lora.targets) == (7 if targets == "all-linear" else 2)
+
+
+@pytest.mark.parametrize("beside", ["embed_tokens.weight", "embed_tokens.lora_embedding_A", "norm.lora_A.weight"])
+def test_tensors_that_are_no_lora_of_a_linear_layer_are_named_with_their_file(tmp_path: Path, beside: str) -> None:
+    save_adapter(_adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    save_file(load_file(file) | {f"base_model.model.model.{beside}": np.ones((4, 32), np.float32)}, file)
+    with pytest.raises(
+        UserError, match=rf"adapter_model.safetensors: base_model.model.model.{beside} is no LoRA matrix"
+    ):
+        read_adapter(tmp_path / "a", MODEL)
+
+
 def test_an_adapter_of_another_base_is_refused(base: Any, tmp_path: Path) -> None:
     save_adapter(_adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5)
     deeper = ModelConfig("llama", 64, 32, 48, 3, 4, 2, 8)
-    with pytest.raises(UserError, match="layers.2.mlp.down_proj.lora_A.weight has shape missing"):
+    with pytest.raises(
+        UserError, match="adapter_model.safetensors lacks .*layers.2.mlp.down_proj; PEFT would load another model"
+    ):
         read_adapter(tmp_path / "a", deeper)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"cut")
     with pytest.raises(UserError, match="can't be read"):

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -353,3 +355,18 @@ def test_a_second_run_of_a_process_takes_the_memory_of_the_first():
     assert held.all() and second.process_bytes == first.process_bytes > 2**26
     # What is held is still counted as memory that this process may use.
     assert second.host_bytes > free_host_bytes() + held.nbytes
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_what_was_freed_before_the_plan_does_not_count_as_libraries():
+    # As converting a model leaves it: 300 MB in blocks that glibc keeps, as `keep_freed_memory` tells it to.
+    program = (
+        "import ctypes, jax\n"
+        "from dcmdp_jax.run import memory_use\n"
+        "for parameter, value in ((-8, 1), (-4, 0), (-1, -1)): ctypes.CDLL(None).mallopt(parameter, value)\n"
+        "jax.devices(); before = memory_use._resident_bytes()\n"
+        "held = [bytes([1]) * 10**6 for _ in range(300)]; del held\n"
+        "print(memory_use.this_machine('cpu').process_bytes - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100e6
