@@ -86,8 +86,9 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
+# Bytecode is made at the first import, of what is imported: pip's own compilation takes as long as half a demo.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(INSTALL) --editable .
+	$(INSTALL) --no-compile --editable .
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python $(TORCH_FOR_TESTS)

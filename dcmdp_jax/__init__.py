@@ -1,9 +1,19 @@
 """DC-GRPO in JAX: reinforcement learning of language models under a training-inference discrepancy constraint.
 
-The names below are the public ones. Each is imported at its first use, and JAX with it.
+    dc_grpo_loss            the loss of a batch (Eq. 9, 10), the next multiplier, and more as a `DcGrpoAux`
+    token_discrepancy       delta = |p^Train - p^Inf| of each token (Eq. 3)
+    group_advantages        A, rewards relative to those of their group (Eq. 8)
+    penalized_advantages    A - lambda delta (Eq. 8)
+    importance_ratio        gamma = pi_theta / p^Train (below Eq. 1)
+    clipped_surrogate       min(gamma A, clip(gamma) A) (Eq. 10)
+    dual_update             lambda_{k+1} = clip(lambda_k + eta (mean delta - c)) (Eq. 11)
+
+The first composes the others. `train` runs the whole training of a config (`load_config`); `write_report` and
+`read_metrics` read what it wrote. Each name is imported at its first use, and JAX with it.
 """
 
 # ruff: noqa: F401 - names for type checkers
+import difflib
 import importlib
 import os
 from types import MappingProxyType
@@ -11,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcmdp_jax.algorithm.advantages import group_advantages
-    from dcmdp_jax.algorithm.dc_grpo import dc_grpo_loss
+    from dcmdp_jax.algorithm.dc_grpo import DcGrpoAux, dc_grpo_loss
     from dcmdp_jax.algorithm.discrepancy import token_discrepancy
     from dcmdp_jax.algorithm.dual import dual_update
     from dcmdp_jax.algorithm.losses import importance_ratio
@@ -34,6 +44,7 @@ REPOSITORY = ""
 _MODULES = MappingProxyType(
     {
         "Config": "config.settings",
+        "DcGrpoAux": "algorithm.dc_grpo",
         "Engine": "engines.protocol",
         "Episode": "data.episode",
         "Tokens": "algorithm.remedies",
@@ -53,13 +64,33 @@ _MODULES = MappingProxyType(
 )
 __all__ = ["__version__", *_MODULES]
 
+_OTHER_WORDS = MappingProxyType(
+    {
+        "penalized_advantages": "penal charge",
+        "clipped_surrogate": "clip ppo surrogate",
+        "dc_grpo_loss": "loss grpo",
+        "group_advantages": "advantage",
+        "token_discrepancy": "discrepan delta mismatch",
+        "importance_ratio": "ratio importance",
+        "dual_update": "dual lambda multiplier lagrang",
+        "read_metrics": "metric",
+        "write_report": "report plot",
+        "load_config": "config preset",
+        "train": "train run",
+    }
+)
+"""Public name -> parts of names that are tried for it; the first that occurs counts."""
+
 # transformers advises at import that PyTorch is missing; only its tokenizers are used here, and they need none.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        words = [ours for ours, tried in _OTHER_WORDS.items() if any(word in name.lower() for word in tried.split())]
+        near = [] if name.startswith("_") else [*words, *difflib.get_close_matches(name, _MODULES, n=1)]
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.algorithm.masked import group_statistics
-from dcmdp_jax.algorithm.require import concrete, require_integer, require_number
+from dcmdp_jax.algorithm.require import concrete, require_integer, require_number, require_rank, require_same_shape
 from dcmdp_jax.types import Array
 
 
@@ -46,6 +46,8 @@ def group_advantages(
             jit), `ddof` is neither 0 nor 1, or `epsilon` is negative.
     """
     require_number("epsilon", epsilon, minimum=0)
+    require_rank("rewards", rewards, 1)
+    require_same_shape(rewards=rewards, group_ids=group_ids)
     _require_group_ids(group_ids)
     valid = jnp.ones(jnp.shape(rewards), bool) if valid is None else valid
     table = group_statistics(rewards, group_ids, valid, ddof=ddof)

@@ -16,14 +16,19 @@ from dcmdp_jax.algorithm.losses import Aggregation, aggregation_weights, importa
 from dcmdp_jax.algorithm.masked import masked_mean, weighted_sum
 from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.penalties import penalized_advantages
-from dcmdp_jax.algorithm.require import concrete, require_number, require_option, require_rank, require_same_shape
+from dcmdp_jax.algorithm.require import (
+    concrete,
+    require_logprobs,
+    require_number,
+    require_option,
+    require_rank,
+    require_same_shape,
+)
 from dcmdp_jax.algorithm.trust_regions import clipped_surrogate
 from dcmdp_jax.types import Array
 
 _MOST_REWARD = 1e18
 """Of a reward's size: the squares of larger ones overflow float32."""
-_ROUNDING = 1e-3
-"""Nats by which a log-prob of a certain token may be above 0."""
 
 
 class DcGrpoAux(NamedTuple):
@@ -87,6 +92,8 @@ def dc_grpo_loss(
 
     Computes in float32, or in float64 where `jax_enable_x64` is on and the log-probs or rewards are float64. NumPy or
     JAX arrays or lists; eagerly or under jit, grad and vmap. Outside the mask log-probs are ignored, NaN or not.
+    Options and T_max are Python values: `jax.jit(dc_grpo_loss, static_argnames=("aggregation", "measure", "sided",
+    "ddof", "max_completion_tokens"))`, or bind them with functools.partial before jit.
 
     Args:
         train_logprobs: [N, T] float nats, log pi_theta of the sampled tokens, training stack, weights now.
@@ -107,7 +114,8 @@ def dc_grpo_loss(
         ddof, epsilon: options of `group_advantages`: the unbiased deviation and 1e-6 by default.
 
     Returns:
-        (loss, aux): a scalar to be minimized, and `DcGrpoAux`.
+        (loss, aux): a scalar to be minimized, and a `DcGrpoAux` with delta, mean_delta, advantages,
+            penalized_advantages, ratio and next_multiplier.
 
     Raises:
         ValueError: in one line that names the argument. Always: shapes or ranks that disagree, log-probs that are no
@@ -202,8 +210,7 @@ def _require_values(logprobs: dict[str, Array], completion_mask: Array, rewards:
             continue
         known = known.astype(float)
         _require_each(name, known, ~sampled | (known < np.inf), "a log-prob in nats, at most 0")  # NaN is not below
-        if (known[sampled] >= 0).all() and (known[sampled] > _ROUNDING).any():
-            raise ValueError(f"{name} is nowhere below 0 on sampled tokens; must be log-probs, not probabilities")
+        require_logprobs(name, known, sampled)
 
 
 def _require_each(name: str, array: np.ndarray, good: np.ndarray, allowed: str) -> None:

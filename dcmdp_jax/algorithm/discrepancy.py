@@ -21,7 +21,7 @@ from dcmdp_jax.algorithm.masked import (
     masked_sum,
 )
 from dcmdp_jax.algorithm.numerics import LOGPROB_LIMIT, MAX_LOG_RATIO, as_float, clamped_log_ratio, exp_minus_linear
-from dcmdp_jax.algorithm.require import require_number, require_option, require_same_shape
+from dcmdp_jax.algorithm.require import require_logprobs, require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
 
@@ -75,9 +75,12 @@ def token_discrepancy(
         gradient flows.
 
     Raises:
-        ValueError: if the shapes differ or an option is unknown.
+        ValueError: if the shapes differ, an option is unknown, or probabilities are given (not seen under jit).
     """
-    require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs)
+    given = {"train_logprobs": train_logprobs, "rollout_logprobs": rollout_logprobs}
+    require_same_shape(**given, **({} if completion_mask is None else {"completion_mask": completion_mask}))
+    for name, logprobs in given.items():
+        require_logprobs(name, logprobs, completion_mask)
     require_option("measure", measure, get_args(Measure))
     require_option("sided", sided, get_args(Sided))
     train_logprobs, rollout_logprobs = as_float(train_logprobs), as_float(rollout_logprobs)
@@ -96,7 +99,6 @@ def token_discrepancy(
     else:
         values = jnp.abs(log_ratio)
     if completion_mask is not None:
-        require_same_shape(train_logprobs=train_logprobs, completion_mask=completion_mask)
         values = jnp.where(jnp.asarray(completion_mask, bool), values, 0.0)
     return jax.lax.stop_gradient(values)
 

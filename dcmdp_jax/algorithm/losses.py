@@ -26,6 +26,7 @@ from dcmdp_jax.algorithm.numerics import (
 from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import (
     require_integer,
+    require_logprobs,
     require_number,
     require_option,
     require_rank,
@@ -56,9 +57,11 @@ def importance_ratio(train_logprobs: Array, old_logprobs: Array) -> jax.Array:
         Same shape, float32 (float64 for float64 with x64), finite for every input but NaN, which stays.
 
     Raises:
-        ValueError: if the shapes differ.
+        ValueError: if the shapes differ, or probabilities are given (not seen under jit).
     """
     require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs)
+    require_logprobs("train_logprobs", train_logprobs)
+    require_logprobs("old_logprobs", old_logprobs)
     return jnp.exp(clamped_log_ratio(train_logprobs, lax.stop_gradient(as_float(old_logprobs))))
 
 

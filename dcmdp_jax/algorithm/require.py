@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+_ROUNDING = 1e-3
+"""Nats by which a log-prob of a certain token may be above 0."""
+
 
 def require_same_shape(**arrays: Any) -> None:
     """Raise unless all named arrays have one shape (no broadcasting).
@@ -32,6 +35,25 @@ def concrete(value: Any) -> np.ndarray | None:
     if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and not value.is_fully_addressable):
         return None
     return np.asarray(value)
+
+
+def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
+    """Raise for probabilities in place of log-probs: nowhere below 0 on sampled tokens, as far as values are known.
+
+    Args:
+        name: the argument's name, for the message.
+        logprobs: any shape.
+        mask: same shape, true on sampled tokens; None: all are.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    known, sampled = concrete(logprobs), concrete(True if mask is None else mask)
+    if known is None or sampled is None:
+        return
+    values = known.astype(float)[np.broadcast_to(sampled.astype(bool), known.shape)]
+    if (values >= 0).all() and (values > _ROUNDING).any():
+        raise ValueError(f"{name} is nowhere below 0 on sampled tokens; must be log-probs, not probabilities")
 
 
 def require_scalars(**values: Any) -> None:

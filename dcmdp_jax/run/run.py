@@ -104,7 +104,7 @@ class Run:
     def check(self) -> Run:
         """Check all that can be checked without touching weights or compiling, the cheapest first."""
         self.fitted_rows, self.engine_platform  # noqa: B018 - a part is made when it is asked for
-        with activity("reading model files, tokenizer and data"):
+        with activity(f"reading {'model files, ' * bool(self.asked.model.path)}tokenizer and data"):
             self.model, self.lora, self.stop_token_ids, self.columns, self.worked_solutions  # noqa: B018
         self.config  # noqa: B018
         return self

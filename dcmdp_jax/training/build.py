@@ -157,7 +157,9 @@ def start(
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
-    with activity("restoring the newest checkpoint"):
+    with activity(
+        "restoring the newest checkpoint" if checkpoints.latest_step is not None else "looking for checkpoints"
+    ):
         state = checkpoints.restore(abstract, run.model)
     if state is not None:
         if isinstance(state.dual, WindowedDual):
@@ -173,14 +175,16 @@ def start(
         show(f"resuming {config.run_dir} after step {step}")
         taken = checkpoints.prompts_taken(step)
         return state, True, step * config.training.prompts_per_step if taken is None else taken
-    with activity("loading the weights"):
+    with activity(f"loading the weights of {config.model.path}" if config.model.path else "drawing fresh weights"):
         params = run.initial_params()
     if config.warmup.steps:
         scale = WARMUP_SCALE if programs.loss_scale is not None else 1.0
         params = _warm_up(run, params, stop, show, loss_scale=scale)
     if config.algorithm.kl_coefficient or run.lora and run.base_path is None:
-        _save_reference(run, params)
-    return create(run.initial_adapters(shardings.params) if run.lora else params), False, 0
+        with activity("saving the initial policy"):
+            _save_reference(run, params)
+    with activity("making the optimizer's state"):
+        return create(run.initial_adapters(shardings.params) if run.lora else params), False, 0
 
 
 def _warm_up(run: Run, params: Params, stop: StopSignal, show: Callable[[str], None], *, loss_scale: float) -> Params:
@@ -193,16 +197,18 @@ def _warm_up(run: Run, params: Params, stop: StopSignal, show: Callable[[str], N
     began = time.monotonic()
 
     def on_step(done: int, loss: float) -> None:
+        doing.done = done
         [signal_number] = run.hosts.largest(stop.received or 0)
         if signal_number:
             raise Interrupted(int(signal_number), "in the warm-up, which starts again")
         if done % 500 == 0 or done == settings.steps:
             show(f"warm-up: step {done}, loss {loss:.4f} nats a token, {time.monotonic() - began:.0f} s")
 
-    return warm_up(
-        params, prompts, solutions, row_logprobs, settings, seed=run.config.training.seed, mesh=run.mesh,
-        length_multiple=length_multiple, on_step=on_step, loss_scale=loss_scale,
-    )  # fmt: skip
+    with activity("warming up (it compiles first)", settings.steps, "steps") as doing:
+        return warm_up(
+            params, prompts, solutions, row_logprobs, settings, seed=run.config.training.seed, mesh=run.mesh,
+            length_multiple=length_multiple, on_step=on_step, loss_scale=loss_scale,
+        )  # fmt: skip
 
 
 def _save_reference(run: Run, params: Params) -> None:
@@ -231,6 +237,7 @@ def frozen_params(run: Run, checkpoints: Checkpoints, step: int) -> Params | Non
     if run.lora is None and not run.config.algorithm.kl_coefficient:
         return None
     path = run.base_path if run.lora and run.base_path else run.reference
-    frozen = run.load_base(path) if run.lora else run.load_params(path)
-    checkpoints.check_reference(frozen, step, path)
+    with activity("loading the initial policy"):
+        frozen = run.load_base(path) if run.lora else run.load_params(path)
+        checkpoints.check_reference(frozen, step, path)
     return frozen

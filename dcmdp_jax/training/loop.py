@@ -231,8 +231,9 @@ class Trainer:
         """Save the state after the last finished step; return that step."""
         state, step = self._finished
         release_freed_memory(above=KEPT_BYTES)
-        behind = self.batches.behind(step)
-        self.checkpoints.save(step, state, model=self.run.model, prompts_taken=self._prompts_taken, behind=behind)
+        with activity("saving a checkpoint"):
+            behind = self.batches.behind(step)
+            self.checkpoints.save(step, state, model=self.run.model, prompts_taken=self._prompts_taken, behind=behind)
         return step
 
     def _save_and_wait(self) -> int:
@@ -284,7 +285,8 @@ def train(run: Run, *, show: Callable[[str], None], programs: StepPrograms | Non
                 f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} has already done "
                 f"{step}; raise it or choose another run_dir"
             )
-        writer = _open_records(run, stack, step, resumed) if run.hosts.is_writer else NoWriter()
+        with activity("opening the run's records"):
+            writer = _open_records(run, stack, step, resumed) if run.hosts.is_writer else NoWriter()
         frozen = frozen_params(run, checkpoints, step)
         trainer = Trainer(run, programs, checkpoints, stop, prompts_taken=prompts_taken, frozen=frozen)
         trainer.train(state, writer, resumed=resumed)
