@@ -10,8 +10,12 @@ import platform
 from pathlib import Path
 
 import jax
+import jaxlib
 
 logger = logging.getLogger(__name__)
+
+CPU_INFO = Path("/proc/cpuinfo")
+"""Where Linux tells what the processor can do."""
 
 MAX_IN_FLIGHT_PROGRAMS = 16
 """Max in-flight multi-device CPU programs. XLA:CPU deadlocks above 32 on one device."""
@@ -24,17 +28,15 @@ _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 def prepare_jax(cpu_devices: int = 0) -> None:
     """Enable the compile cache and split the CPU into several JAX devices. Call before the first use of JAX.
 
-    The cache is a directory of the user's, one for each kind of processor. `JAX_COMPILATION_CACHE_DIR` selects another
-    directory, `JAX_ENABLE_COMPILATION_CACHE=false` disables the cache. The CPU is left as it is after JAX has started,
-    or where the user has set the count in `XLA_FLAGS`.
+    The cache is `program_directory()`. `JAX_COMPILATION_CACHE_DIR` selects another directory,
+    `JAX_ENABLE_COMPILATION_CACHE=false` disables the cache. The CPU is left as it is after JAX has started, or where
+    the user has set the count in `XLA_FLAGS`.
 
     Args:
         cpu_devices: number of devices; 0 is one per core, at most 4.
     """
     if not jax.config.jax_compilation_cache_dir:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        directory = base / "dcmdp_jax" / "programs" / _processor()
-        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_compilation_cache_dir", str(program_directory()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
@@ -43,6 +45,22 @@ def prepare_jax(cpu_devices: int = 0) -> None:
         jax.config.update("jax_num_cpu_devices", cpu_devices or min(usable_cores(), _MAX_DEFAULT_DEVICES))
     except RuntimeError:
         logger.debug("JAX has started with %d devices", jax.device_count())
+
+
+def program_directory() -> Path:
+    """Directory of compiled programs in the user's cache: one for each kind of processor, and version of jaxlib."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcmdp_jax" / "programs"
+    features = " ".join(sorted(processor_features())) or platform.processor()
+    kind = hashlib.sha256(features.encode()).hexdigest()[:12]
+    # Without links: JAX hashes the path into the key of each program.
+    return base.resolve() / f"{platform.machine()}-{kind}-jaxlib-{jaxlib.__version__}"
+
+
+def processor_features() -> frozenset[str]:
+    """Instruction sets of this machine's processor, by Linux's names; empty where the system doesn't tell."""
+    lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(features.partition(":")[2].split())
 
 
 def cpu_is_split() -> bool:
@@ -74,13 +92,3 @@ def present_gpus() -> list[str]:
 def has_cuda_plugin() -> bool:
     """Whether JAX's plugin for NVIDIA GPUs is installed."""
     return any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS)
-
-
-def _processor() -> str:
-    """A name for the processor's instruction set: a program compiled for another one may not run."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = [platform.processor()]
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
-    return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"

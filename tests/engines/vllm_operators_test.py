@@ -15,30 +15,30 @@ from dcmdp_jax.lab.probe.engines import sample
 from dcmdp_jax.lab.probe.rescoring import Setup
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.decoder import Compute
+from tests.support.processors import skip_unless_computed
 from tests.support.vllm_tools import STOP, prompts, random_params, small_model
 
 CONFIG = small_model(tied=False)
 RIGHT, OTHER = random_params(CONFIG, 0), random_params(CONFIG, 1)
 SAMPLING = SamplingParams(4, 24, stop_token_ids=(STOP,))
-PRICE = {"quantized_cache": "the engine's key-value cache is fp8"}
 
 
 @pytest.fixture(scope="module")
 def engine(start):
-    """Float32 but for its cache in FP8."""
-    return start(CONFIG, kv_cache_dtype="fp8", probe=False)
+    return start(CONFIG, probe=False)
 
 
-def analysis(engine, pushed, settings):
+def analysis(engine, pushed):
     engine.push_weights(pushed, 0)
     asked = prompts(8, CONFIG)
-    setup = Setup(CONFIG, RIGHT, asked, 1.0, settings=settings)
+    setup = Setup(CONFIG, RIGHT, asked, 1.0, settings={})
     pair = {"engine": engine, "trainer": TrainingStack(CONFIG, RIGHT, compute=Compute())}
     return analyze(compare("pair", {}, sample(engine, asked, SAMPLING, seed=0), pair, setup))
 
 
-def test_a_cache_in_fp8_is_the_only_difference_of_right_weights(engine):
-    found = analysis(engine, RIGHT, {})
+def test_a_cache_in_fp8_is_the_only_difference_of_right_weights(start):
+    skip_unless_computed("float32", "fp8")
+    found = analysis(start(CONFIG, kv_cache_dtype="fp8", probe=False), RIGHT)
     operators = found.evidence.operators
     assert [str(each) for each in outliers(operators)] == ["cache of layer 0", "cache of layer 1"]
     assert all(each.relative > 0.01 for each in outliers(operators))
@@ -72,9 +72,8 @@ def test_a_wrong_matrix_is_named_with_its_layer(engine, path, cause, place):
             return right
         return right.at[1].set(other[1]) if path[0] == "layers" else other
 
-    found = analysis(engine, jax.tree_util.tree_map_with_path(pushed, RIGHT, OTHER), PRICE)
-    unpriced = [str(each) for each in outliers(found.evidence.operators) if each.operator != "cache"]
-    assert unpriced == [place]
+    found = analysis(engine, jax.tree_util.tree_map_with_path(pushed, RIGHT, OTHER))
+    assert [str(each) for each in outliers(found.evidence.operators)] == [place]
     assert [finding.cause for finding in found.findings][:1] == [cause]
     assert f"the {place} gives something else" in found.findings[0].evidence[0]
     assert found.evidence.legs[1].share > 0.99

@@ -14,6 +14,7 @@ from benchmarks.mismatch import Regime, measure, model
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.quantize import quantize_kernel
+from tests.support.processors import skip_unless_computed
 from tests.support.sampling import sample
 from tests.support.vllm_tools import STOP, TOTAL, assert_same_bits, fresh_answers, prompts, random_params
 
@@ -44,13 +45,7 @@ def _name(regime: Regime) -> str:
 
 @pytest.fixture(autouse=True)
 def _processor(vllm_is_installed: None, regime: Regime) -> None:
-    """Where this processor can't compute a regime, asserts that it is refused for that reason, and skips."""
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    if regime == BF16 or "amx_tile" in flags or ("avx512f" in flags and regime.kv_cache_dtype != "auto"):
-        return
-    with pytest.raises(Exception, match="AMX"):
-        measure("qwen3", regime)
-    pytest.skip("refused as it must be: vLLM's CPU build needs AMX for this, or for an FP8 cache AVX-512")
+    skip_unless_computed(regime.precision, regime.kv_cache_dtype)
 
 
 def _documented() -> dict[tuple[str, str, str], float]:

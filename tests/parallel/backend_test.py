@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jaxlib
+
+from dcmdp_jax.parallel import backend
+from tests.support.processors import PROCESSORS, pretend
+
 _REPORT = """
 import json, sys
 import jax
@@ -76,9 +81,31 @@ def test_too_late_changes_nothing(tmp_path):
     assert (report["devices"], report["training"], report["sampling"]) == (1, [[1, 1, 1]], 1)
 
 
-def test_compiled_programs_are_kept_apart_for_each_processor(tmp_path):
-    report = _report(tmp_path, "first", 1)
-    cache = Path(report["cache"])
+def test_compiled_programs_are_kept_in_the_users_cache_or_where_jax_is_told(tmp_path):
+    cache = Path(_report(tmp_path, "first", 1)["cache"])
     assert cache.parent == tmp_path / "dcmdp_jax" / "programs"
-    assert cache.name.startswith(platform.machine() + "-")
+    assert cache.name.startswith(platform.machine() + "-") and cache.name.endswith(f"-jaxlib-{jaxlib.__version__}")
     assert _report(tmp_path, "first", 1, JAX_COMPILATION_CACHE_DIR="/elsewhere")["cache"] == "/elsewhere"
+
+
+def test_compiled_programs_are_kept_apart_for_each_processor_and_jaxlib(tmp_path, monkeypatch):
+    found = {backend.program_directory()}
+    for features in PROCESSORS.values():
+        pretend(features, tmp_path, monkeypatch)
+        found.add(backend.program_directory())
+    # The same instructions in another order, as another kernel lists them, are the same processor.
+    pretend(" ".join(sorted(PROCESSORS["amx"].split())), tmp_path, monkeypatch)
+    assert backend.program_directory() in found and len(found) == 4
+    monkeypatch.setattr(jaxlib, "__version__", "0.0.1")
+    assert backend.program_directory() not in found
+
+
+def test_a_link_to_the_users_cache_is_the_same_directory(tmp_path, monkeypatch):
+    """JAX's key of a program has the path: a link that was kept would find nothing."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    found = set()
+    for name in ("there", "link"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        found.add(backend.program_directory())
+    assert len(found) == 1

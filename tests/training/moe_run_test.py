@@ -55,12 +55,19 @@ def test_with_vllm(run_environment, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", ["replay", "vllm,replay"])
-def test_the_demo_learns(run_environment, tmp_path, request, record_property, options):
+@pytest.mark.usefixtures("vllm_is_installed")
+def test_the_demo_learns_with_vllm(run_environment, tmp_path, record_property):
+    _assert_it_learns(run_environment, tmp_path / "run", record_property, "vllm,replay")
+
+
+@pytest.mark.long
+def test_the_demo_learns(run_environment, tmp_path, record_property):
+    _assert_it_learns(run_environment, tmp_path / "run", record_property, "replay")
+
+
+def _assert_it_learns(run_environment, run_dir, record_property, options):
     """As configs/demo_moe.py says; a standard error of the score is 4 points."""
-    if "vllm" in options:
-        request.getfixturevalue("vllm_is_installed")
-    records = _train(run_environment | {"XLA_FLAGS": ""}, tmp_path / "run", options)  # optimized: 40 steps
+    records = _train(run_environment | {"XLA_FLAGS": ""}, run_dir, options)  # optimized: 40 steps
     scores = [record["eval/arithmetic/avg@8"] for record in records if "eval/arithmetic/avg@8" in record]
     record_property("avg@8", f"{scores[0]:.3f} to {scores[-1]:.3f}")
     assert len(scores) == 6 and scores[-1] > scores[0] + 0.15

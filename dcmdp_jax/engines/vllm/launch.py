@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.atomic_write import atomic_write
@@ -17,6 +16,7 @@ from dcmdp_jax.engines.vllm import VllmSettings, devices
 from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models.config import to_hf
+from dcmdp_jax.parallel.backend import processor_features
 
 _NO_TPU = "engine", "got 'vllm', which is not supported on a TPU; set `engine`=local"
 
@@ -31,6 +31,9 @@ _PROBE_TOLERANCE_8_BIT = 4.0
 # vLLM's quantization while weights are loaded, W8A8 both: one scale for each matrix and, measured at each product, for
 # each token (its `--quantization fp8` of before 0.32); or one for each block of 128 x 128 weights and 128 activations.
 _ONLINE = {"fp8": "fp8_per_tensor", "fp8_per_block": "fp8_per_block"}
+
+# torch, which vLLM asks, counts no processor with fewer of them.
+_AVX_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 
 # Set by us, or of no use here, or making probabilities incomparable; each with where it is set instead, or why.
 _OURS = {
@@ -81,7 +84,7 @@ def check_machine(arguments: EngineArguments) -> str:
             f"vLLM {version} is installed, the bridge knows the inside of {known}; install one "
             "of those, or name an interpreter that has one in `python`",
         )
-    check_processor(arguments.precision, platform)
+    check_processor(arguments.precision, arguments.kv_cache_dtype, platform)
     extra_arguments(settings.engine_args)
     devices.devices_of_replicas(settings, platform)
     if platform == "cuda":
@@ -208,13 +211,14 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     return extra
 
 
-def check_processor(precision: str, platform: str) -> None:
-    """Refuse a precision that this machine's processor gets wrong.
+def check_processor(precision: str, kv_cache_dtype: str, platform: str) -> None:
+    """Refuse a precision or a cache that vLLM's CPU build can't compute on this machine's processor.
 
     Raises:
-        UserError: for "fp8" in the CPU build, and for another quantized precision in it on a processor without AMX.
+        UserError: in the CPU build for "fp8" weights; for other quantized ones without AMX; for an FP8 cache without
+            AVX-512 and AMX.
     """
-    if platform != "cpu" or precision not in ("int8", "fp8", "fp8_per_block"):
+    if platform != "cpu":
         return
     if precision == "fp8":
         raise ArgumentError(
@@ -222,11 +226,19 @@ def check_processor(precision: str, platform: str) -> None:
             "got 'fp8', which vLLM's CPU build can't compute; choose bfloat16 or, with AMX "
             "instructions, fp8_per_block, or run on GPUs",
         )
-    if "amx_tile" not in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
+    if "amx_tile" in (features := processor_features()):
+        return
+    if precision in ("int8", "fp8_per_block"):
         raise ArgumentError(
             "precision",
             f"got {precision!r}, which vLLM's CPU build computes with AMX instructions; this "
             "processor has none, and without them updates are silently wrong: choose bfloat16",
+        )
+    if kv_cache_dtype.startswith("fp8") and not features >= _AVX_512:
+        raise ArgumentError(
+            "kv_cache_dtype",
+            f"got {kv_cache_dtype!r}, which vLLM's CPU build computes with AVX-512 or AMX instructions; this "
+            "processor has neither: choose auto",
         )
 
 
