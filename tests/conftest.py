@@ -1,9 +1,9 @@
 """Eight fake CPU devices for everything that is sharded; set before anything imports jax.
 
-Nearly all the time of these tests is compilation, so XLA's backend does not optimize here, nor in the whole runs that
-are processes of their own. The demos that `.ci/run` makes are optimized. XLA's newer code generator of fusions (MLIR)
-takes twice as long to compile as the older one, which is used here, and one thread is quicker than several on programs
-so small.
+Nearly all the time of these tests is compilation, so programs are kept from run to run (support/programs.py), and XLA's
+backend does not optimize here, nor in the whole runs that are processes of their own. The demos that `.ci/run` makes
+are optimized. XLA's newer code generator of fusions (MLIR) takes twice as long to compile as the older one, which is
+used here, and one thread is quicker than several on programs so small.
 """
 
 import importlib.metadata
@@ -26,14 +26,25 @@ import hypothesis  # noqa: E402 - after the flags
 import jax  # noqa: E402 - after the flags
 import pytest  # noqa: E402 - after jax
 
+from dcmdp_jax.parallel.backend import program_directory  # noqa: E402 - after the flags
+from tests.support.programs import drop_old_programs, keep_programs  # noqa: E402 - after the flags
+
 # Its own limit for an example is 200 ms, which a loaded machine exceeds. `make test-long` runs all its examples.
 hypothesis.settings.register_profile("short", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("full", deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
+keep_programs()
+
 _MANY_MAPPINGS, _LOOK_EVERY = 20_000, 8
 _SLOW_FILES = Path(__file__).with_name("slow_files.txt")
 _JOBS = Path(__file__).with_name("jobs.txt")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before the workers begin, in none of them."""
+    if not hasattr(session.config, "workerinput"):
+        drop_old_programs(program_directory().parent)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -72,18 +83,9 @@ def vllm_is_installed() -> None:
 
 
 @pytest.fixture(scope="session")
-def run_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment of a run in a process of its own: one device, and a cache of programs that all tests share."""
-    base = tmp_path_factory.getbasetemp()
-    # pytest-xdist gives each of its workers a directory in that of the session.
-    session = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    return {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": _NOT_OPTIMIZED,
-        "JAX_COMPILATION_CACHE_DIR": str(session / "programs"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+def run_environment() -> dict[str, str]:
+    """Environment of a run in a process of its own: one device, and the programs that all tests share."""
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": _NOT_OPTIMIZED}
 
 
 _tests_ended = 0
