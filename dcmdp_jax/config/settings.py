@@ -291,13 +291,13 @@ class HostSettings:
         processes: Processes of the run.
         process: Number of this process, from 0. The only setting that differs.
         timeout_s: A process that has not come for this long at the start, or later gives no sign of life, is taken
-            for dead, and all others end. Source: ours.
+            for dead, and all others end. Source: JAX's.
     """
 
     coordinator: str = setting("", free=True)
     processes: int = setting(1, minimum=1, free=True)
     process: int = setting(0, minimum=0, free=True)
-    timeout_s: float = setting(30.0, unit="seconds", minimum=2, free=True)
+    timeout_s: float = setting(100.0, unit="seconds", minimum=2, free=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""Signs of life among the processes of a run, and what each has to say to the others.
+"""What the processes of a run tell each other outside of collective operations: to stop early, and why one failed.
 
-JAX's coordination service, which process 0 runs, holds one key for each process: a counter that rises every second,
-what the process is doing, and why it failed. A thread of each process writes its own key and reads all of them.
+Whether they live is for JAX to see. Each sends signs of life to the coordination service of process 0 from a thread
+without Python, which a loaded machine does not hold up for long; without one for `timeout_s` JAX aborts all others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -19,22 +20,19 @@ from typing import Any
 
 import jax
 
-from dcmdp_jax.activity import give_back_terminal
-
-_KEYS = "dcmdp/hosts/"
-_PERIOD_S = 1.0
+_STOPPING, _FAILED = "dcmdp/stopping", "dcmdp/failed"
+_WAIT_MS = 10**11  # years: the end of the connection ends it
 # After the failure of another process, the main thread has this long to leave by itself, with its own message.
 _GRACE_S = 3.0
 _EXIT_CODE = 1
-
-RUNNING, STOPPING, FAILED = "running", "stopping", "failed"
+_LISTED = 8
 
 
 class HostMonitor:
-    """Ends this process when another one is dead, or has failed and waits for nobody.
+    """Ends this process when another one has failed and waits for nobody.
 
-    A process can't leave a collective operation that another one never enters, so the thread ends the process as a
-    kill would; the run resumes from its newest checkpoint.
+    A process can't leave a collective operation that another one never enters, so a thread ends the process as a kill
+    would; the run resumes from its newest checkpoint.
 
     Attributes:
         stopping: set once another process has asked all to meet early, or has failed.
@@ -47,116 +45,85 @@ class HostMonitor:
             client: client of JAX's coordination service.
             index: index of this process.
             names: names of all processes.
-            timeout_s: a process without a sign of life for this long is dead.
+            timeout_s: JAX's limit between two signs of life.
             coordinator: address of the coordination service.
         """
         self._client, self._index, self._names, self._timeout_s = client, index, names, timeout_s
-        self._beat, self._state, self._message = 0, RUNNING, ""
-        self._lock = threading.Lock()
-        self._end, self._leaving, self.stopping = threading.Event(), threading.Event(), threading.Event()
-        self._write()
-        if index:
-            _explain_abort(coordinator, names[0])
-        self._thread = threading.Thread(target=self._watch, name="host monitor", daemon=True)
+        self._leaving, self.stopping = threading.Event(), threading.Event()
+        _explain_abort(index, names, timeout_s, coordinator)
+        self._thread = threading.Thread(target=self._listen, name="host monitor", daemon=True)
         self._thread.start()
 
-    def say(self, state: str, message: str = "") -> None:
-        """Tell the others at once what this process is doing."""
-        with self._lock:
-            self._state, self._message = state, message
-        self._write()
+    def ask_to_stop(self) -> None:
+        """Ask the others to meet early."""
+        self._tell(_STOPPING, "")
 
-    def leave(self) -> None:
-        """The main thread ends the process by itself: the monitor no longer does."""
+    def leave(self, failure: str | None) -> None:
+        """The main thread ends the process by itself: the thread no longer does. Tell the others of a failure."""
         self._leaving.set()
+        if failure is not None:
+            self._tell(_FAILED, failure)
+            self._tell(_STOPPING, "")
 
     def close(self) -> None:
-        """Stop the thread; a call of the service that does not return is waited for no longer than the others are."""
-        self._end.set()
+        """Wait for the thread, which the end of the connection has ended."""
         self._thread.join(self._timeout_s)
 
     def wait_for_verdict(self) -> None:
-        """Wait as long as it takes to find out that another process is dead; this one then ends here."""
-        time.sleep(self._timeout_s + 2 * _PERIOD_S)
+        """Wait as long as JAX takes to find out that another process is dead; this one then ends here."""
+        print_line("waiting to learn which process is gone", "an operation with the other processes failed")
+        self._leaving.wait(1.5 * self._timeout_s + _GRACE_S)
 
-    def _write(self) -> None:
-        with self._lock:
-            self._beat += 1
-            value = json.dumps([self._beat, self._state, self._message])
-        self._client.key_value_set(f"{_KEYS}{self._index}", value, allow_overwrite=True)
+    def _tell(self, topic: str, message: str) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+            self._client.key_value_set(topic, json.dumps([self._index, message]))
 
-    def _watch(self) -> None:
-        began = time.monotonic()
-        seen = {index: (0, began) for index in range(len(self._names)) if index != self._index}
-        failed_at: dict[int, float] = {}
-        while not self._end.wait(_PERIOD_S):
-            try:
-                self._write()
-                entries = self._client.key_value_dir_get(_KEYS)
-            except jax.errors.JaxRuntimeError:
-                # JAX itself ends a process that has lost the service; `_explain_abort` says why.
-                continue
-            now = time.monotonic()
-            for key, value in entries:
-                index = int(key.rpartition("/")[2])
-                if index == self._index:
-                    continue
-                beat, state, message = json.loads(value)
-                if beat != seen[index][0]:
-                    seen[index] = beat, now
-                if state != RUNNING:
-                    self.stopping.set()
-                if state == FAILED and now - failed_at.setdefault(index, now) > _GRACE_S:
-                    self._end_process(f"{_who(index, self._names)} failed: {message}", others_live=True)
-            for index, (_, at) in seen.items():
-                if now - at > self._timeout_s and index not in failed_at:
-                    self._end_process(
-                        f"{_who(index, self._names)} has given no sign of life for {self._timeout_s:g} s "
-                        "(`timeout_s`) and is taken for dead; the same commands resume the run",
-                        others_live=False,
-                    )
-
-    def _end_process(self, reason: str, *, others_live: bool) -> None:
-        if self._leaving.is_set():
-            return
-        print_error(reason)
-        if others_live:
+    def _listen(self) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the connection has ended
+            self._client.blocking_key_value_get(_STOPPING, _WAIT_MS)
+            self.stopping.set()
+            index, message = json.loads(self._client.blocking_key_value_get(_FAILED, _WAIT_MS))
+            if index == self._index or self._leaving.wait(_GRACE_S):
+                return
+            print_line("error", f"process {index} on {self._names[index]} failed: {message}")
             # All meet in JAX's shutdown: without it, the process that failed would wait for the others.
             ended = threading.Thread(target=jax.distributed.shutdown, daemon=True)
             ended.start()
             ended.join(self._timeout_s)
-        elif not self._index:
-            # The others lose the coordination service with this process, and would take that for the cause.
-            time.sleep(2 * _GRACE_S)
-        os._exit(_EXIT_CODE)
+            os._exit(_EXIT_CODE)
 
 
-def print_error(reason: str) -> None:
+def print_line(kind: str, text: str) -> None:
     """Print one line on stderr, past Python's buffers: the process may end at once."""
     sys.stdout.flush()
-    give_back_terminal()
-    os.write(2, f"error: {reason}\n".encode())
+    os.write(2, f"{kind}: {text}\n".encode())
 
 
-def _who(index: int, names: Sequence[str]) -> str:
-    return f"process {index} on {names[index]}"
+def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinator: str) -> None:
+    """Say which host is gone when JAX aborts this process.
 
-
-def _explain_abort(coordinator: str, name: str) -> None:
-    """Say which host is gone when JAX aborts this process because the coordination service is.
-
-    JAX (0.10) ends a process with abort() as soon as its connection to process 0 breaks, and no Python code runs
-    then: its callback for the case can't take the error that it is called with. So the C library calls this handler.
+    JAX (0.10) ends a process with abort() when its connection to process 0 breaks, or another process gives no sign of
+    life, and no Python code runs then: its callback for the case can't take the error that it is called with. So the C
+    library calls this handler. Only the lines that JAX has printed have the dead process's number.
     """
     host, _, port = coordinator.rpartition(":")
+    known = ", ".join(f"{number} is on {name}" for number, name in list(enumerate(names))[:_LISTED])
 
     def explain(number: int) -> None:
         del number
+        said = (
+            f"a process has given no sign of life for {timeout_s:g} s (hosts.timeout_s raises it); JAX's lines "
+            f"above have its number: {known}{', ...' * (len(names) > _LISTED)}; the same commands resume the run"
+        )
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+            if index:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError:
-            print_error(f"process 0 on {name} is gone, and the run's coordination with it; the same commands resume it")
-            os._exit(_EXIT_CODE)
+            said = f"process 0 on {names[0]} is gone, and the run's coordination with it; the same commands resume it"
+        print_line("error", said)
+        if not index:
+            time.sleep(2 * _GRACE_S)  # the others would take the end of the service for the cause
+        os._exit(_EXIT_CODE)
 
     global _ABORT_HANDLER
     _ABORT_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)(explain)

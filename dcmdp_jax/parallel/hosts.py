@@ -7,6 +7,7 @@ mesh. So nothing after sampling depends on how many processes there are.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -22,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dcmdp_jax.errors import ArgumentError, one_line
-from dcmdp_jax.parallel.host_monitor import FAILED, STOPPING, HostMonitor
+from dcmdp_jax.parallel.host_monitor import HostMonitor
 from dcmdp_jax.parallel.meeting import meet
 
 AUTO = "auto"
@@ -129,7 +130,7 @@ class SeveralHosts(Hosts):
         return received.view(np.float64).max(axis=0).tolist()
 
     def call_together(self) -> None:
-        self._monitor.say(STOPPING)
+        self._monitor.ask_to_stop()
 
     @property
     def called_together(self) -> bool:
@@ -150,6 +151,33 @@ class SeveralHosts(Hosts):
                         f"{self.names[0]} has {first.get(name)}; {remedy}",
                     )
 
+    @contextlib.contextmanager
+    def starting_programs_together(self) -> Iterator[None]:
+        """Let the processes of a program wait for each other between its compilation and its first call.
+
+        One compiles for minutes what another reads from its cache. On CPUs gloo (jaxlib 0.10) connects the devices of a
+        group at the first operation among them, and gives up when the others do not come within half a minute.
+        """
+        from jax._src import compiler  # what pxla calls; jax (0.10 to 0.12) has no public hook
+
+        compile_program, compiled = compiler.compile_or_get_cached, collections.Counter[tuple[int, ...]]()
+
+        def compile_together(
+            backend: Any, computation: Any, devices: np.ndarray, *arguments: Any, **options: Any
+        ) -> Any:
+            program = compile_program(backend, computation, devices, *arguments, **options)
+            if len(processes := tuple(sorted({device.process_index for device in devices.flat}))) > 1:
+                compiled[processes] += 1
+                name = f"dcmdp/compiled/{'-'.join(map(str, processes))}/{compiled[processes]}"
+                self._client.wait_at_barrier(name, 1000 * _LONGEST_WAIT_S, list(processes))
+            return program
+
+        compiler.compile_or_get_cached = compile_together
+        try:
+            yield
+        finally:
+            compiler.compile_or_get_cached = compile_program
+
     def leave(self, error: BaseException | None) -> None:
         """Collective: end the connection, or tell the others why this process ends. Then none waits for another.
 
@@ -159,9 +187,7 @@ class SeveralHosts(Hosts):
         if _is_of_a_collective(error):
             # It fails first where the connection to a process that died was open.
             self._monitor.wait_for_verdict()
-        self._monitor.leave()
-        if error is not None:
-            self._monitor.say(FAILED, one_line(error) or type(error).__name__)
+        self._monitor.leave(None if error is None else one_line(error) or type(error).__name__)
         try:
             jax.distributed.shutdown()
         finally:
@@ -284,13 +310,14 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
     jax.config.update("jax_enable_preemption_service", False)
     try:
         limits = {"initialization_timeout": max(60, int(timeout_s)), "coordinator_bind_address": listen_at}
-        limits["heartbeat_timeout_seconds"] = max(100, int(2 * timeout_s))
+        limits["heartbeat_timeout_seconds"] = math.ceil(timeout_s)
         jax.distributed.initialize(coordinator, processes, process, local_devices, "deactivate", **limits)
     except (RuntimeError, ValueError) as error:
         raise ArgumentError("coordinator", f"got {coordinator!r}: {one_line(error)}") from error
     hosts = SeveralHosts(timeout_s)
     try:
-        yield hosts
+        with hosts.starting_programs_together():
+            yield hosts
     except BaseException as error:
         hosts.leave(error)
         raise

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.parallel import backend
@@ -147,3 +149,20 @@ def check_training_mesh(mesh: Mesh, *, num_heads: int, num_experts: int, complet
 def row_shards(mesh: Mesh) -> int:
     """Number of devices that rows are split over."""
     return mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+
+
+def connect_devices(mesh: Mesh) -> None:
+    """Run an operation among the devices of each group that axes of the mesh span. Collective.
+
+    gloo connects a group at its first operation, for which the slower processes have half a minute: too little within a
+    step, whose first reduction may come minutes later on one host than on another. Here all come at once, see
+    `SeveralHosts.starting_programs_together`. Later operations wait as long as it takes.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return
+    axes = [name for name, size in mesh.shape.items() if size > 1]
+    for count in range(1, len(axes) + 1):
+        for group in itertools.combinations(axes, count):
+            total = functools.partial(jax.lax.psum, axis_name=group)
+            whole = jax.shard_map(total, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+            jax.block_until_ready(jax.jit(whole)(np.float32(0)))

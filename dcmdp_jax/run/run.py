@@ -45,7 +45,7 @@ from dcmdp_jax.observe.jsonl import rewards_log
 from dcmdp_jax.observe.metrics_io import require_tracker
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts, join_hosts
-from dcmdp_jax.parallel.mesh import check_training_mesh, row_shards, sampling_mesh, training_mesh
+from dcmdp_jax.parallel.mesh import check_training_mesh, connect_devices, row_shards, sampling_mesh, training_mesh
 from dcmdp_jax.parallel.sharding import param_shardings, to_global
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Reward
@@ -283,7 +283,10 @@ class Run:
         with as_settings(of_engine(self.engine_kind)):
             self.engine_kind.check(self.engine_asked)
         prepare_jax(self.asked.mesh.cpu_devices)
-        return self.checked_mesh()
+        mesh = self.checked_mesh()
+        if self.hosts.count > 1:
+            connect_devices(mesh)
+        return mesh
 
     def checked_mesh(self) -> Mesh:
         """The training devices."""

@@ -96,13 +96,13 @@ def _free_port():
         return str(bound.getsockname()[1])
 
 
-def _two(end):
+def _two(end, program=_PROGRAM):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     port = _free_port()
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(number), port, end],
+            [sys.executable, "-c", program, str(number), port, end],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -134,6 +134,44 @@ def test_a_difference_is_told_by_every_process():
         host = socket.gethostname()
         assert "all is well" in out and code == 1
         assert f"seed: process 1 on {host} has 1, process 0 on {host} has 0; start all hosts alike" in err
+
+
+# One process comes to a program, and then to the first operation of a group, later than gloo's half a minute.
+_LATE = r"""
+import sys, time
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from dcmdp_jax.parallel.hosts import join_hosts
+from dcmdp_jax.parallel.mesh import connect_devices
+
+number, port = int(sys.argv[1]), sys.argv[2]
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_enable_compilation_cache", False)
+with join_hosts(f"localhost:{port}", 2, number, 60.0) as hosts:
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    of_all = NamedSharding(mesh, P(("data", "fsdp")))
+    x = jax.make_array_from_callback((4,), of_all, lambda index: np.arange(4.0, dtype=np.float32)[index])
+    if sys.argv[3] == "program":
+        if number:
+            time.sleep(40)
+        print("sum", float(jax.jit(jnp.sum)(x)))
+    else:
+        connect_devices(mesh)
+        compiled = jax.jit(jnp.sum).lower(x).compile()
+        if number:
+            time.sleep(40)
+        print("sum", float(compiled(x)))
+"""
+
+
+@pytest.mark.parametrize("late", ["program", "operation"])
+def test_a_process_that_comes_late_to_a_program_is_waited_for(late):
+    """Its cache has no programs, and it compiles what the other one reads."""
+    for out, err, code in _two(late, _LATE):
+        assert code == 0 and "sum 6.0" in out, out + err
 
 
 def test_one_process_has_everything_for_itself():

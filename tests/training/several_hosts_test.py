@@ -1,6 +1,7 @@
 """Runs of two processes on fake devices, in processes of their own: like one, killed, stopped, resumed elsewhere."""
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -162,10 +163,11 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(run_envi
     run_dir = tmp_path / "run"
     first, second = _two(run_environment, run_dir, *_RUN, programs=(_PLAIN, _signalled(signal.SIGKILL, 2)))
     assert second[0] == -signal.SIGKILL
-    # The other one stands in a collective operation that the dead one never enters: it ends itself, with a name.
-    assert (
-        first[0] == 1 and f"error: process 1 on {socket.gethostname()} has given no sign of life for 10 s" in first[2]
-    )
+    # The other one stands in a collective operation that the dead one never enters: JAX ends it, and says the number.
+    said = f"1 is on {socket.gethostname()}; the same commands resume the run"
+    assert first[0] == 1 and "unhealthy (stopped sending heartbeats):\n1\n" in first[2]
+    assert first[2].splitlines()[-1].startswith("error: a process has given no sign of life for 10 s (hosts.timeout_s")
+    assert first[2].strip().endswith(said)
     # The checkpoint of step 2 may have been in the writing.
     last = _checkpoints(run_dir)[-1]
     assert last in (1, 2) and sorted(read_records(run_dir)) == [0, 1, 2]
@@ -179,6 +181,23 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(run_envi
     for found, expected in zip(*(map(json.loads, lines) for lines in samples), strict=True):
         assert found.pop("discrepancy_mean") == pytest.approx(expected.pop("discrepancy_mean"), rel=1e-5)
         assert found == expected
+
+
+def test_the_pages_commands_run_twice_and_the_second_time_from_a_cache_of_process_0(run_environment, tmp_path):
+    """Process 1 compiles for its own device what process 0 reads; only process 0 writes programs to the cache."""
+    page = (ROOT / "docs" / "several_hosts.md").read_text().partition("# on the other host")[0]
+    flags = re.findall(r"--config\.hosts\.\w+=\S+", page)
+    assert [flag.partition("=")[0].rpartition(".")[2] for flag in flags] == ["coordinator", "processes", "process"]
+    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {name: value for name, value in run_environment.items() if name != "XLA_FLAGS"} | own
+    for name in ("first", "second"):
+        address = f"127.0.0.1:{_free_port()}"
+        given = [flag.replace("10.0.0.1:1234", address) for flag in flags]
+        each = [given, [*given[:-1], given[-1].replace("=0", "=1")]]
+        short = ("--config.training.steps=1", "--config.evaluation.every_steps=0", "--config.mesh.cpu_devices=2")
+        started = [_start(environment, tmp_path / name, *short, *own) for own in each]
+        ended = [(*process.communicate(timeout=HANGS_S), process.returncode) for process in started]
+        assert [code for _, _, code in ended] == [0, 0], ended
 
 
 @pytest.mark.long
