@@ -194,10 +194,17 @@ def _keep_failures_of_threads() -> None:
     another at exit, and it logs more. The main thread raises the same error and reports it in one line.
     """
 
+    told: set[str] = set()
+
     def keep(what: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
         if not issubclass(kind, SystemExit) and _append_to_log(what, text) is None:
-            print(f"{what}:\n{text}", file=sys.stderr, end="")
+            short = text if _run_dir is None else one_line(text.splitlines()[-1])
+            line = f"{what}:{chr(10) if _run_dir is None else ' '}{short.rstrip()}"
+            # A log that can't be written is said once, not by every thread that fails for the same reason.
+            if short not in told:
+                print(line, file=sys.stderr)
+            told.add(short)
 
     def thread_failed(failure: threading.ExceptHookArgs) -> None:
         name = "a thread" if failure.thread is None else f"thread {failure.thread.name}"

@@ -44,7 +44,14 @@ from dcmdp_jax.evaluation.average import EvaluationResult, describe, evaluate, j
 from dcmdp_jax.evaluation.held_out import HeldOutTask
 from dcmdp_jax.evaluation.log import EvaluationLog, open_output, write_json
 from dcmdp_jax.evaluation.overlap import Overlap, find_overlap, leave_out
-from dcmdp_jax.evaluation.table import format_comparison, format_table, plain_average, read_scores, to_record
+from dcmdp_jax.evaluation.table import (
+    format_comparison,
+    format_table,
+    plain_average,
+    read_scores,
+    shown_score,
+    to_record,
+)
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.run.model_run import PAPERS_EVALUATION, ModelRun, SavedModel, find_model, fingerprint
@@ -228,8 +235,8 @@ def _describe_overlaps(
             yield f"{said}, left out"
         else:
             rest = [place for place in range(len(prompts.problems)) if place not in shared]
-            alone = f"{100 * result.select(rest).average:.1f}" if rest else "no problem"
-            yield f"{said}; avg@{result.samples} is {100 * result.average:.1f}, without them {alone}"
+            alone = shown_score(result, result.select(rest).average) if rest else "no problem"
+            yield f"{said}; avg@{result.samples} is {shown_score(result, result.average)}, without them {alone}"
 
 
 def _default_output(saved: SavedModel) -> tuple[Path, str]:
@@ -298,7 +305,7 @@ def _report_progress(result: EvaluationResult, tasks: int, done: int, seconds: f
     completions = result.scores.size
     rate = completions * result.length_mean / seconds
     print(
-        f"[{done}/{tasks}] {result.task}: avg@{result.samples} {100 * result.average:.1f}, "
+        f"[{done}/{tasks}] {result.task}: avg@{result.samples} {shown_score(result, result.average)}, "
         f"{len(result.scores)} problems, {completions} completions, {seconds:.1f} s, {rate:,.0f} tokens/s",
         file=sys.stderr,
         flush=True,

@@ -42,6 +42,8 @@ _ANSWER_FORM = re.compile(
     re.IGNORECASE,
 )
 _THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+# Of a template's own text; published ones have some thousands.
+_TEMPLATE_CHARACTERS = 1_000_000
 # Arguments of apply_chat_template, which a template's variables share.
 _OURS = re.findall(
     r"\w+",
@@ -161,13 +163,30 @@ def _sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         text = render_chat(tokenizer, [{"role": "user", "content": _SAMPLE}])
     except Exception:  # What templates raise; `_render` words it.
         text = _SAMPLE
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encode_texts(tokenizer, [text], "a chat of one question")[0]
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what: str) -> list[list[int]]:
+    """Ids of texts, in which special tokens are recognized and none is added.
+
+    Raises:
+        UserError: in one line with `what` the texts are, for whatever the tokenizers library raises.
+    """
+    try:
+        return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path}: can't encode {what} ({shorten_name(one_line(error))}); compare "
+            "tokenizer.json with the model's own"
+        ) from error
 
 
 def _check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Refuse a template that leaves out a message, and a tokenizer that loses characters without a word."""
     text = _render(tokenizer, _CHAT, f"tokenizer {path}: its chat template", "a chat of two questions")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = encode_texts(tokenizer, [text], "a chat of two questions")[0]
     back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if _MESSAGE in back:
         return
@@ -254,7 +273,7 @@ def encode_prompts(
         _LOG.warning(
             "%d of %d prompts say themselves how to write the answer, and get no prompt_suffix", instructed, len(texts)
         )
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    encoded = encode_texts(tokenizer, texts, "the prompts")
     fits = [len(ids) <= max_prompt_tokens for ids in encoded]
     dropped = fits.count(False)
     if dropped:
@@ -338,10 +357,17 @@ def render_chat(
     message's.
 
     Raises:
-        Exception: any exception of the template.
+        Exception: any exception of the template; ValueError if it writes far more than the chat.
     """
     given, tools = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
-    write = functools.partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **variables)
+    most = _TEMPLATE_CHARACTERS + 8 * len(str((given, tools)))
+
+    def write(chat: Sequence[Message], **end: bool) -> str:
+        text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **end, **variables)
+        if len(text) > most:
+            raise ValueError(f"it writes {len(text):,} characters, at most {most:,} are taken for this chat")
+        return text
+
     if given[-1]["role"] != "assistant":
         return write(given, add_generation_prompt=generation)
     if len(given) == 1:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -236,9 +235,9 @@ def checked_step(value: Any) -> Step:
         raise RewardError(f"step returned {shown(done)} as its third value, which must be True or False")
     if not isinstance(observation, str) and not (observation is None and done):
         raise RewardError(f"step returned {shown(observation)} as observation, needs text")
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward) or abs(reward) > _LARGEST:
+    if not isinstance(reward, numbers.Real) or not abs(number := float(reward)) <= _LARGEST:
         raise RewardError(f"step returned {shown(reward)} as reward, needs a number of at most {_LARGEST:g}")
-    return Step(_bounded(observation or ""), float(reward), done)
+    return Step(_bounded(observation or ""), number, done)
 
 
 def _bounded(text: str) -> str:

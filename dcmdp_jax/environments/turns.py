@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dcmdp_jax.data.episode import Episode, collect
-from dcmdp_jax.data.prompts import chat_messages, render_chat
+from dcmdp_jax.data.prompts import chat_messages, encode_texts, render_chat
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.errors import one_line
@@ -279,7 +279,7 @@ class TurnSampler:
         return going_on
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+        return np.asarray(encode_texts(self._tokenizer, [text], "an environment's answer")[0], np.int32)
 
     def _text(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

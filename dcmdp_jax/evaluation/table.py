@@ -12,7 +12,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult
 from dcmdp_jax.evaluation.estimators import t_half_width
 from dcmdp_jax.inputs import read_json_object
-from dcmdp_jax.number_format import text_table
+from dcmdp_jax.number_format import number, text_table
 
 OTHER_SAMPLES = 8
 """K of a task that is none of the paper's benchmarks."""
@@ -65,6 +65,8 @@ def plain_average(results: Sequence[EvaluationResult]) -> float:
 def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int = 0) -> str:
     """The paper's table as text: one row of avg@K in percent, and beneath it what the numbers rest on.
 
+    Averages of a sum of rewards that leaves 0 .. 1 are no shares: they are plain numbers.
+
     The benchmarks stand in the paper's order, other tasks after them under their own names, Avg last. Avg is the mean
     of the columns that are there, unrounded: six benchmarks give the paper's.
 
@@ -84,14 +86,18 @@ def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int 
     ordered = _in_paper_order(results)
     rows = [
         ["Method", *(column_name(result.task) for result in ordered), "Avg"],
-        [method, *(_percent(result.average) for result in ordered), _percent(plain_average(ordered))],
+        [
+            method,
+            *(shown_score(result, result.average) for result in ordered),
+            (_percent if all(map(_is_share, ordered)) else number)(plain_average(ordered)),
+        ],
     ]
     intervals = {result.task: result.interval(seed=seed) for result in ordered}
     details: dict[str, Callable[[EvaluationResult], str]] = {
         "K": lambda result: str(result.samples),
-        "standard error": lambda result: _percent(result.standard_error),
-        "95% from": lambda result: _percent(intervals[result.task][0]),
-        "95% to": lambda result: _percent(intervals[result.task][1]),
+        "standard error": lambda result: shown_score(result, result.standard_error),
+        "95% from": lambda result: shown_score(result, intervals[result.task][0]),
+        "95% to": lambda result: shown_score(result, intervals[result.task][1]),
         **{f"pass@{k}": functools.partial(_pass_at, k) for k in _powers_of_two(max(r.samples for r in ordered))},
         "pass@K": lambda result: _percent(result.pass_at_k),
         "truncated %": lambda result: _percent(result.truncated_fraction),
@@ -192,9 +198,11 @@ def format_comparison(runs: Sequence[Scores]) -> str:
 
     def cell(method: str, place: int) -> str:
         mean, column = means[method][place], [row[place] for row in values[method]]
-        half = f" ±{_percent(t_half_width(column))}" if len(column) > 1 else ""
+        shares = all(0 <= row[place] <= 1 for rows in values.values() for row in rows)
+        show = _percent if shares else number
+        half = f" ±{show(t_half_width(column))}" if len(column) > 1 else ""
         star = "*" if len(means) > 1 and mean == best[place] else ""
-        return f"{_percent(mean)}{half}{star}"
+        return f"{show(mean)}{half}{star}"
 
     labels = {method: f"{method} ({len(rows)} runs)" if len(rows) > 1 else method for method, rows in values.items()}
     rows = [["Method", *map(column_name, tasks), "Avg"]]
@@ -235,6 +243,15 @@ def _powers_of_two(largest: int) -> list[int]:
 
 def _pass_at(k: int, result: EvaluationResult) -> str:
     return _percent(float(result.pass_at[k - 1])) if k <= result.samples else "-"
+
+
+def _is_share(result: EvaluationResult) -> bool:
+    return bool(((result.scores >= 0) & (result.scores <= 1)).all())
+
+
+def shown_score(result: EvaluationResult, value: float) -> str:
+    """An average of a task's scores: in percent if each is between 0 and 1, else the reward's own number."""
+    return _percent(value) if _is_share(result) else number(value)
 
 
 def _percent(share: float) -> str:

@@ -347,11 +347,12 @@ def _check_value(row: int, value: Any) -> float | None:
         return None
     # NumPy's and torch's scalars have item().
     plain = plain_value(value)
-    if not isinstance(plain, numbers.Real) or not math.isfinite(plain):
+    # The float first: a subclass may say another one than what isfinite sees.
+    if not isinstance(plain, numbers.Real) or not math.isfinite(number := float(plain)):
         raise RewardError(f"returned {value!r:.80}, needs a finite number or None", row)
-    if abs(plain) > _LARGEST:
+    if abs(number) > _LARGEST:
         raise RewardError(f"returned {plain}, needs a number of at most {_LARGEST:g}: advantages are float32", row)
-    return float(plain)
+    return number
 
 
 def plain_value(value: Any) -> Any:

@@ -13,12 +13,20 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from dcmdp_jax.activity import activity
 from dcmdp_jax.config.arguments import EVALUATION, REWARDS, as_settings, in_settings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
-from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, join_prompts, load_tokenizer, template_variables
+from dcmdp_jax.data.prompts import (
+    EncodedPrompts,
+    encode_prompts,
+    encode_texts,
+    join_prompts,
+    load_tokenizer,
+    template_variables,
+)
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
 from dcmdp_jax.errors import UserError
@@ -126,7 +134,8 @@ def checked_columns(
     """Names of the columns that functions of users get. Imports the functions and the environment, and calls them."""
     columns = tuple(column_names(problems)) if needs_columns(config) else ()
     try:
-        check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
+        with activity("importing the reward functions"):
+            check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
     except RewardError as error:
         raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
     if config.task.environment:
@@ -141,7 +150,8 @@ def _check_environment(config: Config, columns: Sequence[str], tokenizer: PreTra
         config.task.environment, columns, timeout_s=settings.timeout, memory_gib=settings.memory_limit
     ) as pool:
         try:
-            pool.check()
+            with activity("importing the environment"):
+                pool.check()
             variables = template_variables(config.task.chat_template_kwargs, tokenizer)
             answer_text(tokenizer, "1", "user", variables)
         except RewardError as error:
@@ -226,5 +236,6 @@ def worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
     )
     if bare := [problem.index for problem in encoded.problems if not problem.solution]:
         raise UserError(f"config.warmup.task: row {bare[0]} of {config.warmup.task} has no worked solution")
-    solutions = tokenizer([problem.solution for problem in encoded.problems], add_special_tokens=False)["input_ids"]
+    texts = [problem.solution for problem in encoded.problems]
+    solutions = encode_texts(tokenizer, texts, "the worked solutions of warmup.task")
     return encoded.token_ids, [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in solutions]

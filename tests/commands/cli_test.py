@@ -233,6 +233,19 @@ def test_a_run_logs_failures_of_threads_and_prints_none(tmp_path):
     assert "logged by absl\ncould not write" in text
 
 
+def test_a_log_that_cannot_be_written_leaves_a_line_of_each_failure_on_the_console(tmp_path):
+    """A directory in its place. Twenty of Orbax's threads fail for one reason, which is said once."""
+    (tmp_path / "error.log").mkdir()
+    program = _THREAD_FAILS.replace(
+        "    thread.start()", "    for _ in range(20): threading.Thread(target=fail).start()\n    thread.start()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    said = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S).stderr.splitlines()
+    assert len(said) == 3 and said[-1] == "error: bad"
+    assert said[0].startswith("thread ") and said[0].endswith("failed: OSError: the thread's")
+    assert said[1].endswith("RuntimeError: at its end")
+
+
 @pytest.mark.parametrize("arguments", [[], ["--debug"]])
 def test_without_a_run_failures_of_threads_are_printed(arguments):
     said = _thread_fails(*arguments)

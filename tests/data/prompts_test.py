@@ -17,6 +17,7 @@ from dcmdp_jax.data.prompts import (
     save_tokenizer,
     template_variables,
 )
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.rewards.protocol import Problem
 from tests.support.our_log import our_log
 
@@ -169,6 +170,36 @@ def test_a_template_that_refuses_is_one_line():
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
     with pytest.raises(ValueError, match="can't render problem 4 of test: no system messages"):
         encode_prompts([_problem("1", 4)], tokenizer, max_prompt_tokens=9)
+
+
+def test_a_template_that_writes_far_more_than_the_chat_is_refused_before_it_is_encoded(tmp_path):
+    """A billion characters took 90 s and 2.4 GiB to encode. A long chat may be written several times."""
+    tokenizer = build_tokenizer()
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{{ 'a' * 2 * 10**6 }}" + template
+    with pytest.raises(
+        UserError, match=r"can't render problem 0 of test: it writes 2,000,\d+ characters, at most 1,000,"
+    ):
+        encode_prompts([_problem("1+1=")], tokenizer, max_prompt_tokens=9)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="it writes 2,000,"):
+        load_tokenizer(str(tmp_path))
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match="leaves no prompt"):
+        encode_prompts([_problem("1+" * 10**6)], tokenizer, max_prompt_tokens=9)
+
+
+def test_what_the_tokenizers_library_raises_is_one_line(tmp_path):
+    """A vocabulary of words without one for those that it lacks."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<none>")), eos_token="<eos>"
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    with pytest.raises(UserError, match=r"^tokenizer .*: can't encode the prompts \(.*\); compare tokenizer.json"):
+        encode_prompts([_problem("1+1=")], tokenizer, max_prompt_tokens=9)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="can't encode a chat of"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_load_tokenizer(tmp_path):

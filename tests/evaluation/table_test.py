@@ -1,5 +1,6 @@
 """The paper's own rows, printed by our table, and the records that go to JSON."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -65,6 +66,20 @@ def test_the_papers_row_is_printed_as_the_paper_prints_it():
 def test_avg_is_the_plain_mean_of_the_columns(row, average):
     table = format_table("m", [_result(task, value / 100) for task, value in zip(_PAPER, row, strict=True)])
     assert _cells(table.splitlines()[2])[-1] == average
+
+
+def test_a_sum_of_rewards_is_no_percentage():
+    """Rewards of 0 and 2.5, half of each: 1.25 a completion, not 125.0%; shares beside it stay in percent."""
+    summed = _result("a", 0.5)
+    summed = dataclasses.replace(summed, scores=2.5 * summed.scores)
+    table = format_table("m", [summed, _result("b", 0.25)]).splitlines()
+    # Avg by hand: (1.25 + 0.25) / 2.
+    assert _cells(table[2]) == ["m", "1.25", "25.0", "0.75"]
+    rows = {cells[0]: cells[1:] for cells in map(_cells, table[3:])}
+    # Of 250 problems half have 2.5 each time: 2.5 * 0.5 / sqrt(249) = 0.0792.
+    assert rows["standard error"][0] == "0.07922" and rows["pass@K"][0] == "50.0"
+    runs = [Scores("x", {"a": 1.25}, {"a": 4}), Scores("y", {"a": 0.5}, {"a": 4})]
+    assert [_cells(line)[1] for line in format_comparison(runs).splitlines()[2:4]] == ["1.25*", "0.5"]
 
 
 def test_avg_is_of_the_unrounded_columns():

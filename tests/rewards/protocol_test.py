@@ -27,6 +27,13 @@ def _call(function, completions=("a", "bc"), **columns):
     return call_reward(function, prompts, list(completions), [list(range(len(text))) for text in completions], columns)
 
 
+class _OtherFloat(float):
+    """What a library's own number may do: isfinite sees 1.0, float() gets NaN."""
+
+    def __float__(self):
+        return float("nan")
+
+
 @pytest.mark.parametrize("place", ["tests.rewards.planted_rewards", str(_FILE)])
 def test_a_function_is_loaded_from_a_module_or_a_file(place):
     assert _call(load_reward(f"{place}:length", ["answer"])) == [1.0, 2.0]
@@ -89,6 +96,7 @@ def test_scalars_of_numpy_are_numbers():
         (planted_rewards.one_too_few, "returned 1 rewards for 2 completions, needs one for each", None),
         (planted_rewards.pops, "returned 1 rewards for 2 completions, needs one for each", None),
         (planted_rewards.not_a_number, "returned nan, needs a finite number or None", 1),
+        (lambda completions, **_: [1.0, _OtherFloat(1.0)], "returned 1.0, needs a finite number or None", 1),
         (planted_rewards.text, "returned 'good', needs a finite number or None", 0),
         (planted_rewards.nothing, "returned None, needs a list with one reward per completion", None),
         (planted_rewards.enormous, "returned 1e+30, needs a number of at most 1e+09: advantages are float32", 0),

@@ -15,6 +15,7 @@ from dcmdp_jax.config.settings import TaskSettings
 from dcmdp_jax.data.prompts import (
     chat_messages,
     encode_prompts,
+    encode_texts,
     render_chat,
     template_variables,
     token_text,
@@ -273,7 +274,7 @@ def prompt_variants(
         texts["a chat with the beginning-of-sequence token in front"] = [tokenizer.bos_token + t for t in texts[""]]
     right = texts.pop("")
     return {
-        name: [np.asarray(ids, np.int32) for ids in tokenizer(rendered, add_special_tokens=False)["input_ids"]]
+        name: [np.asarray(ids, np.int32) for ids in encode_texts(tokenizer, rendered, "the prompts")]
         for name, rendered in texts.items()
         if rendered != right and all(rendered)
     }
