@@ -20,4 +20,7 @@ from configs import base
 
 def get_config(arg: str = "") -> ConfigDict:
     config = base.paper_config(arg, model="DeepSeek-R1-Distill-Qwen-1.5B", run_dir="runs/r1_distill_qwen_1p5b")
-    return base.with_options(config, arg, base.PAPER_OPTIONS)
+    config = base.with_options(config, arg, base.PAPER_OPTIONS)
+    if not config.model.path:  # :debug's fresh model
+        config.model.architecture.model_type = "qwen2"
+    return config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import base, remedies
+from configs import base, r1_distill_qwen_1p5b, remedies
 from dcmdp_jax import dc_grpo_loss
 from dcmdp_jax.algorithm.dual import dual_update
 from dcmdp_jax.algorithm.losses import clip
@@ -275,3 +275,7 @@ def test_the_published_models_sums_are_chats_whose_last_turn_is_begun_and_held_o
     own = _config("smollm2", "sentence")
     questions = load_problems(own.task.train, answers="unused")
     assert not {p.prompt for p in questions} & {p.prompt for p in load_problems(own.evaluation.task, answers="unused")}
+
+
+def test_debug_of_the_distilled_qwen2_5_builds_its_family():
+    assert r1_distill_qwen_1p5b.get_config("local,debug").model.architecture.model_type == "qwen2"

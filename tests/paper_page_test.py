@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from configs import qwen3_8b, qwen3_30b_a3b
 from dcmdp_jax.commands import evaluate, sweep
 from dcmdp_jax.commands.flags import parse
+from dcmdp_jax.config.settings import from_config_dict, to_saved
 from tests.support.each import check_each
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +57,28 @@ def test_named_functions_exist():
     for name in set(re.findall(r"`(dcmdp_jax\.[\w.]+\.\w+)`", f"{_PAGE}\n{_THEORY}")):
         module, _, function = name.rpartition(".")
         assert callable(getattr(importlib.import_module(module), function)), name
+
+
+def test_the_constants_are_those_of_the_configs():
+    table = _PAGE[_PAGE.index("## Constants") : _PAGE.index("## Numbers the paper reports")]
+    cells = [[cell.strip() for cell in line.split("|")[2:5]] for line in table.splitlines() if line.startswith("| ")]
+    dense, experts = (to_saved(from_config_dict(file.get_config().to_dict())) for file in (qwen3_8b, qwen3_30b_a3b))
+    checked = 0
+    for names, *values in cells:
+        names = re.findall(r"`([\w.]+)`", names)
+        full = [name if not name.startswith(".") else names[0].partition(".")[0] + name for name in names]
+        for saved, value in zip((dense, experts), (values[0], values[1].replace("the same", values[0])), strict=True):
+            words = value.replace("none: ", "").replace(",", "" if len(names) == 1 else " ").split()
+            for name, word in zip(full, words, strict=False):
+                section, _, setting = name.partition(".")
+                known = saved[section][setting] if section in ("algorithm", "training", "optimizer") else None
+                known = saved["rollout"].get(setting) if section == "rollout" else known
+                if name == "algorithm.trust_region":
+                    known = float(re.search(r"high=([\d.]+)", known)[1])
+                if known is not None:
+                    assert word == known if isinstance(known, str) else float(word) == known, (name, word, known)
+                    checked += 1
+    assert checked >= 2 * 17
 
 
 def test_named_commands_are_understood(monkeypatch):

@@ -228,15 +228,31 @@ class AlgorithmSettings:
 
 
 def canonical(algorithm: AlgorithmSettings) -> AlgorithmSettings:
-    """`trust_region` without the parameters that have their default: runs that do the same have the same settings."""
-    try:
-        (call,) = parse_calls(algorithm.trust_region)
-    except ValueError:
-        return algorithm  # the checks say what is wrong
-    region = TRUST_REGIONS.get(call.function)
-    default = inspect.getfullargspec(region).kwonlydefaults or {} if region else {}
-    given = {name: value for name, value in call.parameters.items() if default.get(name) != value}
-    return dataclasses.replace(algorithm, trust_region=str(Call(call.function, given)))
+    """The remedies without parameters that have their default: runs that do the same have the same settings."""
+    return _with_calls(algorithm, lambda default, given: {k: v for k, v in given.items() if default.get(k) != v})
+
+
+def spelled_out(algorithm: AlgorithmSettings) -> AlgorithmSettings:
+    """The remedies with every number of theirs, for a run's record: a default may change."""
+    return _with_calls(algorithm, lambda default, given: default | given)
+
+
+def _with_calls(
+    algorithm: AlgorithmSettings, change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+) -> AlgorithmSettings:
+    """The settings with other parameters of their remedies, made from our functions' defaults and what was given."""
+    changed = {}
+    for name, (_, built_in) in _REMEDIES.items():
+        try:
+            calls = parse_calls(getattr(algorithm, name))
+        except ValueError:
+            continue  # the checks say what is wrong
+        for place, call in enumerate(calls):
+            known = inspect.signature(built_in[call.function]).parameters.values() if call.function in built_in else ()
+            default = {one.name: one.default for one in known if isinstance(one.default, int | float)}
+            calls[place] = Call(call.function, change(default, call.parameters))
+        changed[name] = ",".join(map(str, calls))
+    return dataclasses.replace(algorithm, **changed)
 
 
 def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) -> Iterator[tuple[Any, ...]]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical
+from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, spelled_out
 from dcmdp_jax.config.checks import validate, validate_sampling
 from dcmdp_jax.config.engine import check_name
 from dcmdp_jax.config.rollout import HIGHEST_TEMPERATURE, MOST_TOKENS, TRAINABLE, RolloutSettings
@@ -497,8 +497,9 @@ def unknown_setting(name: str) -> UserError:
 
 
 def to_saved(config: Config) -> dict[str, Any]:
-    """Content of a run directory's config.json."""
-    return {"config_version": VERSION, **to_dict(config)}
+    """Content of a run directory's config.json: with every number of the algorithm's remedies."""
+    spelled = dataclasses.replace(config, algorithm=spelled_out(config.algorithm))
+    return {"config_version": VERSION, **to_dict(spelled)}
 
 
 def from_saved(saved: Mapping[str, Any]) -> Config:

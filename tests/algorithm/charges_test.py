@@ -6,13 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from scipy.special import softmax
 
 from dcmdp_jax.algorithm.charges import STATE_CHARGES, charge_loss
 from dcmdp_jax.algorithm.distribution import Head
 from dcmdp_jax.algorithm.remedies import Tokens
 from docs.theory_tables import charge_direction, discrepancy_slope, random_states, state_direction, state_page
+
+try:
+    import torch
+except ImportError:  # the extra `test` has none
+    torch = None
+_NEEDS_TORCH = pytest.mark.skipif(torch is None, reason="torch is in the development extra")
 
 
 def _loss(logits, log_q, ids, charge, multiplier=1.0, weights=None):
@@ -41,6 +46,7 @@ def test_two_actions_by_hand():
         np.testing.assert_allclose(gradient, [[3 * slope, -3 * slope]], atol=2e-6)
 
 
+@_NEEDS_TORCH
 @pytest.mark.parametrize("k", [5, 12])
 @pytest.mark.parametrize("charge", STATE_CHARGES)
 def test_value_and_gradient_over_a_head_and_its_tail_are_torchs(charge, k):

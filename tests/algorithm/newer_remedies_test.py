@@ -6,13 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.losses import LOSSES, policy_loss
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.config.settings import from_config_dict
+
+try:
+    import torch
+except ImportError:  # the extra `test` has none
+    torch = None
+_NEEDS_TORCH = pytest.mark.skipif(torch is None, reason="torch is in the development extra")
 
 # One completion of three tokens: p = 0.4, 0.1, 0.8 and q = 0.2, 0.2, 0.2, so that r = 2, 1/2, 4; A = 1.
 _P, _Q = (0.4, 0.1, 0.8), (0.2, 0.2, 0.2)
@@ -104,6 +109,7 @@ _REGIONS = {
 }
 
 
+@_NEEDS_TORCH
 @pytest.mark.parametrize("name", _REGIONS)
 def test_objective_and_gradient_are_those_of_the_source(name):
     given, formula = _REGIONS[name]

@@ -13,8 +13,10 @@ from dcmdp_jax.config.rollout import TRAINABLE
 from dcmdp_jax.config.settings import (
     Config,
     from_config_dict,
+    from_saved,
     setting_names,
     to_dict,
+    to_saved,
     unknown_setting,
 )
 from dcmdp_jax.fields import declared
@@ -274,3 +276,13 @@ def test_k1_is_refused_as_a_loss_with_the_reason():
         "algorithm.kl_estimator: got 'k1', allowed are k2, k3 (k1 is an estimate and no loss: its expected gradient is "
         "0)"
     )
+
+
+def test_what_a_run_saves_says_every_number_of_its_method():
+    # The paper's 0.24 would else stand in a Python default alone, and a later default would change what a run did.
+    remedies = {"algorithm__trust_region": "clip(low=0.2,high=0.24)", "algorithm__corrections": "tis(high=2),veto"}
+    config = from_config_dict(_with(**remedies))
+    saved = to_saved(config)
+    assert saved["algorithm"]["trust_region"] == "clip(low=0.2,high=0.24,dual=0.0)"
+    assert saved["algorithm"]["corrections"] == "tis(low=0.0,high=2.0),veto(floor=0.0001)"
+    assert from_saved(saved) == config == from_config_dict(_with(**remedies | {"algorithm__trust_region": "clip"}))

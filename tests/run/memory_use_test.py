@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
+from platform import libc_ver
 
 import jax
 import numpy as np
@@ -357,7 +357,7 @@ def test_a_second_run_of_a_process_takes_the_memory_of_the_first():
     assert second.host_bytes > free_host_bytes() + held.nbytes
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+@pytest.mark.skipif(libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_what_was_freed_before_the_plan_does_not_count_as_libraries():
     # As converting a model leaves it: 300 MB in blocks that glibc keeps, as `keep_freed_memory` tells it to.
     program = (

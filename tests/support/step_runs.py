@@ -217,7 +217,8 @@ def algorithm_one(
     for i in range(n):
         r = shaped[rollout.group_ids == rollout.group_ids[i]]
         std = r.std(ddof=1)
-        base = 0.0 if std == 0 else (shaped[i] - r.mean()) / (std + settings.std_epsilon)
+        scale = std + settings.std_epsilon if settings.normalize_std else 1.0
+        base = 0.0 if std == 0 else (shaped[i] - r.mean()) / scale
         penalty = {
             "grpo": 0.0 * used[i],
             "dual_grpo": used[i],
@@ -267,8 +268,9 @@ def algorithm_one(
             slopes[i, a:b] = scale * slope
             if settings.kl_coefficient:
                 x = reference[i, a:b] - now[i, a:b]
-                kl_total += (planned * (np.exp(x) - 1 - x)).sum()
-                kl_slopes[i, a:b] = planned * (1 - np.exp(x))
+                k2 = settings.kl_estimator == "k2"
+                kl_total += (planned * (x**2 / 2 if k2 else np.exp(x) - 1 - x)).sum()
+                kl_slopes[i, a:b] = planned * (-x if k2 else 1 - np.exp(x))
                 kl_weight += all_tokens
         slopes = slopes / (weight or 1) + settings.kl_coefficient * kl_slopes / (kl_weight or 1)
         return total / (weight or 1), kl_total / (kl_weight or 1), slopes

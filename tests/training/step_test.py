@@ -73,6 +73,9 @@ CORRECTIONS = f"tis(high=2),token_k1(high={MAX_APART})"
         ),
         (1, {"level": "reward", "multiplier": 0.9}),
         (2, {"level": "reward", "sided": "one", "overlong_buffer": 5}),
+        # Every one of these has another value than its default, and changes the update.
+        (1, {"normalize_std": False, "overlong_buffer": 5, "overlong_penalty": 3.0}),
+        (1, {"std_epsilon": 0.7, "kl_coefficient": 0.5, "kl_estimator": "k2"}),
         pytest.param(2, {"method": "dual_grpo", "measure": "log"}, marks=pytest.mark.long),
         (2, {"ratio_level": "sequence", "trust_region": "clip(low=0.01,high=0,dual=1.01)"}),
     ],
