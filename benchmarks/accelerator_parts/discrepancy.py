@@ -30,12 +30,12 @@ _SPREAD = 0.1
 """Standard deviation of the random weights: logits of some nats, so that some tokens are likely and others not."""
 
 
-def measure(size: Size, tell: Tell) -> None:
+def measure(size: Size, tell: Tell, *, precision: str) -> None:
     """Sample with the embedded engine, then give its tokens to the training stack in bfloat16 and in float32."""
     half, full = (_config(size, dtype) for dtype in ("bfloat16", "float32"))
     model = dataclasses.replace(model_of(half), initializer_range=_SPREAD)
     params = jax.block_until_ready(jax.jit(lambda key: init_params(model, key))(jax.random.key(0)))
-    sampled = _sample(size, half, model, params)
+    sampled = _sample(size, half, model, params, precision)
     trained, engine, compute = _logprobs(half, model, params, sampled)
     exact, _, _ = _logprobs(full, model, params, sampled)
     pairs = {
@@ -46,6 +46,7 @@ def measure(size: Size, tell: Tell) -> None:
     tell(
         {
             "kind": "discrepancy",
+            "precision": precision,
             "tokens": len(exact),
             "attention": compute.attention,
             "median_probability": float(np.median(np.exp(exact))),
@@ -68,11 +69,11 @@ def _config(size: Size, dtype: str) -> Config:
     return from_config_dict(settings)
 
 
-def _sample(size: Size, config: Config, model: ModelConfig, params: Any) -> list[Episode]:
+def _sample(size: Size, config: Config, model: ModelConfig, params: Any, precision: str) -> list[Episode]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.vocab_size, size.decode_prompt_tokens).astype(np.int32) for _ in range(2)]
     arguments = EngineArguments(
-        "bfloat16", "bfloat16", model=model, max_rows=2 * size.decode_group, max_total_tokens=config.max_total_tokens
+        precision, "bfloat16", model=model, max_rows=2 * size.decode_group, max_total_tokens=config.max_total_tokens
     )
     engine = LocalEngine(arguments, mesh=sampling_mesh(one_device_mesh()))
     engine.push_weights(params, 0)

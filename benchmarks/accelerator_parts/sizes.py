@@ -33,6 +33,7 @@ class Size(NamedTuple):
         expert_layer, experts, expert_tokens: of the mixture of experts.
         product: side of the square product whose rate is measured.
         copied_bytes: size of the array whose copy is measured.
+        demo: settings of the demo that differ from its own.
         repeats: rounds of each measurement.
     """
 
@@ -54,6 +55,7 @@ class Size(NamedTuple):
     expert_tokens: int
     product: int
     copied_bytes: int
+    demo: tuple[tuple[str, int], ...]
     repeats: int
 
 
@@ -63,7 +65,7 @@ SIZES = {
         "models/Qwen3-1.7B", "models/Qwen3-0.6B", {}, row_length=8192, micro_batch_tokens=16384, prompts=4, group=8,
         prompt_tokens=128, median_tokens=1536, decode_prompts=32, decode_group=8, decode_prompt_tokens=128,
         new_tokens=256, expert_layer=moe.Sizes(2048, 768, 8, "bfloat16"), experts=128, expert_tokens=8192, product=8192,
-        copied_bytes=1 << 32, repeats=5,
+        copied_bytes=1 << 32, demo=(), repeats=5,
     ),
     "toy": Size(
         "", "", {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
@@ -71,6 +73,7 @@ SIZES = {
         median_tokens=24, decode_prompts=2, decode_group=2, decode_prompt_tokens=8, new_tokens=8,
         expert_layer=moe.Sizes(32, 16, 2, "bfloat16"), experts=4, expert_tokens=64, product=256,
         copied_bytes=1 << 22, repeats=2,
+        demo=(("training.steps", 5), ("warmup.steps", 1), ("evaluation.every_steps", 0), ("mesh.cpu_devices", 1)),
     ),
 }  # fmt: skip
 

@@ -24,15 +24,12 @@ from dcmdp_jax.plan.run_plan import plan_step, planned_run
 from dcmdp_jax.training.build import make_step_programs
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state
 
-_MOST_SEGMENTS = 16
 
-
-def step_config(size: Size, *, packed: bool, remat: str) -> Config:
-    """The run whose step is measured: several sequences in a row, or one, in rows of lengths that it chooses."""
+def step_config(size: Size, *, segments: int, remat: str) -> Config:
+    """The run whose step is measured, `segments` sequences a row at most, 0: its default; lengths are chosen."""
     config = run_settings(size)
     config["model"]["remat"] = remat
-    if packed:
-        config["training"] |= {"row_lengths": (size.row_length,), "segments_per_row": _MOST_SEGMENTS}
+    config["training"]["segments_per_row"] = segments
     return from_config_dict(config)
 
 
@@ -45,16 +42,16 @@ def needed_flops(model: ModelConfig, episodes: Sequence[Episode]) -> float:
 
 
 def measure_smaller(size: Size, tell: Tell) -> None:
-    """`measure` of the smaller model, on packed rows with remat=none."""
-    measure(size._replace(model_path=size.smaller_model_path), tell, packed=True, remat="none")
+    """`measure` of the smaller model, in the default layout with remat=none."""
+    measure(size._replace(model_path=size.smaller_model_path), tell, remat="none")
 
 
-def measure(size: Size, tell: Tell, *, packed: bool, remat: str) -> None:
+def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     """Train on one batch, `size.repeats` times after two steps that are not counted.
 
     The program is the one that `bin.plan` compiles, and `bin.train` runs; parameters and tokens are random.
     """
-    mesh, config = one_device_mesh(), step_config(size, packed=packed, remat=remat)
+    mesh, config = one_device_mesh(), step_config(size, segments=segments, remat=remat)
     run = planned_run(config, mesh)
     model, plan = run.model, plan_step(run)
     sampled = completions(size, model)

@@ -156,6 +156,34 @@ def _experts(found: Found) -> str:
     return _rows(heading, rows)
 
 
+def _run(found: Found) -> str:
+    rows = [("settings", " ".join(f"{name}={value}" for name, value in found["settings"].items()) or "its own")]
+    if "phases" in found:
+        rows += [
+            ("steps, s to the end of the first", f"{found['steps']}, {found['first_step_seconds']:.1f}"),
+            *((name, median_and_spread(values)) for name, values in found["phases"].items() if values),
+            ("held out", ", ".join(f"{value:.1%}" for value in found["held_out"])),
+            *((name, ", ".join(f"{value:.4g}" for value in values[:8])) for name, values in found["series"].items()),
+        ]
+    rows.append(("listening", "; ".join(found["ports"]) or "nothing"))
+    return _rows((found["config"], f"{found['seconds']:.0f} s"), rows)
+
+
+def _torch(found: Found) -> str:
+    rows = [
+        (name, one["error"], "", "")
+        if "error" in one
+        else (
+            name,
+            median_and_spread(one["seconds"]),
+            median_and_spread(one["tokens_per_second"], ",.0f"),
+            _gib(one.get("peak_bytes")),
+        )
+        for name, one in found["contenders"].items()
+    ]
+    return _rows((f"torch {found['versions']}, {found['tokens']:,} tokens", "s", "tokens/s", "peak"), rows)
+
+
 _TABLES: dict[str, Callable[[Found], str]] = {
     "device": _device,
     "step": _step,
@@ -163,6 +191,8 @@ _TABLES: dict[str, Callable[[Found], str]] = {
     "engine": _engine,
     "experts": _experts,
     "discrepancy": _discrepancy,
+    "run": _run,
+    "torch": _torch,
 }
 
 
@@ -174,5 +204,8 @@ def summary(record: Found) -> str:
         if rates := part.get("tokens_per_second"):
             figure = f"{statistics.median(rates):,.0f} tokens/s"
         lines.append(f"{name}: {part['error'] or figure or 'done'} ({part['part_seconds']:.0f} s)")
-    lines += [f"{name}: left out, the {record['budget_s']:g} s were over" for name in record["left_out"]]
+    lines += [
+        f"{name}: left out: the {record['budget_s']:g} s were over, or it needs an argument"
+        for name in record["left_out"]
+    ]
     return "\n".join(lines)

@@ -1,9 +1,10 @@
-"""`benchmarks.accelerator` at toy size on a CPU. It has not run on a GPU."""
+"""`benchmarks.accelerator` at toy size on a CPU."""
 
 import functools
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from benchmarks import accelerator
 from benchmarks.accelerator import PARTS, Part
-from benchmarks.accelerator_parts import attention, discrepancy, step
+from benchmarks.accelerator_parts import attention, discrepancy, runs, step, torch_peer
 from benchmarks.accelerator_parts.sizes import SIZES, completions, run_settings
 from benchmarks.accelerator_parts.tables import summary, table
 from dcmdp_jax.config.settings import from_config_dict
@@ -63,14 +64,14 @@ def test_needed_operations_of_a_step_by_hand():
     assert step.needed_flops(model, [_episode(2, 3), _episode(1, 2)]) == 3 * (forward - 2 * 40 * 3) == 16656
 
 
-def test_the_step_on_packed_rows():
-    found = _measured("step_packed")
+def test_the_step_in_the_layout_of_a_run():
+    found = _measured("step")
     model = model_of(from_config_dict(run_settings(_TOY)))
     lengths = [len(episode.token_ids) for episode in completions(_TOY, model)]
     assert found["tokens"] == sum(lengths) and found["sequences"] == 16
-    # Rows of 128, one in a micro-batch, which leaves the least padding; one sequence in a row would take sixteen.
-    assert found["computed_tokens"] == 128 * found["micro_batches"]
-    assert math.ceil(sum(lengths) / 128) <= found["micro_batches"] <= 8
+    # In bfloat16 a CPU's attention is the plain one: a sequence a row, in rows of several lengths.
+    assert found["most_sequences_per_row"] == 1 and len(found["row_lengths"]) > 1
+    assert sum(lengths) < found["computed_tokens"] < 16 * 128
     assert found["tokens_per_second"] == [sum(lengths) / seconds for seconds in found["seconds"]]
     assert len(found["seconds"]) == _TOY.repeats
     # Parameters and two moments in float32 are arguments.
@@ -145,7 +146,11 @@ def test_the_dense_layer_computes_what_is_needed():
     dense = found["passes"]["forward"]["dense"]
     # Three products of [64, 32] and [32, 2 x 16].
     assert dense["needed_flops"] == 3 * 2 * 64 * 32 * 32 == dense["compiled_flops"]
-    assert set(found["passes"]["forward and backward"]) == {"dense", "experts", "products"}
+    eighth = {"products, an eighth", "ragged_dot, an eighth"}
+    assert set(found["passes"]["forward and backward"]) == {"dense", "experts", "products"} | eighth
+    # Three products of [8 x 2, 32] and [32, 16], for each of four experts where all rows meet all matrices.
+    plain = found["passes"]["forward"]["ragged_dot, an eighth"]
+    assert (plain["needed_flops"], plain["compiled_flops"]) == (3 * 2 * 16 * 32 * 16, 4 * 3 * 2 * 16 * 32 * 16)
 
 
 def test_a_part_that_fails_hides_no_other(tmp_path, monkeypatch, capsys):
@@ -161,7 +166,7 @@ def test_a_part_that_fails_hides_no_other(tmp_path, monkeypatch, capsys):
 
     def run(name, seconds):
         record = tmp_path / name
-        codes.append(accelerator.measure_here(name, "toy", record))
+        codes.append(accelerator.measure_here(name, "toy", record, {}))
         return json.loads(record.read_text())
 
     code = accelerator.run_parts(["fails", "works"], run, lambda record: written.append(json.dumps(record)), 60)
@@ -216,7 +221,7 @@ def test_it_needs_jax_flax_optax_orbax_and_transformers_alone(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nfor name in {_NOT_ON_THE_MACHINE}:\n    sys.modules[name] = None\n"
     )
-    parts = ["discrepancy", "step_smaller", "engine_fp8"]
+    parts = ["discrepancy_fp8", "step_smaller", "engine_fp8"]
     command = [sys.executable, "-m", "benchmarks.accelerator", "--parts", ",".join(parts), "--json", "found.json"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), "XLA_FLAGS": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S)
@@ -240,3 +245,50 @@ def test_toy_size_is_for_a_cpu_alone(monkeypatch):
     assert accelerator.size_name("auto") == "toy"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert accelerator.size_name("auto") == "1.7B"
+
+
+def test_torchs_micro_batches_hold_every_sequence_within_the_limit():
+    lengths = np.array([3, 9, 4, 1, 9])
+    # Of 9 and 9 together 18 tokens are too many; 4, 3 and 1 take 12 with their padding.
+    assert [batch.tolist() for batch in torch_peer.sorted_micro_batches(lengths, 12)] == [[1], [4], [2, 0, 3]]
+
+
+def test_torch_does_the_work_of_the_step_and_of_the_engine():
+    pytest.importorskip("torch")
+    step, generate = _measured("torch_step"), _measured("torch_generate")
+    model = model_of(from_config_dict(run_settings(_TOY)))
+    assert step["tokens"] == sum(len(episode.token_ids) for episode in completions(_TOY, model))
+    assert set(step["contenders"]) == {"no recomputation", "gradient checkpointing"}
+    # 2 prompts x 2 completions x 8 tokens.
+    assert generate["tokens"] == 32
+    for one in (*step["contenders"].values(), *generate["contenders"].values()):
+        assert min(one["seconds"]) > 0
+
+
+def test_the_sockets_of_a_child_are_found_and_no_others():
+    code = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    with (
+        socket.create_server(("127.0.0.1", 0)),
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as child,
+    ):
+        port = child.stdout.readline().strip()
+        [found] = runs.listening(child.pid)
+        child.communicate("\n")
+    # 127.0.0.1 in the kernel's order of bytes.
+    assert found.startswith(f"0100007F:{port}, python")
+
+
+@pytest.mark.long
+def test_every_part_runs_at_toy_size(tmp_path):
+    """As on a GPU: in its order, each part in a process of its own, all into one cache; in under 3 minutes."""
+    command = [sys.executable, "-m", "benchmarks.accelerator", "--json", "found.json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANGS_S)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["left_out"] == ["vllm_bfloat16", "vllm_fp8", "smollm2"]
+    assert list(found["parts"]) == [name for name in PARTS if name not in found["left_out"]]
+    demo = found["parts"]["demo"]
+    assert demo["steps"] == 5 and demo["broken_rule"] == [] and 0 < demo["first_step_seconds"] < demo["seconds"]

@@ -1,0 +1,141 @@
+"""torch and transformers on the work of the parts `step` and `engine_bfloat16`: the same shape, SDPA attention."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.accelerator_parts.sizes import Size, Tell, completions, run_settings
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.models.config import to_hf
+from dcmdp_jax.plan.published import model_of
+
+
+def _model(size: Size, dtype: str, device: str) -> Any:
+    """Random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    fields = to_hf(model_of(from_config_dict(run_settings(size))), dtype=dtype)
+    config = Qwen3Config(
+        **{name: value for name, value in fields.items() if name not in ("architectures", "model_type")}
+    )
+    torch.manual_seed(0)
+    how = {"attn_implementation": "sdpa", "dtype": getattr(torch, dtype)}
+    return AutoModelForCausalLM.from_config(config, **how).to(device)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _timed(call: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each call, after one that is not counted."""
+    import torch
+
+    times = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+def sorted_micro_batches(lengths: np.ndarray, most: int) -> list[np.ndarray]:
+    """Sequences of like lengths together, longest first, up to `most` tokens with their padding."""
+    order, batches, begin = np.argsort(-lengths), [], 0
+    while begin < len(order):
+        count = max(1, most // int(lengths[order[begin]]))
+        batches.append(order[begin : begin + count])
+        begin += count
+    return batches
+
+
+def measure_step(size: Size, tell: Tell) -> None:
+    """A clipped-ratio update of float32 parameters with bfloat16 autocast and AdamW, padded rows sorted by length."""
+    import torch
+
+    episodes = completions(size, model_of(from_config_dict(run_settings(size))))
+    lengths = np.array([len(episode.token_ids) for episode in episodes])
+    device = _device()
+    model = _model(size, "float32", device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=device == "cuda")
+    batches = sorted_micro_batches(lengths, size.micro_batch_tokens)
+    found: dict[str, Any] = {
+        "kind": "torch", "versions": torch.__version__, "tokens": int(lengths.sum()), "micro_batches": len(batches),
+        "contenders": {},
+    }  # fmt: skip
+
+    def update() -> None:
+        for rows in batches:
+            longest, prompt = int(lengths[rows].max()), size.prompt_tokens
+            ids = torch.zeros(len(rows), longest, dtype=torch.long)
+            for row, which in enumerate(rows):
+                ids[row, : lengths[which]] = torch.as_tensor(episodes[which].token_ids)
+            real = torch.arange(longest) < torch.as_tensor(lengths[rows])[:, None]
+            ids, real = ids.to(device), real.to(device)
+            with torch.autocast(device, torch.bfloat16):
+                kept = longest - prompt + 1
+                logits = model(ids, attention_mask=real.long(), use_cache=False, logits_to_keep=kept).logits[:, :-1]
+            logits = logits.float()
+            chosen = logits.gather(-1, ids[:, prompt:, None])[..., 0] - logits.logsumexp(-1)
+            ratio, advantage = (chosen - chosen.detach()).exp(), torch.ones(len(rows), 1, device=device)
+            clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.24) * advantage)
+            mask = real[:, prompt:].float()
+            (-((clipped * mask).sum(-1) / mask.sum(-1)).sum() / len(lengths)).backward()
+            del logits, chosen, ratio, clipped
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    for name in ("no recomputation", "gradient checkpointing"):
+        if name == "gradient checkpointing":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        try:
+            seconds = _timed(update, 2)
+            found["contenders"][name] = {
+                "seconds": seconds,
+                "tokens_per_second": [found["tokens"] / each for each in seconds],
+                "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+            }
+        except torch.OutOfMemoryError as error:
+            found["contenders"][name] = {"error": str(error)[:200]}
+            optimizer.zero_grad(set_to_none=True)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        tell(found)
+
+
+def measure_generate(size: Size, tell: Tell) -> None:
+    """transformers' `generate` in bfloat16, without log-probs."""
+    import torch
+    import transformers
+
+    device = _device()
+    model = _model(size, "bfloat16", device).eval()
+    rows = size.decode_prompts * size.decode_group
+    ids = torch.randint(2, model.config.vocab_size, (rows, size.decode_prompt_tokens), device=device)
+    config = transformers.GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, max_new_tokens=size.new_tokens, min_new_tokens=size.new_tokens,
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    seconds = _timed(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config), 1)
+    tokens = rows * size.new_tokens
+    tell(
+        {
+            "kind": "torch",
+            "versions": f"{torch.__version__}, transformers {transformers.__version__}",
+            "tokens": tokens,
+            "contenders": {
+                "generate": {"seconds": seconds, "tokens_per_second": [tokens / each for each in seconds]},
+            },
+        }
+    )
