@@ -3,7 +3,7 @@
     dcmdp sweep --study=configs/studies/ablation_dual_learning_rate.py
     dcmdp sweep --study=configs/studies/ablation_dual_learning_rate.py:paper          8 GPUs with vLLM
 
-The default is 1.0; the demo's is 50, to the scale of its discrepancy.
+The default is 1.0. At demo size an arm has fifty times what its label says.
 """
 
 from configs.studies.base import DEMO, QWEN3_8B, arms, make_study

@@ -1,14 +1,29 @@
-"""The two sizes that every study has."""
+"""The two sizes that every study has.
+
+A study says every setting of the algorithm and the optimizer that is not that of configs/base.py: no arm inherits what
+a demo is tuned to.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from dcmdp_jax.lab.studies.study import Arm, Study
 
-DEMO = "demo"
+DEMO, VLLM = "demo", "demo_vllm:fp8_kv"
 QWEN3_8B = "qwen3_8b"
 QWEN3_30B_A3B = "qwen3_30b_a3b"
 R1_DISTILL = "r1_distill_qwen_1p5b"
+SIZE = {
+    "algorithm.tolerance_steps": 0,
+    "optimizer.learning_rate": 1e-4,
+    "training.prompts_per_step": 48,
+    "training.prompts_per_mini_batch": 24,
+}
+"""What arms of demo size take of the demo's training: two updates a push. c is not measured: it is the same in all."""
+ASCENT = {DEMO: (0.0012, 50.0), VLLM: (0.002, 30.0)}
+"""c and eta at demo size: fifty and thirty times the paper's eta, so that lambda moves within 40 steps."""
+DIFFERS = ("tolerance", "dual_learning_rate")
+"""So `dc_grpo` of demo size is not the paper's."""
 SEEDS = (0, 1, 2, 3, 4)
 PAPER_SEEDS = (0,)
 """The paper reports one run of each."""
@@ -47,6 +62,13 @@ def evaluated_arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> di
 
 
 def arms(config: str, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Arm]:
-    """One config, and label -> what it changes. The demos measure c on each run; a study's arms all have the same."""
-    fixed = {"algorithm.tolerance_steps": 0} if config.startswith("configs/demo") else {}
-    return {label: Arm(config, {**fixed, **changes}) for label, changes in settings.items()}
+    """One config, and label -> what it changes; at demo size with `SIZE`, and `ASCENT` where the method uses it."""
+    found = {}
+    for label, changes in settings.items():
+        taken: dict[str, Any] = {}
+        if config in ASCENT:
+            (c, eta), method = ASCENT[config], changes.get("algorithm.method", "dc_grpo")
+            taken = SIZE | ({"algorithm.tolerance": c} if method in ("dc_grpo", "threshold_grpo") else {})
+            taken |= {"algorithm.dual_learning_rate": eta} if method == "dc_grpo" else {}
+        found[label] = Arm(config, taken | changes, differs=DIFFERS if taken and "dc_grpo" in label else ())
+    return found

@@ -12,8 +12,7 @@ two is chance, and no smaller effect is claimed. All runs start from one policy;
 against vLLM, with an arm `matched` whose trainer rounds keys and values as vLLM's FP8 cache does.
 """
 
-from configs.studies.base import DEMO
-from configs.studies.remedies import VLLM
+from configs.studies.base import DEMO, VLLM
 from dcmdp_jax.lab.studies.study import Arm, Study
 
 CHARGES = ("token", "reward", "sequence", "state")

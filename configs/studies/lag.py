@@ -14,9 +14,9 @@ smaller effect is claimed. `proximal` is GRPO with the decoupled objective. docs
 the results.
 """
 
-from configs.studies.base import DEMO
+from configs.studies.base import DEMO, DIFFERS, VLLM
 from configs.studies.dose_response import SETTING
-from configs.studies.remedies import VLLM, remedy_arms
+from configs.studies.remedies import remedy_arms
 from dcmdp_jax.lab.studies.study import Arm, Study
 
 LAGS = (0, 1, 2, 4)
@@ -33,12 +33,14 @@ def get_study(arg: str = "") -> Study:
     remedies = {name: dict(given[name].settings) for name in ("grpo", "dc_grpo", "tis", "icepop")}
     remedies["proximal"] = remedies["grpo"] | {"algorithm.ratio_denominator": "proximal"}
     arms = {
-        f"lag{lag}_{name}": Arm(config, SETTING | settings | {"rollout.lag": lag})
+        f"lag{lag}_{name}": Arm(
+            config, settings | SETTING | {"rollout.lag": lag}, differs=DIFFERS if name == "dc_grpo" else ()
+        )
         for lag in LAGS
         for name, settings in remedies.items()
         if lag or name != "proximal"  # without a lag it is GRPO
     }
-    arms["lag0_grpo_perturbed"] = Arm(config, SETTING | remedies["grpo"] | {"rollout.lag": 0} | _PERTURBED)
+    arms["lag0_grpo_perturbed"] = Arm(config, remedies["grpo"] | SETTING | {"rollout.lag": 0} | _PERTURBED)
     if arg == "corrections":
         arms = {name: arm for name, arm in arms.items() if name.split("_", 1)[1] in _CORRECTIONS and "lag2" not in name}
     engine = "embedded FP8 engine" if arg == "local" else "vLLM, FP8 key-value cache"

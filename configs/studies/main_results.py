@@ -9,9 +9,21 @@ the embedded engine's emulation. The two models need different machines, so each
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from configs.studies.base import DEMO, QWEN3_8B, QWEN3_30B_A3B, arms, make_study
-from dcmdp_jax.lab.studies.study import Study
+from dcmdp_jax.lab.studies.study import Arm, Study
+
+
+def _arms_30b(settings: Mapping[str, Mapping[str, str]]) -> dict[str, Arm]:
+    """With the paper's constants of this model: lambda_0 is half of the 8B model's, c a third more."""
+    own = {"algorithm.multiplier": 0.05, "algorithm.tolerance": 0.0050}
+    return {
+        label: Arm(QWEN3_30B_A3B, changes | own, differs=("multiplier", "tolerance"))
+        if "dc_grpo" in label
+        else Arm(QWEN3_30B_A3B, changes)
+        for label, changes in settings.items()
+    }
 
 
 def get_study(arg: str = "") -> Study:
@@ -25,6 +37,6 @@ def get_study(arg: str = "") -> Study:
     fp8 = {"rollout.precision": "fp8"}
     large = arg == "paper_30b"
     demo = arms(DEMO, settings(fp8, {"rollout.precision": "bfloat16"}))
-    paper = arms(QWEN3_30B_A3B if large else QWEN3_8B, settings(fp8, {}))
+    paper = _arms_30b(settings(fp8, {})) if large else arms(QWEN3_8B, settings(fp8, {}))
     study = make_study("paper" if large else arg, "BF16 and FP8 engines", demo=demo, paper=paper, baseline="bf16_grpo")
     return dataclasses.replace(study, title=f"{study.title}, Qwen3-30B-A3B") if large else study

@@ -133,6 +133,7 @@ def get_study(arg: str = "") -> Study:
             "tis": {"algorithm.corrections": "tis(high=2)"},
             "dc_grpo_centered": DC_GRPO | CENTERED,
         }
-    found = {name: Arm(BASE, common | changes) for name, changes in arms.items()}
+    differs = {"dc_grpo_1.25": ("tolerance",), "dc_grpo_centered": ("corrections",)}
+    found = {name: Arm(BASE, common | changes, differs=differs.get(name, ())) for name, changes in arms.items()}
     title = {"": "The paper's own regime", "readings": "Readings of the charge", "calm": "Readings, calm"}[arg]
     return Study(title, found, "grpo", seeds, SCORED_EXACTLY)

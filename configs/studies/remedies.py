@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.remedies import REMEDIES
-from configs.studies.base import DEMO, QWEN3_8B, SEEDS, arms, make_study
+from configs.studies.base import DEMO, QWEN3_8B, SEEDS, VLLM, arms, make_study
 from configs.studies.methods import METHODS
 from dcmdp_jax.lab.studies.study import Arm, Study
 
-VLLM = "demo_vllm:fp8_kv"
 _GRPO = {"algorithm.method": "grpo"}
 
 

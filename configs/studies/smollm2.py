@@ -20,6 +20,8 @@ SETTING = {
     "algorithm.tolerance_steps": 0,
     "rollout.precision": "int4",
     "training.steps": STEPS,
+    "training.prompts_per_step": 8,
+    "training.prompts_per_mini_batch": 8,
     "optimizer.learning_rate": 3e-5,
     "evaluation.every_steps": STEPS,
     "evaluation.samples": (4,),

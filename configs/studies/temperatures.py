@@ -13,6 +13,7 @@ TEMPERATURES = (0.3, 0.7, 1.0)
 
 
 def get_study(arg: str = "") -> Study:
-    settings = {f"t={temperature}": {"rollout.temperature": temperature} for temperature in TEMPERATURES}
-    demo, paper = arms(f"{DEMO}:grpo", settings), evaluated_arms(f"{R1_DISTILL}:grpo", settings)
+    grpo = {"algorithm.method": "grpo"}
+    settings = {f"t={temperature}": grpo | {"rollout.temperature": temperature} for temperature in TEMPERATURES}
+    demo, paper = arms(DEMO, settings), evaluated_arms(R1_DISTILL, settings)
     return make_study(arg, "GRPO by sampling temperature", demo=demo, paper=paper, baseline="t=1.0")

@@ -97,13 +97,25 @@ def load_config(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
     Raises:
         UserError: in one line, for a file that is missing or fails, an unknown setting, or a refused value.
     """
-    values = _load(given)
-    for name, value in overrides.items():
-        replace_value(values, name, value)
-    config = from_config_dict(values)
+    config = from_config_dict(load_values(given, overrides))
     if "run_dir" in overrides:
         return config
     return dataclasses.replace(config, run_dir=config.run_dir + name_suffix(overrides, config))
+
+
+def load_values(given: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Run a config file and change single settings; nested, without any check.
+
+    Args:
+        given, overrides: see `load_config`.
+
+    Raises:
+        UserError: in one line, for a file that is missing or fails.
+    """
+    values = _load(given)
+    for name, value in overrides.items():
+        replace_value(values, name, value)
+    return values
 
 
 def _parser() -> Parser:

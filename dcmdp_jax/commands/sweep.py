@@ -4,7 +4,7 @@
     dcmdp sweep --study=configs/studies/methods.py:paper                 the paper's constants
     dcmdp sweep --study=... --seeds=0,1,2 --config.training.steps=20     a shorter one
     dcmdp sweep --study=... --arms=grpo,exact                            some arms alone
-    dcmdp sweep --study=... --dry_run                                    list the runs and stop
+    dcmdp sweep --study=... --dry_run                                    list runs and resolved arms, and stop
     dcmdp sweep --study=... --redraw=docs/evidence/embedded.jsonl.gz     tables and figures of kept metrics
 
 Each run is `dcmdp train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command continues a study
@@ -18,17 +18,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dcmdp_jax.commands.arguments import whole
 from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.commands.flags import call_function
+from dcmdp_jax.commands.flags import call_function, load_values, split_overrides
 from dcmdp_jax.commands.flags import parse as parse_run
 from dcmdp_jax.config.settings import Config, for_sampling, to_dict
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.fields import flatten
+from dcmdp_jax.lab.studies.arms import Values, arm_table, check_arm
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.lab.studies.study import SET_BY_THE_STUDY, Study, StudyRun, check_collisions, runs_of
+from dcmdp_jax.lab.studies.replay import check_replay
+from dcmdp_jax.lab.studies.study import SET_BY_THE_STUDY, Arm, Study, StudyRun, check_collisions, runs_of
 from dcmdp_jax.lab.studies.study_runs import (
     EVALUATION,
     STOPPED,
@@ -41,6 +44,7 @@ from dcmdp_jax.lab.studies.study_runs import (
 from dcmdp_jax.run.directory import check_run_directory
 
 _OVERRIDE = "--config."
+_PAPERS_CONFIG = "qwen3_8b"
 _show = functools.partial(print, flush=True)
 
 
@@ -65,12 +69,15 @@ def main(argv: list[str]) -> int:
     if arguments.dry_run:
         for run in runs:
             print(f"{run.label}: dcmdp train {' '.join(run.arguments)}")
+        shown = dict.fromkeys(run.arm for run in runs)
+        print(f"\n{table_of({arm: study.arms[arm] for arm in shown}, overrides)}")
     for config in configs if arguments.one_process is None else []:
         check_run_directory(config)
     _check_evaluation(study, runs, configs)
     if arguments.dry_run:
         return 0
     if arguments.one_process is not None:
+        check_kept(arguments.one_process, study, overrides)
         return _in_one_process(study, runs, configs, arguments.one_process, out)
     code, failed = 0, []
     for number, (run, config) in enumerate(zip(runs, configs, strict=True), start=1):
@@ -170,14 +177,61 @@ def resolve(
         if unknown := [arm for arm in arms if arm not in known]:
             raise UserError(f"--arms: got {unknown[0]!r}, which is none of the study's: {', '.join(known)}")
         runs = [run for arm in arms for run in runs if run.arm == arm]
-    configs = []
+    base, paper, given = default_values(), arm_values(Arm(_PAPERS_CONFIG)), set(_named(overrides))
+    configs, checked = [], set()
     for run in runs:
         try:
             configs.append(parse_run(["train", *run.arguments]).config)
         except UserError as error:
             raise UserError(f"study: {run.label}: {error}") from None
+        if run.arm not in checked:
+            checked.add(run.arm)
+            arm = study.arms[run.arm]
+            try:
+                check_arm(run.arm, arm, arm_values(arm, overrides), {*arm.settings, *given}, base, paper)
+            except UserError as error:
+                raise UserError(f"study: {error}") from None
     check_collisions(runs, [to_dict(config) for config in configs])
     return runs, configs
+
+
+def _named(overrides: Sequence[str]) -> list[str]:
+    return [word.removeprefix(_OVERRIDE).partition("=")[0] for word in overrides]
+
+
+def default_values() -> Values:
+    """The default of every setting, by its dotted name."""
+    return flatten(to_dict(Config()))
+
+
+def arm_values(arm: Arm, overrides: Sequence[str] = ()) -> Values:
+    """Every setting of an arm after all that it inherits; unchecked, so that arms of the past have theirs.
+
+    Args:
+        arm: the arm.
+        overrides: --config.section.name=value of every run.
+    """
+    given, _ = split_overrides([*arm.arguments()[1:], *overrides])
+    return default_values() | flatten(load_values(arm.config, given))
+
+
+def table_of(arms: Mapping[str, Arm], overrides: Sequence[str] = ()) -> str:
+    """Markdown: the arms of a study by their resolved settings."""
+    return arm_table({label: (arm, arm_values(arm, overrides)) for label, arm in arms.items()}, default_values())
+
+
+def check_kept(kept: Path, study: Study, overrides: Sequence[str] = ()) -> None:
+    """Refuse kept runs whose multiplier is not what their arm's settings give.
+
+    Raises:
+        UserError: in one line, naming file, arm and seed.
+    """
+    if kept.exists():
+        try:
+            runs = read_kept_metrics(kept, list(study.arms))
+            check_replay(runs, {arm: arm_values(study.arms[arm], overrides) for arm, seeds in runs.items() if seeds})
+        except UserError as error:
+            raise UserError(f"--one_process: {kept}: {error}") from None
 
 
 def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[Config]) -> None:

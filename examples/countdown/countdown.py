@@ -68,7 +68,18 @@ _SCORED_EXACTLY = (
 """Last policies of the small size are scored by an engine that computes as the trainer does, too."""
 
 
-def _shared(config: ConfigDict, prefix: str) -> None:
+_ALGORITHM = {"normalize_std": False, "aggregation": "token_mean"}
+_OPTIMIZER: dict[str, dict[str, Any]] = {
+    # SGD of rate 0.01: AdamW without a first moment, whose second one is nothing beside epsilon, moves a parameter by
+    # 20 / 1000 of its gradient. Rewards are 1 and 0 here, 1 and -1 there, so advantages are half as large.
+    "0.6b": {"beta1": 0.0, "epsilon": 1000.0, "learning_rate": 20.0, "max_grad_norm": 0.0},
+    "small": {"learning_rate": 2e-4},
+}
+_PROMPTS = {"0.6b": 64, "small": 8}
+"""Prompts of a step, which is one update."""
+
+
+def _shared(config: ConfigDict, prefix: str, size: str) -> None:
     """What both sizes have of the published settings."""
     config.task.train, config.evaluation.task = (
         f"runs/countdown/{prefix}{name}.jsonl" for name in ("train", "held_out")
@@ -77,15 +88,16 @@ def _shared(config: ConfigDict, prefix: str) -> None:
     config.rewards.functions = f"{_HERE}/task.py:countdown"
     config.algorithm.method = "grpo"
     config.algorithm.tolerance_steps = 0
-    config.algorithm.normalize_std = False
-    config.algorithm.aggregation = "token_mean"
+    config.algorithm.update(_ALGORITHM)
+    config.optimizer.update(_OPTIMIZER[size])
+    config.training.prompts_per_step = config.training.prompts_per_mini_batch = _PROMPTS[size]
     config.evaluation.temperature = 1.0
     config.evaluation.samples = (8,)
 
 
 def _published() -> ConfigDict:
     config = base.get_config()
-    _shared(config, "")
+    _shared(config, "", "0.6b")
     config.run_dir = "runs/countdown/qwen3_0p6b"
     config.model.path = "models/Qwen3-0.6B"
     config.task.chat_template_kwargs = '{"enable_thinking": false}'
@@ -93,25 +105,18 @@ def _published() -> ConfigDict:
     config.rollout.max_completion_tokens = 380
     config.rollout.max_rows = 512
     config.training.steps = _STEPS
-    config.training.prompts_per_step = config.training.prompts_per_mini_batch = 64
-    # SGD of rate 0.01: AdamW without a first moment, whose second one is nothing beside epsilon, moves a parameter by
-    # 20 / 1000 of its gradient. Rewards are 1 and 0 here, 1 and -1 there, so advantages are half as large.
-    config.optimizer.beta1, config.optimizer.epsilon, config.optimizer.learning_rate = 0.0, 1000.0, 20.0
-    config.optimizer.max_grad_norm = 0.0
     config.evaluation.every_steps = 25
     return config
 
 
 def _small() -> ConfigDict:
     config = demo.get_config()
-    _shared(config, "small_")
+    _shared(config, "small_", "small")
     config.run_dir = "runs/countdown/small"
     config.rollout.precision = "float32"
     config.rollout.max_completion_tokens = 32
     config.rollout.max_rows = config.rollout.min_rows = 64
     config.training.steps, config.mesh.cpu_devices = 96, 1
-    config.training.prompts_per_step = config.training.prompts_per_mini_batch = 8
-    config.optimizer.learning_rate = 2e-4
     config.warmup.steps = 1500
     config.warmup.task = "runs/countdown/small_worked.jsonl"
     config.evaluation.every_steps = 32
@@ -129,13 +134,17 @@ def get_config(arg: str = "") -> ConfigDict:
 def _arms(size: str, mismatch: str) -> dict[str, Arm]:
     """The arms of a mismatch; `exact` has its lag alone. The small size has a control, `grpo_shaken`."""
     engine = MISMATCHES[mismatch] | ({"warmup.steps": 0} if size == "small" else {})
+    engine |= {f"algorithm.{name}": value for name, value in ({"method": "grpo"} | _ALGORITHM).items()}
+    engine |= {f"optimizer.{name}": value for name, value in _OPTIMIZER[size].items()}
+    engine |= dict.fromkeys(("training.prompts_per_step", "training.prompts_per_mini_batch"), _PROMPTS[size])
     if "noise" in mismatch and size == "0.6b":
         engine |= {"training.steps": _NOISE_STEPS, "evaluation.every_steps": 20}
     found = {}
     for name, algorithm in ARMS.items():
         head = {"rollout.top_logprobs": HEAD if size == "0.6b" else 104} if "centered" in name else {}
         changes = {f"algorithm.{key}": value for key, value in algorithm.items()}
-        found[f"{mismatch}_{name}"] = Arm(f"{_HERE}/countdown.py:{size}", engine | head | changes)
+        differs = tuple(_ALGORITHM) if name == "dc_grpo" else ()
+        found[f"{mismatch}_{name}"] = Arm(f"{_HERE}/countdown.py:{size}", engine | head | changes, differs=differs)
     if size == "small":
         found[f"{mismatch}_grpo_shaken"] = Arm(f"{_HERE}/countdown.py:{size}", engine | _SHAKEN)
     if mismatch in ("int8", "lag8", "lag64"):

@@ -148,6 +148,12 @@ def score(completions: list[str], **columns: object) -> list[float]:
     return [right.get(text, 0.0) for text in completions]
 
 
+def _charge(level: str, strength: float) -> dict[str, Any]:
+    """Settings of a charge with a fixed lambda."""
+    fixed = {"multiplier": float(strength), "multiplier_max": 1e6, "dual_learning_rate": 0.0}
+    return {"method": "dc_grpo", "level": level} | fixed
+
+
 def get_config(arg: str = "") -> ConfigDict:
     """GRPO, or `LEVEL,LAMBDA`: a charge of that level with a fixed lambda."""
     here = Path(__file__).parent
@@ -167,9 +173,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.algorithm.method = "grpo"
     if arg:
         level, _, strength = arg.partition(",")
-        config.algorithm.method, config.algorithm.level = "dc_grpo", level
-        config.algorithm.multiplier, config.algorithm.multiplier_max = float(strength), 1e6
-        config.algorithm.dual_learning_rate = 0.0
+        config.algorithm.update(_charge(level, float(strength)))
     return base.with_options(config, "")
 
 
@@ -177,13 +181,18 @@ def get_study(arg: str = "") -> Study:
     if arg:
         raise ValueError(f"study argument {arg!r}: it takes none")
     quiet = {"checkpoint.every_steps": 100_000, "observe.samples": 0, "warmup.steps": 0}
+    quiet |= {"optimizer.learning_rate": 2e-4, "algorithm.method": "grpo"}
+    quiet |= {"training.prompts_per_step": 8, "training.prompts_per_mini_batch": 8}
     path = "examples/planted/planted.py"
     arms = {"grpo": Arm(path, quiet), "grpo_perturbed": Arm(path, quiet | {"algorithm.std_epsilon": 2e-6})}
+
+    def charged(level: str, strength: int) -> dict[str, object]:
+        return quiet | {f"algorithm.{name}": value for name, value in _charge(level, strength).items()}
+
     for level in (*LEVELS, "state"):
         for strength in LAMBDAS:
-            arms[f"{level}_{strength}"] = Arm(f"{path}:{level},{strength}", quiet, past=level not in LEVELS)
+            arms[f"{level}_{strength}"] = Arm(path, charged(level, strength), past=level not in LEVELS)
     for strength in LAMBDAS:
-        arms[f"reward_undivided_{strength}"] = Arm(
-            f"{path}:reward,{strength}", quiet | {"algorithm.normalize_std": False}
-        )
+        undivided = charged("reward", strength) | {"algorithm.normalize_std": False}
+        arms[f"reward_undivided_{strength}"] = Arm(path, undivided)
     return Study("A planted mismatch with a way out", arms, "grpo", SEEDS)

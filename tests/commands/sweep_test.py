@@ -17,22 +17,30 @@ from dcmdp_jax.commands.sweep import main
 from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies import study_runs
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
+from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
 from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.support.each import check_each
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STUDIES = sorted(path.stem for path in (_ROOT / "configs" / "studies").glob("[!_]*.py") if path.stem != "base")
-_HEAD = "from dcmdp_jax.lab.studies.study import Arm, Study\n\n\ndef get_study(arg=''):\n"
-_OF_THE_PAGE = ("evidence", "dose_response", "mismatch_map", "lag", "long_completions", "smollm2")
+_SIZE = {"training.prompts_per_step": 4, "training.prompts_per_mini_batch": 2, "optimizer.learning_rate": 1e-4}
+_GRPO = _SIZE | {"algorithm.method": "grpo"}
+_DEMO = {"training.prompts_per_step": 48, "training.prompts_per_mini_batch": 24, "optimizer.learning_rate": 1e-4}
+_DEMO |= {"algorithm.dual_learning_rate": 50.0, "algorithm.tolerance_steps": 4}
+"""What arms of the demo, plain and with :debug, have to say."""
+_HEAD = (
+    f"from dcmdp_jax.lab.studies.study import Arm, Study\nGRPO, DEMO = {_GRPO}, {_DEMO}\n\n\ndef get_study(arg=''):\n"
+)
+_OF_THE_PAGE = ("evidence", "dose_response", "mismatch_map", "lag", "long_completions", "smollm2", "paper_regime")
 """Studies behind docs/evidence.md, which have no size of the paper's."""
 _TINY = """    small = {
         "warmup.steps": 0, "model.architecture.hidden_size": 16, "model.architecture.intermediate_size": 16,
         "model.architecture.num_layers": 1, "model.architecture.num_heads": 1, "mesh.cpu_devices": 1,
         "evaluation.every_steps": 0, "algorithm.tolerance_steps": 0,
     }
-    arms = {"grpo": Arm("configs/demo.py:grpo,debug", small), "dc": Arm("configs/demo.py:debug", small)}
+    dc = {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0012, "algorithm.dual_learning_rate": 50.0}
+    arms = {"grpo": Arm("configs/demo.py:debug", GRPO | small), "dc": Arm("configs/demo.py:debug", GRPO | small | dc)}
     return Study("Tiny", arms, "grpo", (3,))
 """
 
@@ -128,7 +136,8 @@ def test_a_run_that_fails_is_named_and_the_others_are_evaluated(tmp_path, capsys
     )
     study = tmp_path / "s.py"
     study.write_text(
-        _HEAD + "    arms = {'a': Arm('configs/demo.py'), 'b': Arm('configs/demo.py', {'algorithm.tolerance': 0.5})}\n"
+        _HEAD
+        + "    arms = {'a': Arm('configs/demo.py', DEMO), 'b': Arm('configs/demo.py', DEMO | {'training.steps': 9})}\n"
         f"    return Study('S', arms, 'a', (0, 1), {evaluation})\n"
     )
     assert main(["sweep", f"--study={study}", f"--out={tmp_path}/out"]) == 1
@@ -172,6 +181,8 @@ def test_every_study_file_has_runs_that_can_be_made(tmp_path, capsys):
         ("dose_response", ":vllm"),
         ("dose_response", ":one"),
         ("lag", ":local"),
+        ("paper_regime", ":readings"),
+        ("paper_regime", ":calm"),
     ]
     check_each(files, check)
 
@@ -232,15 +243,28 @@ _TASK = "--config.evaluation.task="
 
 
 def _evaluated(*evaluation):
-    return f"    return Study('S', {{'a': Arm('configs/demo.py')}}, 'a', (0, 1), {evaluation})\n"
+    return f"    return Study('S', {{'a': Arm('configs/demo.py', DEMO)}}, 'a', (0, 1), {evaluation})\n"
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
         (
-            "    c = 'configs/demo.py'\n    return Study('S', {'a': Arm(c), 'b': Arm(c)}, 'a', (0,))\n",
+            "    c = 'configs/demo.py'\n    return Study('S', {'a': Arm(c, DEMO), 'b': Arm(c, DEMO)}, 'a', (0,))\n",
             "study: 'a, seed 0' and 'b, seed 0' are one config",
+        ),
+        (
+            "    return Study('S', {'a': Arm('configs/demo.py')}, 'a', (0,))\n",
+            "study: arm 'a' inherits algorithm.tolerance_steps=4 from configs/demo.py; say it in the arm",
+        ),
+        (
+            "    more = {'algorithm.multiplier': 0.5}\n"
+            "    return Study('S', {'a': Arm('configs/demo.py:debug', GRPO | more)}, 'a', (0,))\n",
+            "study: arm 'a' names algorithm.multiplier, which its other settings override; leave it out",
+        ),
+        (
+            "    return Study('S', {'dc_grpo': Arm('configs/demo.py', DEMO)}, 'dc_grpo', (0,))\n",
+            "study: arm 'dc_grpo' has the paper's name and algorithm.tolerance=0.0012, the paper's is 0.0037",
         ),
         (
             "    return Study('S', {'a': Arm('configs/demo.py', {'algorithm.eta': 3})}, 'a', (0,))\n",
@@ -248,13 +272,13 @@ def _evaluated(*evaluation):
         ),
         ("    return Study('S', {'a': Arm('configs/none.py')}, 'a', (0,))\n", "study: a, seed 0: --config: no file"),
         ("    return 3\n", "--study: {file}: get_study returned int, must be a Study"),
-        ("    return 1 / 0\n", "--study: {file}: ZeroDivisionError: division by zero (line 5)"),
+        ("    return 1 / 0\n", "--study: {file}: ZeroDivisionError: division by zero (line 6)"),
         # Not that there is no get_study.
-        ("    return {}['arms']\n", "--study: {file}: KeyError: 'arms' (line 5)"),
+        ("    return {}['arms']\n", "--study: {file}: KeyError: 'arms' (line 6)"),
         ("    import sys; sys.exit(3)\n", "--study: {file}: it called exit(3); let get_study return"),
         ("    pass\n\n\nexit()\n", "--study: {file}: it called exit(None); let get_study return"),
         ("    return Study('S', {3: Arm('c')}, 3, (0,))\n", "--study: {file}: the label 3 of an arm is no text"),
-        ("    return Study('S', {'a': 'c'}, 'a', (0,))\n", "--study: {file}: arm 'a' is 'c', must be an Arm (line 5)"),
+        ("    return Study('S', {'a': 'c'}, 'a', (0,))\n", "--study: {file}: arm 'a' is 'c', must be an Arm (line 6)"),
         (
             "    return Study('S', {'a': Arm('c', [1])}, 'a', (0,))\n",
             "--study: {file}: an arm's settings are [1], must",
@@ -298,8 +322,9 @@ _LIKE = """    small = {
         "model.architecture.num_layers": 1, "model.architecture.num_heads": 1, "mesh.cpu_devices": 1,
         "evaluation.every_steps": 2, "evaluation.max_problems": 2,
     }
+    dc = {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0012, "algorithm.dual_learning_rate": 50.0}
     arms = {
-        name: Arm("configs/demo.py:debug", {**small, "algorithm.multiplier": value, "algorithm.tolerance_steps": 0})
+        name: Arm("configs/demo.py:debug", GRPO | {**small, **dc, "algorithm.multiplier": value})
         for name, value in (("low", 0.1), ("high", 0.9))
     }
     words = ("--config.evaluation.task=arithmetic:difficulty=1,count=8", "--config.evaluation.samples=(3,)",
@@ -370,16 +395,44 @@ def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tm
         (("--study=configs/studies/methods.py", "--redraw=none.gz", "--seeds=1"), "--redraw: the metrics are kept"),
         (("--study=configs/studies/methods.py", "--arms=grpo,dc"), "--arms: got 'dc', which is none of the study's: "),
         (("--study=configs/studies/methods.py", "--config.training.steps"), "--config.training.steps: its value is"),
-        (("--study=configs/studies/methods.py", "--config.algorithm.method=grpo"), "study: 'grpo, seed 0' and"),
+        (
+            ("--study=configs/studies/methods.py", "--config.algorithm.method=grpo"),
+            "study: arm 'threshold_grpo' names algorithm.tolerance, which its other settings override",
+        ),
+        (("--study=configs/studies/temperatures.py", "--config.rollout.temperature=1"), "study: 't=0.3, seed 0' and"),
     ],
 )
 def test_bad_arguments_are_one_line(argv, message, tmp_path, capsys):
     assert _fails(capsys, *argv, f"--out={tmp_path}").startswith(message)
 
 
+def test_kept_runs_of_another_arm_are_refused_before_the_first_run(tmp_path, capsys, monkeypatch):
+    """Runs of eta 50 under the name of an arm of eta 25: it would go on as one arm. And a step that is missing."""
+    monkeypatch.setattr("dcmdp_jax.lab.studies.one_process.run_in_one_process", lambda *_: pytest.fail("a run began"))
+    kept, words = tmp_path / "kept.jsonl.gz", "--study=configs/studies/ablation_dual_learning_rate.py"
+    of_50 = read_kept_metrics(_ROOT / "docs" / "evidence" / "dual_learning_rate.jsonl.gz", None)["1.0"]
+    write_kept_metrics(kept, {"0.5": of_50})
+    said = _fails(capsys, words, f"--one_process={kept}", f"--out={tmp_path}/out")
+    assert said.startswith(f"--one_process: {kept}: arm '0.5', seed 0: lambda is ") and "rename one" in said
+    gap = {name: (np.delete(at, 6), np.delete(values, 6)) for name, (at, values) in of_50[0].items() if len(at) > 9}
+    write_kept_metrics(kept, {"1.0": {0: gap}})
+    said = _fails(capsys, words, f"--one_process={kept}", f"--out={tmp_path}/out")
+    assert (
+        said
+        == f"--one_process: {kept}: arm '1.0', seed 0: dual/multiplier has no step 7 of 40; a replay needs every step"
+    )
+
+
+def test_a_dry_run_shows_what_each_arm_resolves_to(capsys, tmp_path):
+    study = "--study=configs/studies/ablation_dual_learning_rate.py"
+    main(["sweep", study, "--arms=0.5", f"--out={tmp_path}", "--dry_run", "--config.algorithm.multiplier=0.25"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(rows) == 3 and rows[2].startswith("| `0.5` | dc_grpo | 0.25 | 0.0012 | 25 | 1 | diff | token |")
+
+
 def test_a_directory_that_holds_another_run_is_refused(tmp_path, capsys):
     file, out = tmp_path / "s.py", tmp_path / "out"
-    file.write_text(_HEAD + "    return Study('S', {'a': Arm('configs/demo.py')}, 'a', (0,))\n")
+    file.write_text(_HEAD + "    return Study('S', {'a': Arm('configs/demo.py', DEMO)}, 'a', (0,))\n")
     config = sweep.resolve(sweep.load_study(str(file)), out, ["--config.algorithm.tolerance=0.5"])[1][0]
     (out / "a" / "seed0").mkdir(parents=True)
     (out / "a" / "seed0" / "config.json").write_text(json.dumps(to_dict(config)))

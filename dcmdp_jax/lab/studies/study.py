@@ -26,11 +26,14 @@ class Arm:
         config: value of train's --config, `configs/demo.py:grpo`.
         settings: dotted name -> value, on top of it.
         past: True for an arm that is no longer run; its kept metrics are shown.
+        differs: of an arm with `dc_grpo` in its name, the settings of `algorithm` that are not those of
+            configs/qwen3_8b.py: `("tolerance",)`.
     """
 
     config: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     past: bool = False
+    differs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, str):
@@ -39,6 +42,8 @@ class Arm:
             raise UserError(
                 f"an arm's settings are {shorten(self.settings)}, must be a mapping from a setting's name to its value"
             )
+        if isinstance(self.differs, str) or not all(isinstance(name, str) for name in self.differs):
+            raise UserError(f"an arm's `differs` is {shorten(self.differs)}, must be a tuple of names")
 
     def arguments(self) -> list[str]:
         """Arguments of `dcmdp train`."""
@@ -128,7 +133,9 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
     """
     seen: list[tuple[StudyRun, dict[str, Any]]] = []
     for run, config in zip(runs, configs, strict=True):
-        content = {**config, "run_dir": "", "algorithm": _used(config["algorithm"])}
+        idle = unused(config["algorithm"])
+        used = {name: value for name, value in config["algorithm"].items() if name not in idle}
+        content = {**config, "run_dir": "", "algorithm": used}
         for other, before in seen:
             if before == content:
                 raise UserError(
@@ -138,15 +145,22 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
         seen.append((run, content))
 
 
-_OF_THE_ASCENT = ("multiplier", "dual_learning_rate", "multiplier_max", "tolerance_steps", "tolerance_factor")
+_OF_THE_ASCENT = {"multiplier", "dual_learning_rate", "multiplier_max", "tolerance_steps", "tolerance_factor"}
 
 
-def _used(algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the algorithm that its method uses."""
+def unused(algorithm: Mapping[str, Any]) -> frozenset[str]:
+    """Names of the settings of the algorithm that its other settings override, so that they change nothing learned."""
     method = algorithm["method"]
-    unused = _OF_THE_ASCENT if method in FIXED_MULTIPLIERS else ()
-    unused += ("level",) if method == "grpo" else ()
-    return {name: value for name, value in algorithm.items() if name not in unused}
+    moves = method not in FIXED_MULTIPLIERS and algorithm.get("dual_learning_rate", 1.0) > 0
+    idle = {"level"} if method == "grpo" else set()
+    idle |= _OF_THE_ASCENT if method in FIXED_MULTIPLIERS else set()
+    if moves:
+        idle |= {"tolerance"} if algorithm.get("tolerance_steps") else {"tolerance_factor"}
+    else:
+        # A function of a user's may look at c.
+        by_budget = method != "threshold_grpo" and ":" not in method
+        idle |= {"tolerance_steps", "tolerance_factor"} | ({"tolerance"} if by_budget else set())
+    return frozenset(idle)
 
 
 def _check_types(study: Study) -> None:

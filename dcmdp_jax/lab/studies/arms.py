@@ -1,0 +1,114 @@
+"""What each arm of a study is after everything that it inherits: its row in a table, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.lab.studies.study import Arm, unused
+from dcmdp_jax.number_format import markdown_table
+
+Values = Mapping[str, Any]
+"""Dotted name of every setting -> its value."""
+
+_PAPERS = "dc_grpo"
+"""An arm with this in its name is the paper's."""
+_TUNED = ("algorithm.", "optimizer.", "training.prompts_per_")
+"""Settings that an arm says itself where they are not those of configs/base.py."""
+_OF_THE_ENGINE = "rollout.kv_cache_dtype", "rollout.lag", "rollout.engine_args"
+_OF_THE_ENGINE += "model.forward_precision", "model.forward_cache"
+_HEADING = (
+    "arm", "method", "lambda_0", "c", "eta", "cap", "measure", "level", "aggregation", "A / std", "updates a push",
+    "engine", "steps", "else", "not the paper's",
+)  # fmt: skip
+_IN_COLUMNS = {
+    "method", "multiplier", "tolerance", "tolerance_steps", "tolerance_factor", "budget", "dual_learning_rate",
+    "multiplier_max", "measure", "sided", "level", "aggregation", "normalize_std",
+}  # fmt: skip
+
+
+def algorithm_of(values: Values) -> dict[str, Any]:
+    """The settings of the algorithm, without the section's name."""
+    return {name.partition(".")[2]: value for name, value in values.items() if name.startswith("algorithm.")}
+
+
+def check_arm(label: str, arm: Arm, values: Values, given: Collection[str], base: Values, paper: Values) -> None:
+    """Refuse an arm that is not what it says.
+
+    Args:
+        label: name of the arm.
+        arm: the arm.
+        values: its resolved settings.
+        given: names of the settings that the arm, or the command line, gives.
+        base: the defaults.
+        paper: the resolved settings of the paper's main config.
+
+    Raises:
+        UserError: in one line, for a setting of the algorithm or the optimizer that its config changes and the arm does
+            not say; for one that the arm names and another of its settings overrides; for an arm with the paper's name
+            that differs from the paper in what `differs` does not say, or says and does not.
+    """
+    algorithm, default = algorithm_of(values), algorithm_of(base)
+    idle = {f"algorithm.{name}" for name in unused(algorithm)}
+    for name, value in values.items():
+        if name.startswith(_TUNED) and value != base.get(name) and not {name} & {*given, *idle}:
+            raise UserError(f"arm {label!r} inherits {name}={value} from {arm.config}; say it in the arm")
+    for name in arm.settings:
+        if name in idle and values[name] != base[name]:
+            raise UserError(f"arm {label!r} names {name}, which its other settings override; leave it out")
+    if _PAPERS in label:
+        theirs = algorithm_of(paper)
+        differs = [name for name in default if algorithm.get(name) != theirs[name]]
+        for name in differs:
+            if name not in arm.differs:
+                raise UserError(
+                    f"arm {label!r} has the paper's name and algorithm.{name}={algorithm.get(name)}, the paper's is "
+                    f"{theirs[name]}; rename it, or name the setting in `differs`"
+                )
+    else:
+        differs = []
+    if said := sorted(set(arm.differs) - set(differs)):
+        raise UserError(f"arm {label!r} says that it differs from the paper in {said[0]!r}, and does not; leave it out")
+
+
+def arm_table(arms: Mapping[str, tuple[Arm, Values]], base: Values) -> str:
+    """Markdown: each arm by its resolved settings; "-" where a setting does nothing.
+
+    Args:
+        arms: label -> the arm and its settings.
+        base: the defaults; `else` has what differs from them and has no column.
+    """
+    return "\n".join(markdown_table(_HEADING, [_row(label, *one, base) for label, one in arms.items()])) + "\n"
+
+
+def _row(label: str, arm: Arm, values: Values, base: Values) -> list[str]:
+    algorithm, idle = algorithm_of(values), unused(algorithm_of(values))
+
+    def shown(name: str) -> str:
+        return "-" if name in idle else f"{algorithm[name]:g}"
+
+    first = FIXED_MULTIPLIERS.get(algorithm["method"], algorithm["multiplier"])
+    c = shown("tolerance") + f" ({algorithm['budget']})" * (algorithm["budget"] != "mean")
+    if algorithm["tolerance_steps"] and "tolerance_steps" not in idle:
+        c = f"{algorithm['tolerance_factor']:g} x first {algorithm['tolerance_steps']} steps"
+    default = algorithm_of(base)
+    further = [f"{name}={x}" for name, x in algorithm.items() if name not in _IN_COLUMNS and x != default[name]]
+    updates = values["training.prompts_per_step"] // values["training.prompts_per_mini_batch"]
+    return [
+        f"`{label}`", algorithm["method"].rpartition("/")[2],
+        f"{first:g}", c, shown("dual_learning_rate"), shown("multiplier_max"),
+        algorithm["measure"] + ", one-sided" * (algorithm["sided"] == "one"),
+        "-" if "level" in idle else algorithm["level"], algorithm["aggregation"],
+        "yes" if algorithm["normalize_std"] else "no", str(updates), _engine(values, base),
+        str(values["training.steps"]),
+        " ".join(further) or "-", ", ".join(arm.differs) or "-",
+    ]  # fmt: skip
+
+
+def _engine(values: Values, base: Values) -> str:
+    """Engine, precision, and what else makes it differ from the trainer."""
+    words = [values["rollout.engine"].rpartition("/")[2], values["rollout.precision"]]
+    words += [f"{name.partition('.')[2]}={values[name]}" for name in _OF_THE_ENGINE if values[name] != base[name]]
+    return " ".join(words)
