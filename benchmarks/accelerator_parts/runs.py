@@ -64,25 +64,29 @@ def measure(tell: Tell, config: str, settings: Mapping[str, object]) -> None:
         }
         tell(found)
         if process.returncode:
-            raise RuntimeError(f"exit code {process.returncode}: {log.read_text()[-1500:]}")
-        series = read_metrics(directory)
-        steps, clock = series[CLOCK]
-        evaluated = next(values for name, (_, values) in series.items() if re.fullmatch(r"eval/[^/]+/avg@\d+", name))
-        found |= {
-            "steps": int(steps[-1]),
-            "first_step_seconds": float(clock[list(steps).index(1)]) - began,
-            "phases": {
-                name: values.tolist()
-                for name, (_, values) in series.items()
-                if name.startswith("time/") and name != CLOCK
-            },
-            "held_out": evaluated.tolist(),
-            "series": {name: series[name][1].tolist() for name in _SERIES if name in series},
-            "broken_rule": list(broken_rule(series, read_run(directory).config)),
-        }
+            said = [path.read_text()[-1500:] for path in (log, *directory.glob("vllm/**/*.log"))]
+            raise RuntimeError("\n".join([f"exit code {process.returncode}", *said]))
+        found |= read_record(directory, began)
         tell(found)
     if found["broken_rule"]:
         raise RuntimeError(f"the multiplier's rule is broken: {found['broken_rule'][0]}")
+
+
+def read_record(directory: Path, began: float) -> dict[str, Any]:
+    """Times, discrepancy and multiplier of each step of a run that began at the time `began`."""
+    series = read_metrics(directory)
+    steps, clock = series[CLOCK]
+    evaluated = [values for name, (_, values) in series.items() if re.fullmatch(r"eval/[^/]+/avg@\d+", name)]
+    return {
+        "steps": int(steps[-1]),
+        "first_step_seconds": float(clock[list(steps).index(1)]) - began,
+        "phases": {
+            name: values.tolist() for name, (_, values) in series.items() if name.startswith("time/") and name != CLOCK
+        },
+        "held_out": [float(value) for values in evaluated for value in values],
+        "series": {name: series[name][1].tolist() for name in _SERIES if name in series},
+        "broken_rule": list(broken_rule(series, read_run(directory).config)),
+    }
 
 
 def listening(root: int) -> set[str]:
