@@ -1,5 +1,6 @@
 """The arguments for GPUs, read by vLLM's own parser and config, as far as its CPU build does that."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -26,6 +27,22 @@ if __name__ == "__main__":
             found.append([config.model_config.quantization, scheme and str(scheme.linear)])
     print("found", json.dumps(found))
 """
+
+
+def test_a_small_models_cache_does_not_fill_a_gpu(tmp_path):
+    """vLLM goes through all blocks of its cache at each push and call. By hand, of 56 + 1 tokens, so two blocks of 32:
+
+    2 * 30 layers * 3 heads * 64 * 2 bytes * 64 tokens * (64 + 1) rows = 95,846,400 bytes; 513 rows: 756 MB.
+    """
+
+    def cache(rows, **changes):
+        model = dataclasses.replace(small_model(), num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
+        place = dict(settings=vllm_settings(**changes), directory=tmp_path, platform="cuda")
+        engine = EngineArguments("bfloat16", "bfloat16", max_total_tokens=56, max_rows=rows, model=model, **place)
+        return launch.engine_arguments(engine).get("kv_cache_memory_bytes")
+
+    assert [cache(64), cache(512), cache(1024)] == [2 * 95_846_400, 2 * 756_449_280, None]
+    assert cache(64, kv_cache_gib=0.5) == 2**29
 
 
 def test_vllm_takes_the_arguments_for_gpus(vllm_is_installed, tmp_path):

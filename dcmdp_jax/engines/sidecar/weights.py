@@ -5,6 +5,7 @@ One copy serves all replicas of an engine; a second one is being written.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import os
@@ -151,6 +152,15 @@ class WeightBridge:
                 tensors.append(Tensor(*part, -(-end // ALIGNMENT) * ALIGNMENT))
                 end = tensors[-1].offset + tensors[-1].num_bytes
             self._jobs.append((place, tensors))
+        # Arrays of one stack that are converted together, as each alone costs a program's start: where they begin.
+        self._groups: list[tuple[int, list[int]]] = []
+        of_leaf: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
+        for number, (place, _) in enumerate(self._jobs):
+            of_leaf[place.path].append(number)
+        for numbers in of_leaf.values():
+            first, *scale = self._jobs[numbers[0]][1]
+            size = 1 if scale else max(1, _BLOCK_BYTES // first.num_bytes)
+            self._groups += [(at, numbers[at : at + size]) for at in range(0, len(numbers), size)]
         self.manifest: list[Tensor] = [tensor for _, tensors in self._jobs for tensor in tensors]
         """In the order of `hf_tensors`: layer by layer, which is how engines like to load."""
         self.num_bytes: int = end
@@ -168,31 +178,49 @@ class WeightBridge:
             [tensors] uint64 checksums of what was written, in the manifest's order.
         """
 
-        def job(place: HFTensor, tensors: list[Tensor]) -> list[int]:
+        sums: dict[int, list[int]] = {}
+
+        def job(first: int, numbers: list[int]) -> None:
+            place, _ = self._jobs[numbers[0]]
             leaf: Any = params
             for key in place.path:
                 leaf = leaf[key]
-            if len(tensors) == 2:
-                kernel = _quantized(leaf, place.index)
-                whole = (slice(None), slice(None))
-                _store(segment, tensors[0], [(whole, np.asarray(kernel.values))], transposed=place.transposed)
-                _store(segment, tensors[1], [(whole, np.asarray(kernel.scale)[:, None])], transposed=False)
-            else:
-                _store(segment, tensors[0], _blocks(leaf, place.index, self._dtype), transposed=place.transposed)
-            return [
-                checksum(segment.bytes[tensor.offset : tensor.offset + tensor.num_bytes], policy_version)
-                for tensor in tensors
-            ]
+            several = len(numbers) > 1 and len(leaf.devices()) == 1
+            together = _converted(leaf, place.index, first, len(numbers), self._dtype) if several else None
+            for order, number in enumerate(numbers):
+                place, tensors = self._jobs[number]
+                if len(tensors) == 2:
+                    kernel = _quantized(leaf, place.index)
+                    _store(segment, tensors[0], [((), np.asarray(kernel.values))], transposed=place.transposed)
+                    _store(segment, tensors[1], [((), np.asarray(kernel.scale)[:, None])], transposed=False)
+                else:
+                    blocks = [((), together[order])] if several else _blocks(leaf, place.index, self._dtype)
+                    _store(segment, tensors[0], blocks, transposed=place.transposed)
+                parts = (segment.bytes[each.offset : each.offset + each.num_bytes] for each in tensors)
+                sums[number] = [checksum(part, policy_version) for part in parts]
 
         # Parts on other processes' devices are fetched by all processes in one order.
         alone = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array))
-        with ThreadPoolExecutor(_THREADS if alone else 1) as pool:
-            sums = list(pool.map(job, *zip(*self._jobs, strict=True)))
-        return np.array([value for part in sums for value in part], np.uint64)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list((pool.map if alone and self.num_bytes > _BLOCK_BYTES else map)(job, *zip(*self._groups, strict=True)))
+        return np.array([value for number in sorted(sums) for value in sums[number]], np.uint64)
 
 
 _Place = tuple[slice, ...]
-"""Where a part lies in an array, with the first index and the one after the last on each axis."""
+"""Where a part lies in an array, with the first index and the one after the last on each axis; (): it is all."""
+
+
+def _converted(leaf: jax.Array, index: tuple[int, ...], first: int, count: int, dtype: str) -> np.ndarray:
+    """`count` arrays of a leaf of one device, from the `first` of its stack, in the engine's dtype on the host."""
+    if leaf.dtype == jnp.dtype(dtype) and next(iter(leaf.devices())).platform == "cpu":
+        return np.asarray(leaf).reshape(-1, *leaf.shape[len(index) :])[first : first + count]
+    return np.asarray(_cast_stack(leaf, first, stacked=len(index), count=count, dtype=dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("stacked", "count", "dtype"))
+def _cast_stack(leaf: jax.Array, first: jax.Array, *, stacked: int, count: int, dtype: str) -> jax.Array:
+    arrays = leaf.reshape(-1, *leaf.shape[stacked:])
+    return jax.lax.dynamic_slice_in_dim(arrays, first, count).astype(dtype)
 
 
 def _store(segment: Segment, tensor: Tensor, blocks: Iterable[tuple[_Place, np.ndarray]], *, transposed: bool) -> None:

@@ -35,8 +35,8 @@ class VllmSettings:
         sleep: vLLM's sleep mode, which leaves shared GPUs to the trainer while nothing is sampled. 0: off. 1:
             weights move to host memory. 2: weights are dropped, and loaded again. Frees nothing in the CPU build.
             Source: ours.
-        kv_cache_gib: Size of each replica's key-value cache. 0: what memory_share leaves on a GPU; what max_rows
-            need on a CPU, at most a third of the free memory.
+        kv_cache_gib: Size of each replica's key-value cache. 0: on a GPU twice what max_rows need where they need
+            1 GiB at most, else what memory_share leaves; on a CPU what they need, at most a third of the free memory.
         cpu_threads: Threads of the CPU build. More than one is slow on a machine that does anything else.
         engine_args: Further arguments of vllm.LLM as a JSON object, such as {"block_size": 64}.
         start_timeout_s: Longest start of an engine; the first one that takes longer ends the run, a later one is

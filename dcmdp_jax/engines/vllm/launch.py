@@ -22,7 +22,7 @@ _NO_TPU = "engine", "got 'vllm', which is not supported on a TPU; set `engine`=l
 
 _BLOCK_SIZE = 32
 _PREFILL_TOKENS = 8192
-_LEAST_CACHE = 1 << 26
+_LEAST_CACHE, _SMALL_CACHE = 1 << 26, 1 << 30
 # Mean |log p_train - log p_engine| over the probe, nats: several times what was measured with each precision on small
 # random models (docs/vllm.md), and well below what a layer left out or put in the wrong place makes.
 _PROBE_TOLERANCES = {"float32": 0.01, "float16": 0.2, "bfloat16": 1.0}
@@ -286,10 +286,10 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
         arguments["quantization_config"] = {**layers, "ignore": ignored}
     if settings.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
+    item = 1 if engine.kv_cache_dtype.startswith("fp8") else 4 if engine.compute_dtype == "float32" else 2
+    row = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
+    needed = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * row * (max_rows + 1)
     if cpu:
-        item = 1 if engine.kv_cache_dtype.startswith("fp8") else 4 if engine.compute_dtype == "float32" else 2
-        row = -(-length // _BLOCK_SIZE) * _BLOCK_SIZE
-        needed = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * row * (max_rows + 1)
         arguments.setdefault("kv_cache_memory_bytes", max(_LEAST_CACHE, min(needed, available // (3 * replicas))))
         arguments |= {
             "enforce_eager": True,
@@ -300,6 +300,9 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
         }
     else:
         arguments["gpu_memory_utilization"] = settings.memory_share
+        if needed <= _SMALL_CACHE:
+            # A reset of the prefix cache goes through all blocks: in half a second where a small model's fill a GPU.
+            arguments.setdefault("kv_cache_memory_bytes", max(_LEAST_CACHE, 2 * needed))
         # The CPU build refuses the argument; there, falling asleep frees nothing.
         arguments["enable_sleep_mode"] = settings.sleep > 0
     extra = extra_arguments(settings.engine_args)

@@ -6,17 +6,21 @@ model, and calls its methods by name. Imported by sidecar.py and by vLLM only.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
+import inspect
 import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from dcmdp_jax.engines.sidecar import segments
@@ -83,7 +87,16 @@ class WeightReceiver:
             for module in self.model_runner.get_model().modules():
                 if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
                     method.moe_kernel = None
-        self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
+        plans: dict[str, list[_Load] | None] = self.__dict__.setdefault("_dcmdp_plans", {})
+        if plan := plans.get(path):
+            collections.deque(weights, maxlen=0)
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():  # type: ignore[attr-defined]
+                for layer, loads in plan:
+                    _load_again(layer, loads)
+        else:
+            with _recorded() as plan:
+                self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
+            plans.setdefault(path, plan if _covers(plan, memory, tensors) else None)
         if current_platform.is_cpu():
             # vLLM 0.32 on CPU leaves an output layer tied to the embedding in its old packed form when it reloads.
             for module in self.model_runner.get_model().modules():
@@ -113,6 +126,70 @@ def _keep(kept: dict[str, list[torch.Tensor]], name: str, _: Any, args: Any, kwa
     for side, value in (("gave", gave), *(("read", x) for x in given[:1])):
         copy = value.detach().to("cpu", torch.float32, copy=True)
         kept.setdefault(f"{name} {side}", []).append(copy.flatten(0, -2))
+
+
+_Load = tuple[torch.nn.Module, list[tuple[str, inspect.BoundArguments]]]
+"""A layer, and of each tensor that it was given its parameter's name and the arguments of vLLM's loader."""
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[list[_Load]]:
+    """What vLLM's reload gives to each layer, in order.
+
+    vLLM finds each tensor's layer, counts what the layer was given on a copy without memory, and processes the layer
+    once all is there. A layer with nothing to load has no part in it, and attention without scales of its own neither.
+    """
+    process, plan = layerwise._layerwise_process, []
+
+    def note(layer: torch.nn.Module, info: Any) -> None:
+        plan.append((layer, list(info.loaded_weights)))
+        process(layer, info)
+        _forget(plan[-1][1])
+
+    layerwise._layerwise_process = note
+    try:
+        yield plan
+    finally:
+        layerwise._layerwise_process = process
+
+
+def _forget(loads: list[tuple[str, inspect.BoundArguments]]) -> None:
+    """Drop the parameters that were loaded into: each layer's are made anew and are copied from."""
+    for _, arguments in loads:
+        arguments.arguments["param"] = None
+
+
+def _covers(plan: list[_Load], memory: np.ndarray, tensors: list[segments.Tensor]) -> bool:
+    """Whether what the layers were given are views of the segment, and together all of it.
+
+    A model that computes something from a tensor before it is loaded, or keeps it for later, is loaded by vLLM's own
+    reload each time.
+    """
+    starts = np.array([tensor.offset for tensor in tensors])
+    left = np.array([tensor.num_bytes for tensor in tensors])
+    given = [value for _, loads in plan for _, arguments in loads for value in arguments.arguments.values()]
+    for value in [value for value in given if isinstance(value, torch.Tensor)]:
+        if not 0 <= (start := value.data_ptr() - memory.ctypes.data) < memory.size:
+            return False
+        left[np.searchsorted(starts, start, side="right") - 1] -= value.nbytes
+    return bool((left <= 0).all())
+
+
+def _load_again(layer: torch.nn.Module, loads: list[tuple[str, inspect.BoundArguments]]) -> None:
+    """Do for a layer what vLLM's reload does once it has all of the layer's tensors."""
+    if getattr(layer, "quant_method", None) is None:
+        # Its parameters are as they were loaded.
+        for name, arguments in loads:
+            arguments.arguments["param"] = param = getattr(layer, name)
+            layerwise._get_original_loader(param)(*arguments.args, **arguments.kwargs)
+    else:
+        info = layerwise.get_layerwise_info(layer)
+        info.kernel_tensors = layerwise.get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        layerwise.restore_layer_on_meta(layer, info)
+        info.loaded_weights = list(loads)
+        layerwise._layerwise_process(layer, info)
+    _forget(loads)
 
 
 @functools.cache
