@@ -78,8 +78,8 @@ class ModelSettings:
         forward_cache: Keys and values in the trainer's forward pass. full: compute_dtype. Else rounded as the
             engine's cache rounds them, the same as rollout.kv_cache_dtype. Source: paper: full.
         head_dtype: Product of the output layer in the training stack: compute_dtype, or float32.
-        remat: What the backward pass recomputes: nothing, all but matrix products (dots), all but layer inputs
-            (full).
+        remat: What the backward pass recomputes: nothing (on a GPU what is elementwise), all but matrix products
+            (dots), all but layer inputs (full).
         scan_unroll: Layers in one iteration of the scan over layers. 0: all of up to 8 on a CPU, where a step of a
             small model then takes a sixth less time, else 1, which compiles fastest.
         attention: Attention kernel. auto: splash on a TPU, cudnn on a GPU in bfloat16 or float16, blockwise on a

@@ -49,7 +49,8 @@ class Compute:
 
     Attributes:
         dtype: "float32", "bfloat16" or "float16", of activations and products.
-        remat: "none" saves all, "dots" saves matrix products, "full" saves only each layer's input.
+        remat: "none" saves all, on a GPU what is more than elementwise; "dots" saves matrix products, "full" saves only
+            each layer's input.
         attention: "auto" or one of `attention.KERNELS`.
         scan_unroll: layers in one iteration of the scan over layers. 1 compiles fastest; all of them halves the time of
             a backward pass on CPU, where a loop carries saved activations by copying.
@@ -321,12 +322,20 @@ def hidden_states_and_aux(
         layer = jax.checkpoint(layer)
     elif compute.remat == "dots":
         layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    elif platform == "gpu":
+        # Each value that the loop over layers keeps is copied to a stack of all layers, and from it.
+        layer = jax.checkpoint(layer, policy=_is_kernel, prevent_cse=False)
     table = params["embedding"]
     found = look_up(table, input_ids) if look_up else constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
     x = constrain(embedding_scale(config, found), axes)
     replayed = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
     x, aux = jax.lax.scan(layer, x, (params["layers"], replayed, own), unroll=compute.scan_unroll)
     return final_norm(params, config, x), aux
+
+
+def _is_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether a checkpoint keeps a value for the backward pass: products, attention, loops over blocks of either."""
+    return primitive.name in ("dot_general", "scan", "while") or primitive.name.startswith("dot_product_attention")
 
 
 def look_up_split(table: jax.Array, input_ids: jax.Array, *, dtype: jnp.dtype, axes: KernelAxes) -> jax.Array:

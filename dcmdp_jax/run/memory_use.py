@@ -346,11 +346,9 @@ def _step_parts(
         whole += 4 * tokens * model.num_heads * segments
         scored = has_scores(compute.attention, rows * shards, length, model.num_heads, mesh)
         scores = rows * model.num_heads * length**2 if scored else 0
-        saved = {
-            "full": tokens * item * width,
-            "dots": tokens * item * (3 * width + projected + 2 * model.active_mlp_width + copies),
-            "none": whole + scores * item,
-        }[compute.remat]
+        products = tokens * item * (3 * width + projected + 2 * model.active_mlp_width + copies)
+        kernels = products + tokens * item * queries if machine.platform == "gpu" else whole
+        saved = {"full": tokens * item * width, "dots": products, "none": kernels + scores * item}[compute.remat]
         # Scores in float32 and their exponentials, forward and backward.
         working = whole + scores * (8 + 2 * item)
         most = max(most, (model.num_layers * saved + working, tokens))

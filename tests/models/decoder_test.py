@@ -237,6 +237,30 @@ def test_rematerialization_changes_memory_only(tiny_model, pack):
     assert memory["full"] < 0.5 * memory["none"]
 
 
+def test_on_a_gpu_only_what_is_elementwise_is_computed_twice(tiny_model, pack, monkeypatch):
+    """The same products as without rematerialization, of the same gradients, and less kept for them."""
+    config, params = tiny_model
+    rows, weights = pack([[np.arange(64)]] * 8, 64), jnp.ones((8, 64))
+
+    def compiled(platform, remat):
+        monkeypatch.setattr(jax, "default_backend", lambda: platform)
+        arguments = params, config, rows, Compute(remat=remat, attention="xla"), weights
+        gradient = jax.jit(jax.value_and_grad(_logprob_sum, has_aux=True), static_argnums=(1, 3))
+        lowered = gradient.lower(*arguments)
+        monkeypatch.undo()
+        program = lowered.compile()
+        return lowered.as_text().count("dot_general"), program.memory_analysis().temp_size_in_bytes, program
+
+    # "tpu" has the same operations in plain JAX, and no checkpoint.
+    (products, memory, program), (all_products, all_memory, whole) = compiled("gpu", "none"), compiled("tpu", "none")
+    assert products == all_products < compiled("gpu", "full")[0]
+    assert memory < 0.75 * all_memory
+    (_, logprobs), grads = program(params, rows, weights)
+    (_, other), other_grads = whole(params, rows, weights)
+    np.testing.assert_allclose(other, logprobs, atol=5e-6)
+    _assert_trees_close(other_grads, grads, relative=2e-5)
+
+
 def _layers(params):
     """The parameters of each layer."""
     return [jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(3)]
