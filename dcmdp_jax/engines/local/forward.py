@@ -101,6 +101,7 @@ def embed(weights: Params, tokens: jax.Array, program: Program) -> jax.Array:
     tokens, ours = own_tokens(tokens, program)
     tied = "embedding" not in weights
     x = jnp.moveaxis(weights["output"][:, tokens], 0, -1) if tied else weights["embedding"][tokens]
+    x = x.astype(program.compute_dtype)
     x = x if ours is True else jax.lax.psum(jnp.where(ours[..., None], x, 0), TENSOR)
     return embedding_scale(program.config, x)
 

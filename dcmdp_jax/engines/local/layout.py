@@ -139,9 +139,11 @@ class Program:
     def own_weights(self, weights: Params) -> Params:
         """Weights of the device, inside a `shard_map`, as a loop uses them again and again.
 
+        Rows of the embedding are converted once they are looked up, not all of it before the loop.
         A bias of the attention's output is added on one device of a tensor group only.
         """
-        weights = dequantize(weights, jnp.dtype(self.compute_dtype), keep_quantized=self.keeps_quantized)
+        looked_up = {name: weights[name] for name in ("embedding",) if name in weights}
+        weights = dequantize(weights, jnp.dtype(self.compute_dtype), keep_quantized=self.keeps_quantized) | looked_up
         if self.tensor == 1 or "bias" not in weights["layers"][0]["attention"]["o"]:
             return weights
         once = jax.lax.axis_index(TENSOR) == 0
