@@ -73,6 +73,11 @@ class Trainer:
         self.run, self.programs, self.config = run, programs, run.config
         self.hosts, self.checkpoints, self.frozen = run.hosts, checkpoints, frozen
         self._finished: tuple[TrainState, int] | None = None
+        # Until the first step is done programs compile; later on the step that runs would be lost.
+        first = self.checkpoints.latest_step or 0
+        stop.all_saved = lambda: (
+            run.hosts.count == 1 and (not self._finished or self._finished[1] == first and checkpoints.has(first))
+        )
         self._prompts_taken = prompts_taken
         self._together = Together(run.hosts, stop, self._save_and_wait)
         base = frozen if run.lora else None
@@ -260,6 +265,7 @@ def train(run: Run, *, show: Callable[[str], None], programs: StepPrograms | Non
     """
     config = run.check().config
     stop = StopSignal()
+    stop.all_saved = lambda: run.hosts.count == 1
     with contextlib.ExitStack() as stack:
         run.hosts.check_same(lambda: data_facts(run), "give all hosts the same files")
         stack.enter_context(claimed(config, run.hosts))
