@@ -10,6 +10,7 @@ it with that of our settings.
 from __future__ import annotations
 
 import csv
+import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +19,10 @@ TABLE = _DOCS.parent / "dcmdp_jax" / "integrations" / "translations.csv"
 PAGE = _DOCS / "translations.md"
 _INTRODUCTION = """# Options of other frameworks
 
-Option -> ours, as settings of `algorithm`. Each row was read in the source at the commit and on the date that it has;
-where it says notes, the source could not be reached. "Slope" is the derivative of the objective in a token's log-prob,
-as the source has it: with pi the policy now, p the trainer's that made the batch and q the engine's, r = p / q,
+Option -> ours, as settings of `algorithm`. Each row was read in the source at the commit and on the date that it has,
+"old" if that is more than 60 days before the newest; where it says notes, the source could not be reached. "Slope" is
+the derivative of the objective in a token's log-prob, as the source has it, or, where the note begins so, as ours has
+it: with pi the policy now, p the trainer's that made the batch and q the engine's, r = p / q,
 d = log r, g = pi / p, u = pi / q, A the advantage; prod, geo, mean, total, min and max are over the completion, t is
 the token's place, kl the binary KL. `tests/translations_test.py` computes it and compares it with the settings';
 where a correction stands beside PPO's clip, the clip is ours, 0.8 to 1.24. Rows without a slope are about something
@@ -45,6 +47,12 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def is_old(row: dict[str, str]) -> bool:
+    """Whether a row was read more than 60 days before the newest."""
+    newest = max(one["read"] for one in rows())
+    return datetime.date.fromisoformat(newest) - datetime.date.fromisoformat(row["read"]) > datetime.timedelta(60)
+
+
 def page() -> str:
     """The page in Markdown."""
     return "\n".join([_INTRODUCTION, *_sections(rows())]) + "\n"
@@ -55,7 +63,8 @@ def _sections(table: list[dict[str, str]]) -> Iterator[str]:
         yield f"## {framework}\n\n| option | ours | slope | read | note |\n|---|---|---|---|---|"
         for row in table:
             if row["framework"] == framework:
-                cells = row["option"], _code(row["ours"]), _code(row["slope"]), f"{row['commit']}, {row['read']}"
+                read = f"{row['commit']}, {'old: ' * is_old(row)}{row['read']}"
+                cells = row["option"], _code(row["ours"]), _code(row["slope"]), read
                 yield "| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, row["note"])) + " |"
         yield f"\n{_AFTER[framework]}\n" if framework in _AFTER else ""
 

@@ -277,3 +277,16 @@ def test_no_two_classes_and_no_two_files_share_a_name():
     files = Counter(name.rpartition(".")[2] for name in places if (_ROOT / f"{name.replace('.', '/')}.py").exists())
     assert {name for name, count in classes.items() if count > 1} <= _SHARED_CLASSES
     assert {name for name, count in files.items() if count > 1} - commands <= _SHARED_FILES
+
+
+def test_no_test_file_needs_torch_to_be_collected():
+    # The extra `test` has none: a file that imports it first asks pytest for it, or does so in a function.
+    def check(path):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if 'importorskip("torch"' in ast.unparse(node).replace("'", '"'):
+                return
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.partition(".")[0] == "torch" for name in names), path
+
+    check_each(sorted((Path(__file__).parent).rglob("*_test.py")), check)

@@ -117,12 +117,31 @@ def test_our_settings_have_the_slope_of_the_source(name):
 def test_rows_are_dated_and_their_settings_exist():
     assert len(_ROWS) > 100 and {row["framework"] for row in _ROWS} >= {
         "verl", "TRL", "slime", "prime-rl", "NeMo-RL", "SkyRL", "AReaL", "ROLL", "OpenRLHF", "open-instruct", "miles",
-        "ms-swift", "Tunix", "postax",
+        "ms-swift", "Tunix", "postax", "agent-lightning",
     }  # fmt: skip
     for row in _ROWS:
         assert row["commit"] and datetime.date.fromisoformat(row["read"]) > datetime.date(2026, 1, 1)
         assert row["ours"] or row["note"], row
         _settings(row["ours"])
+        assert translations.is_old(row) == (row["read"] < "2026-09-28")  # 60 days before the newest, 2026-11-27
+
+
+def test_the_page_marks_old_rows_and_slopes_that_are_ours():
+    page = translations.page()
+    assert "| PR #3586, 2026-11-27 |" in page and "| 624b824, old: 2026-08-21 |" in page
+    ours = [row for row in _ROWS if row["note"].startswith("slope of ours: ")]
+    assert len(ours) >= 10 and all(row["slope"] for row in ours)
+    # AReaL's SAPO has the engine's probabilities in the denominator, verl's its own mean; slime counts what it rejects.
+    areal, verl = (
+        _SLOPES[f"{name}: {option}"]
+        for name, option in (
+            ("AReaL", "use_sapo_loss (with use_decoupled_loss=false, which it asks for)"),
+            ("verl", "loss_mode=sapo, tau_pos=1, tau_neg=1.05"),
+        )
+    )
+    assert "ratio_denominator=rollout" in areal["ours"] and "seq_mean_token_mean" in verl["note"]
+    rejecting = [row for row in _ROWS if row["framework"] in ("slime", "miles") and "mis.py" in row["option"]]
+    assert len(rejecting) == 3 and all("correction_denominator=all" in row["note"] for row in rejecting)
 
 
 def test_the_page_is_that_of_the_table():

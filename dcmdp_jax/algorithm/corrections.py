@@ -87,9 +87,9 @@ def sequence_tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corr
 def icepop(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Corrected:
     """Masked importance sampling of tokens, IcePop (Ring-1T, 2025): w_t = r_t inside [low, high], else dropped.
 
-    Ratio: training over rollout. Denominator: kept tokens, as in AReaL (`action=mask`) and slime's `mask` mode. In
-    slime's `icepop_function`, NeMo-RL (`icepop`, 0.5 to 5) and TRL (`token_mask`, up to 3) dropped tokens have weight 0
-    and count: `correction_denominator=all` does that.
+    Ratio: training over rollout. Denominator: kept tokens, as in AReaL (`action=mask`). In slime (`icepop_function`,
+    and the masks of mis.py), miles, NeMo-RL (`icepop`, 0.5 to 5) and TRL (`token_mask`, up to 3) dropped tokens have
+    weight 0 and count: `correction_denominator=all` does that.
     """
     ratio = jnp.exp(_token_log_ratio(tokens))
     return _kept(tokens, ratio, _inside(ratio, low, high), weights=ratio)
@@ -237,8 +237,8 @@ def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
 def veto(tokens: Tokens, *, floor: float = 1e-4) -> Corrected:
     """Drop a whole completion if one of its tokens has r_t below `floor`.
 
-    Ratio: training over rollout. Denominator: kept tokens. slime (`rs_veto_threshold`) and former verl
-    (`rollout_token_veto_threshold`), 1e-4 in both, do the same.
+    Ratio: training over rollout. Denominator: kept tokens; in slime (`rs_veto_threshold`) dropped ones count.
+    1e-4 there and in former verl (`rollout_token_veto_threshold`).
     """
     require_number("floor", floor, minimum=0, open_minimum=True)
     lowest = -_gathered(tokens, completion_maxima, -_token_log_ratio(tokens))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, prefixed
 
@@ -30,10 +30,16 @@ class DcGrpoTrainer(GRPOTrainer):
         dc_grpo: c, lambda and what moves it.
         on_batch: called with each training batch, for example to record it (`dcmdp_jax.record.record_trl`).
         options: keyword arguments of `GRPOTrainer`.
+
+    Raises:
+        ValueError: with `use_liger_kernel`, whose fused loss drops the ratio and the tokens' advantages.
     """
 
     def __init__(self, *args: Any, dc_grpo: DcGrpo, on_batch: OnBatch | None = None, **options: Any) -> None:
         self.dc_grpo, self._on_batch = dc_grpo, on_batch
+        given = [each for each in (*args, *options.values()) if isinstance(each, GRPOConfig)]
+        if any(each.use_liger_kernel for each in given):
+            raise ValueError("DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage of a token")
         super().__init__(*args, **options)
         self.add_callback(_SavesState(dc_grpo))
 

@@ -222,3 +222,10 @@ def test_the_probe_reads_what_the_trainer_recorded(run):
         p, q = (np.exp(batch[name][mask].astype(np.float64)) for name in ("train", "sampling_per_token_logps"))
         assert step.statistics.mean == pytest.approx(np.abs(p - q).mean(), abs=1e-7)
     assert not math.isnan(found.over_training.tolerance) and Path(path / "recordings" / "step_0").is_dir()
+
+
+def test_the_fused_loss_of_liger_is_refused(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], bf16=False)
+    args.use_liger_kernel = True
+    with pytest.raises(ValueError, match="DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage"):
+        DcGrpoTrainer(dc_grpo=DcGrpo(**SETTINGS), model="none", reward_funcs=[len], args=args)
