@@ -17,7 +17,7 @@ def number(value: float, form: str = "") -> str:
 
 def percent(fraction: float) -> str:
     """Format a fraction as 12.5%."""
-    return "-" if math.isnan(fraction) else f"{100 * fraction:.1f}%"
+    return "-" if math.isnan(fraction) else f"{round(100 * fraction, 1) + 0.0:.1f}%"
 
 
 def score(value: float) -> str:

@@ -42,6 +42,7 @@ _LIBRARIES = {
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights", "dcmdp_jax.models.peft_files"),
     "gguf": ("dcmdp_jax.models.gguf_weights",),
     "math_verify": ("dcmdp_jax.rewards.math",),
+    "yaml": ("dcmdp_jax.commands.flags",),
     "jinja2": ("dcmdp_jax.observe.page_kit",),
     "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.lab"),
     "scipy": ("dcmdp_jax.lab.theory", "dcmdp_jax.evaluation.estimators"),

@@ -14,19 +14,22 @@ import importlib.util
 import itertools
 import runpy
 import sys
+import tomllib
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import yaml
 from ml_collections import ConfigDict
 
 import dcmdp_jax
 from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.config.settings import Config, from_config_dict, parse_value
+from dcmdp_jax.config.settings import Config, from_config_dict, parse_value, setting_names
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.fields import replace_value
+from dcmdp_jax.inputs import shorten
 from dcmdp_jax.run.directory import name_suffix
 
 PRESETS = Path(dcmdp_jax.__file__).parent / "presets"
@@ -78,8 +81,14 @@ def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, argparse.Na
     Raises:
         UserError: see `parse`.
     """
-    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="preset or config file, and its argument")
+    about = f"a preset ({', '.join(preset_names())}), a config file and its argument, or a .yaml or .toml file"
+    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help=about)
     overrides, rest = split_overrides(argv[1:])
+    sections = {name.partition(".")[0] for name in setting_names()}
+    for word in rest:
+        name = word.removeprefix("--").partition("=")[0]
+        if name != word and "." in name and name.partition(".")[0] in sections:
+            raise UserError(f"--{name}: no such argument; settings are given as --config.{name}=VALUE")
     parsed = parser.parse_args(rest)
     if parsed.config is None:
         raise UserError("--config is missing; for example --config=demo")
@@ -90,7 +99,8 @@ def load_config(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
     """Run a config file, change single settings, check all.
 
     Args:
-        given: `FILE[:ARGUMENT]`; FILE is the name of a preset, such as `demo`, or the path of a config file.
+        given: `FILE[:ARGUMENT]`; FILE is the name of a preset, such as `demo`, or the path of a config file. A file
+            `*.yaml`, `*.yml` or `*.toml` has settings by section; those that it leaves out have their defaults.
         overrides: dotted name -> value, `{"training.steps": 20}`. Those that a resumed run may not change become part
             of the run directory's name unless `run_dir` is among them, so that two experiments do not share one.
 
@@ -112,7 +122,7 @@ def load_values(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
     Raises:
         UserError: in one line, for a file that is missing or fails.
     """
-    values = _load(given)
+    values = _read(given) if Path(given).suffix in (".yaml", ".yml", ".toml") else _load(given)
     for name, value in overrides.items():
         replace_value(values, name, value)
     return values
@@ -121,7 +131,8 @@ def load_values(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
 def _parser() -> Parser:
     parser = Parser(
         "train",
-        description="Train a policy. --config.section.name=value overrides a setting; the same command resumes a run.",
+        description="Train a policy. --config.section.name=value overrides a setting (dcmdp settings lists them); the "
+        "same command resumes a run.",
     )
     parser.add_argument(
         "--dry_run", action="store_true", help="check everything, print the plan (shapes, memory, steps), and stop"
@@ -174,6 +185,32 @@ def _load(given: str) -> dict[str, Any]:
     return made.to_dict() if isinstance(made, ConfigDict) else dict(made)
 
 
+def _read(given: str) -> dict[str, Any]:
+    """Read settings by section from YAML or TOML. YAML takes 1e-6 for text: text is parsed as on a command line."""
+    path = Path(given)
+    if not path.is_file():
+        _find("--config", given, "")
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"--config: {given}: {one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"--config: {given}: holds {shorten(values)}, must hold settings by section")
+
+    def parsed(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {str(key): parsed(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
+        return parse_value(name, value) if isinstance(value, str) else value
+
+    return parsed(values, "")
+
+
+def preset_names(folder: str = "") -> list[str]:
+    """Names of the presets, or of the studies."""
+    return [path.stem for path in sorted((PRESETS / folder).glob("*.py")) if path.stem not in _NO_PRESETS]
+
+
 def call_function(option: str, given: str, function: str, folder: str = "") -> Any:
     """Run a config or study file and call one of its functions, once.
 
@@ -207,7 +244,7 @@ def call_function(option: str, given: str, function: str, folder: str = "") -> A
 
 def _find(option: str, location: str, folder: str) -> tuple[Path, list[Path]]:
     """The file, and the directories that are `configs` to it."""
-    presets = {path.stem: path for path in sorted((PRESETS / folder).glob("*.py")) if path.stem not in _NO_PRESETS}
+    presets = {name: PRESETS / folder / f"{name}.py" for name in preset_names(folder)}
     if location in presets:
         return presets[location], [PRESETS]
     path, here = Path(location), Path("configs")

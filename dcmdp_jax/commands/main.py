@@ -25,7 +25,9 @@ COMMANDS = MappingProxyType(
         "plan": "memory of a run on hardware that is not here, by its compiler",
         "convert": "check, copy and write Hugging Face directories",
         "toy": "the paper's one-state toy",
-        "settings": "every setting, in Markdown",
+        "settings": "every setting, or those whose name holds a word",
+        "env": "versions and machine, for a bug report",
+        "completion": "a script that completes in bash and zsh",
     }
 )
 """Module of this folder -> what it does."""
@@ -51,7 +53,7 @@ def console() -> NoReturn:
 def _without_command(argv: list[str]) -> None:
     word = argv[1] if len(argv) > 1 else ""
     if word in ("-h", "--help"):
-        lines = [f"  {name:9} {about}" for name, about in COMMANDS.items()]
+        lines = [f"  {name:10} {about}" for name, about in COMMANDS.items()]
         print("\n".join(["usage: dcmdp COMMAND ...", "", *lines, "", "dcmdp COMMAND --help lists its arguments."]))
     elif word == "--version":
         print(f"dcmdp_jax {dcmdp_jax.__version__}")

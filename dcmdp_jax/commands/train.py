@@ -80,7 +80,7 @@ def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) 
         say = show if hosts.is_writer else (lambda line: None)
         hosts.check_same(lambda: settings_and_code(config), "start all hosts alike")
         run = Run(config, hosts).check()
-        say(describe(run))
+        say(describe(run, whole=dry_run))
         stopped = None if dry_run else _loop(run, say)
         if hosts.is_writer and not dry_run and stopped is None:
             # Imported late: the plotting library takes most of a second.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, spelled_out
@@ -488,8 +489,26 @@ def parse_value(name: str, text: str) -> Any:
     raise unknown_setting(name)
 
 
+OTHER_NAMES = MappingProxyType(
+    {
+        "lr": "optimizer.learning_rate",
+        "epochs": "training.steps",
+        "num_generations": "rollout.group_size",
+        "beta": "algorithm.kl_coefficient",
+        "kl_coef": "algorithm.kl_coefficient",
+        "max_new_tokens": "rollout.max_completion_tokens",
+        "output_dir": "run_dir",
+        "lambda": "algorithm.multiplier",
+        "eta": "algorithm.dual_learning_rate",
+    }
+)
+"""What other trainers and the paper call a setting."""
+
+
 def unknown_setting(name: str) -> UserError:
     """The error for a dotted name that is no setting: why it was removed, or the nearest one that is."""
+    if ours := OTHER_NAMES.get(name.rpartition(".")[2]):
+        return UserError(f"config.{name}: no such setting; did you mean {ours!r}?")
     if name in REMOVED:
         return UserError(f"config.{name}: no setting any more; {REMOVED[name].why}")
     sections = [field.name for field in dataclasses.fields(Config)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import textwrap
 import typing
 
-from dcmdp_jax.config.settings import Config
+from dcmdp_jax.config.settings import OTHER_NAMES, Config, unknown_setting
 from dcmdp_jax.fields import Declared, declared, get_value
 
 _INTRODUCTION = """\
@@ -26,6 +27,27 @@ and in what portions, or what happens to broken input, not what is learned. Ever
 def settings_page() -> str:
     """All settings in Markdown, a table for each section."""
     return _INTRODUCTION + "".join(_sections(Config, ""))
+
+
+def settings_text(word: str) -> str:
+    """Settings as text for a terminal: name, default, what is allowed, what it does.
+
+    Args:
+        word: part of the names, or what people call one (`OTHER_NAMES`); "" for all.
+
+    Raises:
+        UserError: in one line, if no name holds it.
+    """
+    wanted = OTHER_NAMES.get(word, word)
+    shown = [one for one in declared(Config).values() if wanted in one.name]
+    if not shown:
+        raise unknown_setting(word)
+    lines = []
+    for one in shown:
+        allowed = f"    # {text}" if (text := _allowed(one)) else ""
+        about = textwrap.fill(one.about.doc, 100, initial_indent="    ", subsequent_indent="    ")
+        lines += [f"--config.{one.name}={one.default!r}{allowed}", about]
+    return "\n".join(lines) + "\n"
 
 
 def print_config(config: Config) -> str:

@@ -278,7 +278,8 @@ def read_metrics(run_dir: str | Path) -> Series:
     """Every metric of a run directory, lines of one step merged (the later line wins), torn last line ignored.
 
     Returns:
-        Name to (steps [n] int64 ascending, values [n] float64). A null value reads as NaN.
+        Name to (steps [n] int64 ascending, values [n] float64). A null value reads as NaN. A table with a row for each
+        step: `pandas.DataFrame({name: pandas.Series(values, steps) for name, (steps, values) in metrics.items()})`.
 
     Raises:
         ValueError: if there is no such directory, no metric in it, or a line that can't be read.
@@ -363,7 +364,7 @@ def _record_start(run_dir: Path, step: int, devices: int) -> None:
         "step": step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": f"{name} {shlex.join(sys.argv[1:])}".strip(),
-        "commit": _code_commit(),
+        "commit": code_commit(),
         "version": __version__,
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -373,7 +374,7 @@ def _record_start(run_dir: Path, step: int, devices: int) -> None:
         file.write(jsonl.encode(line))
 
 
-def _code_commit() -> str:
+def code_commit() -> str:
     """The commit of the checkout that this package is run from, with `+changes` if files differ; "" outside of one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():

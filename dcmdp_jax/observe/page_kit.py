@@ -104,19 +104,41 @@ def style_axes(axes: Axes, title: str = "", *, x: str = "", y: str = "", legend:
 
 
 def inline_svg(figure: Figure) -> markupsafe.Markup:
-    """Draw a matplotlib figure as an `<svg>` element: text stays text, the same figure gives the same bytes."""
+    """Draw each panel of a matplotlib figure as an `<svg>` element; the figure's heading is for pictures alone.
+
+    Text stays text, and the same figure gives the same bytes. The figure is changed: save it as a picture before.
+    """
     import matplotlib
+    from matplotlib.transforms import Bbox
 
     for axes in figure.axes:
         for line in axes.get_lines():
             line.set_rasterized(len(line.get_xdata()) > _FINEST)
         for area in axes.collections:
             area.set_rasterized(sum(len(path.vertices) for path in area.get_paths()) > _FINEST)
-    drawn = io.StringIO()
+    figure.suptitle("")
+    panels: dict[Any, list[Axes]] = {}
+    for axes in figure.axes:  # what has no place of its own, a color bar, keeps all in one picture
+        spec = axes.get_subplotspec()
+        panels.setdefault(spec and (spec.num1, spec.num2), []).append(axes)
+    made = []
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dcmdp_jax", "font.family": "sans-serif"}):
-        figure.savefig(drawn, format="svg", dpi=_DPI, metadata={"Date": None})
-    text = drawn.getvalue()
-    return markupsafe.Markup(re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL))
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+        inches = figure.dpi_scale_trans.inverted()
+        boxes = {place: Bbox.union([each.get_tightbbox() for each in panel]) for place, panel in panels.items()}
+        boxes = {place: box.transformed(inches).padded(0.06) for place, box in boxes.items()}
+        width = max((box.width for box in boxes.values()), default=0.0)
+        whole = None in panels or not panels
+        for place in [None] if whole else panels:
+            for axes in figure.axes:
+                axes.set_visible(whole or axes in panels[place])
+            box = None if whole else Bbox([[boxes[place].x1 - width, boxes[place].y0], boxes[place].max])
+            drawn = io.StringIO()
+            figure.savefig(drawn, format="svg", dpi=_DPI, metadata={"Date": None}, bbox_inches=box)
+            text = drawn.getvalue()
+            made.append(re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL))
+    return markupsafe.Markup("".join(made))
 
 
 @functools.cache
@@ -145,6 +167,21 @@ _ENVIRONMENT = jinja2.Environment(
 _ENVIRONMENT.filters |= {"as_text": _as_text, "number": number, "percent": percent}
 _ENVIRONMENT.filters |= {"source": _source, "source_hash": _source_hash}
 _ENVIRONMENT.policies["json.dumps_kwargs"] = {"sort_keys": False, "separators": (",", ":")}
+
+
+CONTROL = r"<[|｜][^<>\n]{1,40}[|｜]>|</?s>|<(?:start|end)_of_turn>|\[/?INST\]|<(?:bos|eos|pad)>"
+"""Control tokens of the families' chat templates, also in JavaScript."""
+_USER = re.compile(
+    r"<[|｜](?:im_start|start)[|｜]>user(?:\s|<[|]message[|]>)|<[|]start_header_id[|]>user<[|]end_header_id[|]>"
+    r"|<start_of_turn>user\s|<[|｜][Uu]ser[|｜]>|\[INST\]"
+)
+
+
+def title_of(prompt: str) -> str:
+    """The first line of a prompt's last user message, or of the prompt where no chat template is known."""
+    message = _USER.split(prompt)[-1] if _USER.search(prompt) else re.sub(CONTROL, "", prompt)
+    lines = re.split(CONTROL, message.lstrip())[0].strip().splitlines()
+    return lines[0] if lines else ""
 
 
 MOST_TOKENS = 260_000
@@ -224,12 +261,14 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
     ]
     full = max(1, float(np.quantile(apart, _FULL_COLOR)) if apart else 0) / _UNIT
     left_out = len(completions) - len(kept)
-    return {"words": list(words), "rows": rows, "left_out": left_out, "unit": _UNIT, "full_color": full}
+    shown = {"words": list(words), "rows": rows, "left_out": left_out, "unit": _UNIT, "full_color": full}
+    return shown | {"control": CONTROL}
 
 
 def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "run": each.run, "step": each.step, "source": each.source, "prompt": _without_middle(each.prompt),
+        "title": title_of(each.prompt),
         "reward": _finite(each.reward), "advantage": _finite(each.advantage), "answer": each.answer,
         "found": each.found,
     }  # fmt: skip

@@ -90,6 +90,7 @@ def _draw(runs: Runs, *, title: str, panels: Callable[[Runs], Iterable[Panel]]) 
     if not shown:
         return None
     figure, places = _place_panels(title, len(shown))
+    last = max(int(steps[-1]) for series in runs.values() for steps, _ in series.values() if len(steps))
     for axes, panel in zip(places, shown, strict=True):
         if panel.draw is None:
             _draw_curves(axes, panel, runs)
@@ -98,7 +99,7 @@ def _draw(runs: Runs, *, title: str, panels: Callable[[Runs], Iterable[Panel]]) 
         if panel.beside is not None:
             panel.beside(axes, runs)
         if panel.by_step:
-            _finish(axes, panel, legend=len(runs) > 1)
+            _finish(axes, panel, last, legend=len(runs) > 1)
     return figure
 
 
@@ -140,12 +141,10 @@ def _draw_line(
     axes.plot(steps, values, linewidth=1.8, label=label, marker=marker, markersize=5, zorder=3, **style)
 
 
-def _finish(axes: Axes, panel: Panel, *, legend: bool) -> None:
+def _finish(axes: Axes, panel: Panel, last: int, *, legend: bool) -> None:
     legend |= len(axes.get_legend_handles_labels()[0]) > 1 or bool(panel.label) or panel.short is not None
     style_axes(axes, panel.heading, x="training step", y=panel.unit, legend=legend)
-    low, high = axes.get_xlim()
-    if high - low < 2:  # a whole step each side, where ticks in between would be rounded to the same number
-        axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
+    axes.set_xlim(-0.02 * max(last, 2), 1.02 * max(last, 2))  # all panels of a page alike
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     # A constant curve gets a fixed scale, so that rounding is not magnified.
     low, high = axes.get_ylim()
@@ -179,22 +178,26 @@ def _held_out(series: Series) -> list[tuple[str, np.ndarray, np.ndarray]]:
 
 
 def _draw_budget(axes: Axes, runs: Runs) -> None:
-    """Draw tolerances dashed and noise floors dotted: one line per constant c, a curve for one that changes."""
-    constant: dict[float, list[int]] = {}
+    """Draw budgets dashed and noise floors dotted: one line per constant c, a curve for one that changes."""
+    constant: dict[float, list[tuple[int, np.ndarray]]] = {}
     for index, (label, series) in enumerate(runs.items()):
         steps, values = series.get("dual/tolerance", (np.zeros(0), np.zeros(0)))
         levels = set(values[np.isfinite(values)].tolist())
         if len(levels) == 1:
-            constant.setdefault(levels.pop(), []).append(index)
+            constant.setdefault(levels.pop(), []).append((index, steps[np.isfinite(values)]))
         elif levels:  # a resumed run was given another
-            axes.plot(steps, values, color=_color(index), linestyle="--", linewidth=1.3, label="tolerance c", zorder=2)
+            axes.plot(steps, values, color=_color(index), linestyle="--", linewidth=1.3, label="budget c", zorder=2)
         floors = series.get("mismatch/noise_floor", (None, np.zeros(0)))[1]
         if (floors := floors[np.isfinite(floors)]).size:
             text = f"noise floor = {floors[-1]:.2g}" + (f", {label}" if len(runs) > 1 else "")
             _draw_level(axes, float(floors[-1]), color=_color(index), linestyle=":", label=text)
-    for level, indices in constant.items():
-        color = INK if len(constant) == 1 else _color(indices[0])
-        _draw_level(axes, level, color=color, linestyle="--", label=f"tolerance c = {level:g}")
+    for level, of_runs in constant.items():
+        color = INK if len(constant) == 1 else _color(of_runs[0][0])
+        steps = np.concatenate([steps for _, steps in of_runs])
+        # From the step on at which it was known.
+        span = [steps.min() - 0.5, steps.max() + 0.5]
+        style = {"color": color, "linestyle": "--", "linewidth": 1.3, "zorder": 2}
+        axes.plot(span, [level] * 2, label=f"budget c = {level:g}", **style)
 
 
 def _draw_level(axes: Axes, level: float, **style: Any) -> None:
@@ -370,7 +373,7 @@ _MISMATCH = (
     Panel("|logit p - logit q|, mean and 95th percentile", "nats", ("displacement/abs_mean", "displacement/abs_p95")),
     Panel("KL(rollout || train), k3", "nats", ("mismatch/k3",)),
     Panel("Pearson correlation of probabilities", "correlation", ("mismatch/pearson",)),
-    Panel("effective sample size", "share of tokens", ("mismatch/effective_sample_size",)),
+    Panel("effective sample size", "share of tokens", ("mismatch/effective_sample_size",), percent=True),
 )
 _GAP = tuple(
     Panel(heading, "nats", tuple(f"{part}/{name}" for part in ("staleness", "mismatch", "gap")),
@@ -381,11 +384,12 @@ _GAP = tuple(
 _OPTIMIZATION = (
     Panel("policy entropy", "nats", ("policy/entropy",)),
     Panel("gradient norm before clipping", "norm", ("optimizer/grad_norm",)),
-    Panel("clipped tokens", "share of tokens", ("policy/clip_low_fraction", "policy/clip_high_fraction")),
+    Panel("clipped tokens", "share of tokens", ("policy/clip_low_fraction", "policy/clip_high_fraction"),
+          percent=True),
     Panel("importance ratio", "ratio", ("policy/ratio_min", "policy/ratio_mean", "policy/ratio_max")),
-    Panel("charge in the update", "share of the update", ("dual/charge_share",)),
-    Panel("prompts with all-equal rewards", "share of prompts", ("reward/all_equal_groups",)),
-)
+    Panel("charge in the update", "share of the update", ("dual/charge_share",), percent=True),
+    Panel("prompts with all-equal rewards", "share of prompts", ("reward/all_equal_groups",), percent=True),
+)  # fmt: skip
 _TIME = (
     Panel("", "", tuple(f"time/{phase}" for phase in STEP_PHASES), draw=_draw_phases, by_step=False),
     Panel("throughput", "tokens / s", ("throughput/tokens_per_second",), from_zero=True),

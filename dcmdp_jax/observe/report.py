@@ -22,7 +22,7 @@ from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, HELD_OUT_FILE, PLOTS_DIRECTORY, REPORT_FILE, SAMPLES_FILE, STARTS_FILE
 from dcmdp_jax.observe.metric_names import METRICS, metric_of
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
-from dcmdp_jax.observe.page_kit import drawable, inline_svg, render_page
+from dcmdp_jax.observe.page_kit import drawable, inline_svg, render_page, title_of
 from dcmdp_jax.observe.plots import FIGURES
 from dcmdp_jax.observe.run_summary import Summary, legs, overlap, summarize, warnings, what_the_multiplier_did
 
@@ -201,7 +201,7 @@ def _comparison(summaries: Sequence[Summary]) -> list[list[str]]:
         ("reward, first steps", lambda summary: number(summary.first_reward)),
         ("reward, last steps", lambda summary: number(summary.last_reward)),
         ("mean discrepancy", lambda summary: number(summary.mean_discrepancy)),
-        ("tolerance c", lambda summary: number(summary.tolerance)),
+        ("budget c", lambda summary: number(summary.tolerance)),
         ("steps over c", lambda summary: percent(summary.share_over_tolerance)),
         ("lambda, lowest", lambda summary: number(summary.multiplier_low)),
         ("lambda, highest", lambda summary: number(summary.multiplier_high)),
@@ -244,8 +244,8 @@ def _samples(runs: Sequence[RecordedRun]) -> list[tuple[str, list[dict[str, Any]
         steps = sorted({record["step"] for record in run.samples if isinstance(record.get("step"), int)})
         for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
             heading = f"step {step}" if len(runs) == 1 else f"{run.label}, step {step}"
-            chosen = [record for record in run.samples if record.get("step") == step]
-            parts.append((heading, chosen[:_SAMPLES_PER_STEP]))
+            chosen = [record for record in run.samples if record.get("step") == step][:_SAMPLES_PER_STEP]
+            parts.append((heading, [{**record, "title": title_of(str(record.get("prompt", "")))} for record in chosen]))
     return parts
 
 
@@ -271,10 +271,11 @@ def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
             values = runs[0].series[name][1]
             finite = values[np.isfinite(values)]
             low, high = (finite.min(), finite.max()) if len(finite) else (math.nan, math.nan)
-            shown = [number(float(value)) for value in (values[0], values[-1], low, high)]
+            chosen = [values[0], values[-1], low, high]
         else:
-            shown = [number(float(run.series[name][1][-1])) if name in run.series else "-" for run in runs]
-        rows.append([name, *shown, metric.unit, metric.description])
+            chosen = [run.series[name][1][-1] if name in run.series else math.nan for run in runs]
+        show, unit = (percent, "share") if metric.unit == "fraction" else (number, metric.unit)
+        rows.append([name, *(show(float(value)) for value in chosen), unit, metric.description])
     columns = ["first", "last", "lowest", "highest"] if len(runs) == 1 else [f"last, {run.label}" for run in runs]
     return {"header": ["metric", *columns, "unit", "meaning"], "rows": rows}
 

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from dcmdp_jax.number_format import number
+from dcmdp_jax.number_format import number, percent
 from dcmdp_jax.observe.alarms import alarms, spent
 from dcmdp_jax.observe.metrics_io import Series
 
@@ -144,7 +144,7 @@ def legs(series: Series) -> tuple[str, str] | None:
         return None
     share, decoding, one_pass = (float(series[name][1][-1]) for name in names)
     scored = f"mean |dp| {number(decoding)} to the engine's own scores in one pass, {number(one_pass)} from there"
-    return f"{share:.0%} while the engine decodes", f"step {series[names[0]][0][-1]}: {scored} to the trainer"
+    return f"{percent(share)} while the engine decodes", f"step {series[names[0]][0][-1]}: {scored} to the trainer"
 
 
 def warnings(series: Series) -> list[str]:
@@ -154,7 +154,7 @@ def warnings(series: Series) -> list[str]:
     truncated = _mean(_finite(series, "completion/truncated_fraction")[-summary.window :])
     if truncated > _TRUNCATED_LIMIT:
         found.append(
-            f"{truncated:.0%} of the last completions were cut by the length limit: "
+            f"{percent(truncated)} of the last completions were cut by the length limit: "
             "rewards measure the limit as much as the policy. Raise the limit."
         )
     timeouts, errors, over_budget = (
@@ -175,7 +175,7 @@ def warnings(series: Series) -> list[str]:
     equal = _mean(_finite(series, "reward/all_equal_groups")[-summary.window :])
     if equal > _ALL_EQUAL_LIMIT:
         found.append(
-            f"In {equal:.0%} of the last prompts all completions got one reward, so nearly nothing is learned: "
+            f"In {percent(equal)} of the last prompts all completions got one reward, so nearly nothing is learned: "
             "the task is too easy or too hard for the policy."
         )
     floor = _mean(_finite(series, "mismatch/noise_floor"))

@@ -100,6 +100,24 @@ class MemoryUse:
         if found := self.shortages(certain=True):
             raise UserError(f"memory: {found[0]}")
 
+    def lines(self, *, whole: bool) -> list[str]:
+        """One line where every place keeps half of its memory free, else the `table`.
+
+        Args:
+            whole: the table in any case.
+        """
+        limits = {"first": self.machine.device_bytes, "host": self.machine.host_bytes}
+        if self.machine.platform == "cpu":
+            del limits["first"]
+        peaks = {place: self.peak(place)[1] for place in limits}
+        if whole or any(limit is None or 2 * peaks[place] > limit for place, limit in limits.items()):
+            return self.table()
+        names = {"first": "the first device", "host": "this machine"}
+        shown = (
+            f"{peaks[place] / _GIB:.1f} of {limit / _GIB:.1f} GiB of {names[place]}" for place, limit in limits.items()
+        )
+        return [f"{', '.join(shown)} (--dry_run lists the parts)", *([self.note] if self.note else [])]
+
     def table(self) -> list[str]:
         """Lines of text: GiB of each part in each phase, the totals, and what does not fit."""
         largest = max(self.peak("first")[1], self.peak("host")[1])

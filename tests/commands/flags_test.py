@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.flags import parse
+from dcmdp_jax.config.settings import OTHER_NAMES, setting_names
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DEMO = "--config=configs/demo.py"
@@ -188,3 +189,62 @@ def test_a_config_file_that_leaves_the_process_ends_the_command_with_code_2(tmp_
 @pytest.mark.parametrize("flag", ["dry_run", "print_config"])
 def test_dry_run_and_print_config_are_flags(flag):
     assert getattr(parse(["train", _DEMO, f"--{flag}"]), flag) and not getattr(parse(["train", _DEMO]), flag)
+
+
+_SETTINGS = {
+    "x.yaml": """
+run_dir: runs/mine
+task: {train: "arithmetic:count=64"}
+optimizer: {learning_rate: 1e-5}
+rewards: {weights: [2.0]}
+training:
+  steps: 7
+""",
+    "x.toml": """
+run_dir = "runs/mine"
+task.train = "arithmetic:count=64"
+optimizer.learning_rate = 1e-5
+rewards.weights = [2.0]
+[training]
+steps = 7
+""",
+}
+
+
+@pytest.mark.parametrize("name", _SETTINGS)
+def test_a_config_from_yaml_or_toml_has_the_same_checks(name, tmp_path):
+    path = tmp_path / name
+    path.write_text(_SETTINGS[name])
+    config = run(f"--config={path}", "--config.training.seed=3", "--config.run_dir=runs/x")
+    # YAML 1.1 takes 1e-5, without a point, for text.
+    assert config.optimizer.learning_rate == 1e-5 and config.rewards.weights == (2.0,)
+    assert (config.training.steps, config.training.seed, config.run_dir) == (7, 3, "runs/x")
+    path.write_text(path.read_text().replace("steps", "stepz"))
+    assert error(f"--config={path}").startswith("config.training.stepz: no such setting; did you mean 'training.steps'")
+    path.write_text(path.read_text().replace("stepz", "steps").replace("7", "-7"))
+    assert error(f"--config={path}").startswith("config.training.steps: got -7, must be")
+    path.write_text("a: [" if path.suffix == ".yaml" else "a = [")
+    assert error(f"--config={path}").startswith(f"--config: {path}: ")
+    assert error(f"--config={tmp_path}/none{path.suffix}").startswith(f"--config: no file {tmp_path}/none")
+
+
+def test_a_list_in_yaml_is_no_config(tmp_path):
+    (tmp_path / "x.yml").write_text("- 1\n")
+    assert error(f"--config={tmp_path}/x.yml").endswith("holds [1], must hold settings by section")
+
+
+@pytest.mark.parametrize(
+    ("argument", "line"),
+    {
+        "--mesh.fsdp=2": "--mesh.fsdp: no such argument; settings are given as --config.mesh.fsdp=VALUE",
+        "--config.lr=1e-5": "config.lr: no such setting; did you mean 'optimizer.learning_rate'?",
+        "--config.optimizer.lr=1e-5": "config.optimizer.lr: no such setting; did you mean 'optimizer.learning_rate'?",
+        "--config.num_generations=4": "config.num_generations: no such setting; did you mean 'rollout.group_size'?",
+    }.items(),
+)
+def test_what_is_tried_first_is_told_the_setting(argument, line):
+    assert error(_DEMO, argument) == line
+
+
+def test_other_names_lead_to_settings_that_are_there():
+    assert set(OTHER_NAMES.values()) <= set(setting_names()) and not set(OTHER_NAMES) & set(setting_names())

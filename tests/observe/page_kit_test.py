@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from dcmdp_jax.observe.page_kit import inline_svg, render_page
+from dcmdp_jax.observe.page_kit import inline_svg, make_figure, render_page, style_axes, title_of
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,3 +69,33 @@ def test_a_long_area_is_a_picture_within_the_svg():
     figure.subplots().fill_between(at, np.sin(at), step="mid")
     drawn = inline_svg(figure)
     assert "<image" in drawn and len(drawn) < 300_000
+
+
+@pytest.mark.parametrize(
+    ("prompt", "title"),
+    {
+        "<|im_start|>system\nBe.<|im_end|><|im_start|>user\n4+9=?\nThink.<|im_end|>\n<|im_start|>assistant\n": "4+9=?",
+        "<|im_start|>user\none<|im_end|><|im_start|>assistant\ntwo<|im_end|><|im_start|>user\nthree<|im_end|>": "three",
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHi there<|eot_id|>": "Hi there",
+        "<bos><start_of_turn>user\nWhy?<end_of_turn>\n<start_of_turn>model\n": "Why?",
+        "<s>[INST] Add 1 < 2 [/INST]": "Add 1 < 2",
+        "<｜begin▁of▁sentence｜><｜User｜>Solve x<｜Assistant｜><think>\n": "Solve x",
+        "<|start|>user<|message|>Sum<|end|><|start|>assistant": "Sum",
+        "\nproblem 7\nmore": "problem 7",
+        "": "",
+    }.items(),
+)
+def test_the_title_of_a_row_is_the_first_line_of_its_last_question(prompt, title):
+    assert title_of(prompt) == title
+
+
+def test_each_panel_is_a_picture_of_its_own_without_the_heading_that_the_page_has():
+    figure, axes = make_figure(8, 6, "the heading", rows=2, columns=2)
+    for number, each in enumerate(axes[:3]):
+        style_axes(each, f"panel {number}")
+    axes[3].remove()
+    page = str(inline_svg(figure))
+    assert page.count("<svg") == 3 and "the heading" not in page
+    assert [page.count(f">panel {number}<") for number in range(3)] == [1, 1, 1]
+    widths = {float(width) for width in re.findall(r'<svg [^>]*width="([0-9.]+)pt"', page)}
+    assert len(widths) == 1 and 200 < widths.pop() < 320  # of 8 inches, 576 points, half

@@ -89,7 +89,7 @@ def test_tolerance_is_one_dashed_line_when_runs_share_it_and_one_each_when_not()
 
     axes = _draw("discrepancy", {"a": run(0.0037), "b": run(0.0037)}).axes[0]
     dashed = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
-    assert [(line.get_label(), list(line.get_ydata())) for line in dashed] == [("tolerance c = 0.0037", [0.0037] * 2)]
+    assert [(line.get_label(), list(line.get_ydata())) for line in dashed] == [("budget c = 0.0037", [0.0037] * 2)]
     axes = _draw("discrepancy", {"a": run(0.0037), "b": run(0.005)}).axes[0]
     dashed = {
         line.get_ydata()[0]: to_hex(line.get_color()) for line in axes.get_lines() if line.get_linestyle() == "--"
@@ -248,9 +248,21 @@ def test_a_reward_outside_0_to_1_is_no_percentage_and_a_step_axis_has_whole_step
     axes.figure.draw_without_rendering()
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert not any("%" in label for label in labels) and len(set(labels)) == len(labels)
-    assert {"2", "3", "4"} >= {label.get_text() for label in axes.get_xticklabels()} >= {"3"}
+    steps = [label.get_text() for label in axes.get_xticklabels()]
+    assert all(step.removeprefix("−").isdigit() for step in steps) and len(set(steps)) == len(steps) > 2
     (axes,) = _draw("evaluation", {"r": {"eval/t/avg@8": (np.array([3, 4]), np.array([0.25, 0.5]))}}).axes
     assert axes.yaxis.get_major_formatter()(0.25).endswith("%")
+
+
+def test_all_panels_have_one_step_axis_and_c_is_drawn_from_where_it_is_known():
+    c = np.array([1, 2, 3, 4]), np.array([math.nan, math.nan, 0.004, 0.004])
+    run = {"discrepancy/mean": _series([0.005] * 4), "dual/tolerance": c, "dual/multiplier": _series([0.1] * 4)}
+    run |= {"discrepancy/completions_over_tolerance": (np.array([3, 4]), np.array([0.5, 0.5]))}
+    run |= {"eval/t/avg@8": (np.array([0, 4]), np.array([0.25, 0.5])), "reward/mean": _series([0.5] * 4)}
+    drawn = [_draw(name, {"r": run}) for name in ("reward", "discrepancy", "multiplier", "evaluation")]
+    assert {axes.get_xlim() for figure in drawn for axes in figure.axes} == {(-0.08, 4.08)}
+    [line] = [line for line in drawn[1].axes[0].get_lines() if line.get_linestyle() == "--"]
+    assert (line.get_label(), list(line.get_xdata())) == ("budget c = 0.004", [2.5, 4.5])
 
 
 def test_nothing_recorded_is_no_figure():

@@ -108,12 +108,12 @@ def test_a_healthy_run_has_no_warnings():
 @pytest.mark.parametrize(
     ("name", "values", "text"),
     [
-        ("completion/truncated_fraction", [0.0] * 9 + [0.75], "75% of the last completions were cut"),
+        ("completion/truncated_fraction", [0.0] * 9 + [0.75], "75.0% of the last completions were cut"),
         ("reward/verifier_timeouts", [0, 2, 1], "ran out of time on 3 answers"),
         ("reward/verifier_errors", [0, 2], "failed on 2 answers"),
         ("reward/verifier_over_budget", [0, 4, 1], "budget for a batch ran out on 5 answers"),
         ("optimizer/skipped_updates", [1, 0, 1], "2 optimizer updates were skipped"),
-        ("reward/all_equal_groups", [0.2] * 9 + [0.95], "In 95% of the last prompts all completions got one reward"),
+        ("reward/all_equal_groups", [0.2] * 9 + [0.95], "In 95.0% of the last prompts all completions got one reward"),
         ("mismatch/noise_floor", [0.005], "c = 0.0037 is below the noise floor 0.005"),
         ("dual/multiplier", [0.8] * 4 + [1.0] * 6, "Lambda stayed at 1 over the last 6 steps"),
         ("policy/loss", [0.1, math.nan], "not finite were recorded for policy/loss"),
@@ -134,6 +134,9 @@ def test_where_the_gap_lies_is_of_the_last_step_that_looked():
     names = {"decoding_share": [0.5, 0.25], "decoding": [1.0, 0.001], "one_pass": [1.0, 0.003]}
     series = {f"mismatch/leg_{name}": (np.array([1, 17]), np.array(values)) for name, values in names.items()}
     share, more = legs(series)
-    assert share == "25% while the engine decodes"
+    # A share of -0.0004 is no "-0%".
+    none = series | {"mismatch/leg_decoding_share": (np.array([1]), np.array([-0.0004]))}
+    assert legs(none)[0] == "0.0% while the engine decodes"
+    assert share == "25.0% while the engine decodes"
     assert more == "step 17: mean |dp| 0.001 to the engine's own scores in one pass, 0.003 from there to the trainer"
     assert legs({}) is None

@@ -17,14 +17,14 @@ from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.engines.kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES
-from dcmdp_jax.machine import Machine
+from dcmdp_jax.machine import Machine, MemoryPart
 from dcmdp_jax.models.config import ModelConfig, from_hf
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.plan.run_plan import plan_step, planned_run
 from dcmdp_jax.run import memory_use as memory_plan
-from dcmdp_jax.run.memory_use import free_host_bytes, loaded_parameters, this_machine, with_engine
+from dcmdp_jax.run.memory_use import MemoryUse, free_host_bytes, loaded_parameters, this_machine, with_engine
 from dcmdp_jax.run.run import Run
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
 from tests.support.processes import finished
@@ -158,6 +158,18 @@ def test_recorded_lists_are_counted_as_the_step_returns_them():
     config.observe.rollouts_every_steps = 0
     silent = planned_run(from_config_dict(config), run.mesh).memory
     assert not any(part.name.startswith("recorded likeliest") for part in silent.parts)
+
+
+def test_memory_is_one_line_where_half_of_it_stays_free():
+    parts = (MemoryPart("weights", host=3 * _GIB),)
+    free = MemoryUse(parts, Machine("cpu", 1, None, 8 * _GIB))
+    assert free.lines(whole=False) == ["3.0 of 8.0 GiB of this machine (--dry_run lists the parts)"]
+    assert free.lines(whole=True) == free.table() and len(free.table()) == 3
+    for limit in (5 * _GIB, None):  # above half, and unknown
+        use = MemoryUse(parts, Machine("cpu", 1, None, limit))
+        assert use.lines(whole=False) == use.table()
+    device = MemoryUse((MemoryPart("weights", each=3 * _GIB),), Machine("gpu", 1, 5 * _GIB, 8 * _GIB))
+    assert device.lines(whole=False) == device.table()
 
 
 def test_what_does_not_fit_is_said_with_the_largest_part_and_its_setting():

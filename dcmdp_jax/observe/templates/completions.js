@@ -39,13 +39,26 @@
       .filter((row) => text === "" || (row.prompt + "\n" + whole(row)).toLowerCase().includes(text))
       .sort(ORDERS[get("sort").value]);
   }
+  // Completions that are alike token by token are one entry, the first of them.
+  function grouped(rows) {
+    const groups = new Map();
+    for (const row of rows) {
+      const key = JSON.stringify([row.run, row.step, row.source, row.prompt, whole(row)]);
+      groups.set(key, [...(groups.get(key) || []), row]);
+    }
+    return [...groups.values()];
+  }
+  const control = new RegExp(`(${data.control || "$^"})`);
+  // Text with its control tokens in spans, which can be hidden.
+  const plain = (text, parent) => text.split(control).forEach((part, at) => part && html("span", at % 2 ? "control" : "", parent, part));
   const whole = (row) => (row.tokens ? row.tokens.map((id) => data.words[id]).join("") : row.text);
   const color = (p, q) => {
     const delta = p - q, strength = Math.min(1, Math.abs(delta) / data.full_color);
     return strength < 0.02 ? "" : `rgba(${delta > 0 ? "230,159,0" : "86,180,233"},${(0.85 * strength).toFixed(2)})`;
   };
 
-  function card(row) {
+  function card(alike) {
+    const row = alike[0];
     const box = html("details", "completion", list), head = html("summary", "", box);
     const tag = (text, kind) => html("span", "tag " + (kind || ""), head, text);
     if (row.run !== null) tag(row.run);
@@ -54,23 +67,24 @@
     if (row.reward !== null) tag("reward " + number(row.reward), row.reward > 0 ? "right" : "wrong");
     if (row.discrepancy !== null) tag("mean |p − q| " + number(row.discrepancy));
     if (row.advantage !== null) tag("advantage " + number(row.advantage));
-    const first = (row.prompt || whole(row)).trim().split("\n")[0];
+    if (alike.length > 1) tag(`${alike.length} identical`);
+    const first = row.title || (row.prompt || whole(row)).trim().split("\n")[0];
     head.appendChild(document.createTextNode(first.length > 90 ? first.slice(0, 90) + "…" : first));
     let built = false;
     const build = () => {
       if (built) return;
       built = true;
-      if (row.prompt) { html("div", "label", box, "prompt"); html("pre", "", box, row.prompt); }
+      if (row.prompt) { html("div", "label", box, "prompt"); plain(row.prompt, html("pre", "", box)); }
       html("div", "label", box, "completion");
       const text = html("pre", "", box);
       if (!row.tokens) {
-        text.textContent = row.text;
+        plain(row.text, text);
         if (row.more) html("span", "given", text, ` … ${row.more} more characters`);
       }
       else {
         row.tokens.forEach((id, t) => {
-          const span = html("span", "", text, data.words[id]);
-          if (row.p[t] === null) { span.className = "given"; span.title = "given, not sampled"; return; }
+          const span = html("span", data.words[id].trim().replace(control, "") ? "" : "control", text, data.words[id]);
+          if (row.p[t] === null) { span.className += " given"; span.title = "given, not sampled"; return; }
           const p = row.p[t] / data.unit, q = row.q[t] / data.unit;
           span.style.background = color(p, q);
           span.title = `p ${p.toFixed(5)}, q ${q.toFixed(5)}`;
@@ -87,11 +101,12 @@
   }
 
   function draw() {
-    const rows = chosen();
+    const rows = chosen(), groups = grouped(rows);
+    list.className = get("plain").checked ? "plain" : "";
     list.textContent = "";
     get("count").textContent = `${rows.length} of ${data.rows.length} completions` + (data.left_out ? `; ${data.left_out} more are not on this page` : "");
-    rows.slice(0, shown).map(card).slice(0, 1).forEach((box) => { box.open = true; });
-    get("more").hidden = rows.length <= shown;
+    groups.slice(0, shown).map(card).slice(0, 1).forEach((box) => { box.open = true; });
+    get("more").hidden = groups.length <= shown;
   }
   for (const input of document.querySelectorAll("#filters input, #filters select"))
     input.addEventListener("input", () => { shown = PAGE; draw(); });
