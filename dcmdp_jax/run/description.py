@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,10 +9,7 @@ import numpy as np
 
 from dcmdp_jax.data.lengths import expected_step, typical_lengths
 from dcmdp_jax.data.mixtures import cycle, parse_mixture
-from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.observe.run_summary import overlap
 from dcmdp_jax.run.run import Run
 
 
@@ -82,14 +78,10 @@ def _lag(run: Run) -> list[str]:
         embedded = not run.engine_kind.own_process
         reason = "the embedded engine has the trainer's devices" if embedded else "several hosts refill a step together"
         how = f"before a step trains: {reason}"
-    so_far = None
-    with contextlib.suppress(UserError):  # no metrics yet, or damaged ones, which the writer mends
-        so_far = overlap(read_metrics(run.config.run_dir))
     cost = f"by {rollout.lag} kept copies of the parameters, {size:,.1f} MiB over the training devices"
     return [
         f"lag          {rollout.lag} step(s): the engine samples {how}",
         f"             p_train of the weights that sampled: one forward pass a step, {cost}",
-        *([f"             overlap won {so_far[0]} so far: {so_far[1]}"] if so_far else []),
     ]
 
 

@@ -1,6 +1,7 @@
 """Runs that are killed before a record is complete: the same command goes on, and nothing is written twice."""
 
 import json
+import re
 import signal
 
 import pytest
@@ -59,3 +60,36 @@ def test_an_evaluation_that_is_killed_before_its_row_leaves_its_samples_once(run
     lines = (tmp_path / "run" / "held_out_samples.jsonl").read_text().splitlines()
     written = [(record["step"], record["task"], record["place"]) for record in map(json.loads, lines)]
     assert len(written) == len(set(written)) and {step for step, *_ in written} == {0, 2}
+
+
+def test_a_run_whose_file_of_problems_has_grown_stops_or_goes_on_by_a_setting(run_environment, tmp_path):
+    """Ten problems, then fourteen: the order of prompts is another one."""
+    data, run_dir = tmp_path / "problems.jsonl", tmp_path / "run"
+    settings = (*_SHORT, _NOT_EVALUATED, f"--config.task.train={data}")
+    rows = [json.dumps({"problem": f"{n}+{n + 1}=", "answer": str(2 * n + 1)}) + "\n" for n in range(14)]
+    data.write_text("".join(rows[:10]))
+    finish(start(run_environment, run_dir, *settings))
+    data.write_text("".join(rows))
+    more = (*settings, "--config.training.steps=3")
+    said = finish(start(run_environment, run_dir, *more), code=2)
+    assert re.search(r"error: config.task.train: has 14, \w+ .*, the run began with 10, \w+ \(checkpoint 2\)", said)
+    assert sorted(read_records(run_dir)) == [1, 2]
+    said = finish(start(run_environment, run_dir, *more, "--config.task.on_changed_data=continue"))
+    assert "the run began with 10" in said and sorted(read_records(run_dir)) == [1, 2, 3]
+    # The checkpoint of step 3 has the new number.
+    finish(start(run_environment, run_dir, *more))
+
+
+def test_a_checkpoint_without_a_field_that_the_state_has_now_goes_on_with_a_new_one(run_environment, tmp_path):
+    """A loss scale, which float16 adds: as an earlier version's checkpoint lacks what a later one has."""
+    settings = (*_SHORT, _NOT_EVALUATED, "--config.training.steps=1")
+    finish(start(run_environment, tmp_path / "run", *settings))
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    assert config["model"]["compute_dtype"] == "float32"
+    config["model"]["compute_dtype"] = "float16"
+    path.write_text(json.dumps(config))
+    more = ("--config.model.compute_dtype=float16", "--config.training.steps=2")
+    said = finish(start(run_environment, tmp_path / "run", *settings, *more))
+    assert "checkpoint 1 has no loss_scale (model.compute_dtype=float16): it begins as in a new run" in said
+    assert sorted(read_records(tmp_path / "run")) == [1, 2]
