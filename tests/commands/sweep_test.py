@@ -14,7 +14,7 @@ import pytest
 from dcmdp_jax.commands import sweep
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.sweep import main
-from dcmdp_jax.config.settings import to_dict
+from dcmdp_jax.config.settings import to_dict, to_saved
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies import study_runs
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
@@ -196,8 +196,9 @@ def test_the_study_of_remedies_has_each_remedy_and_a_control_without_mismatch(ar
         **{method: method for method in ("grpo", "dual_grpo", "threshold_grpo", "dc_grpo")},
         **dict.fromkeys(("tis", "icepop", "dppo", "matched", "exact"), "grpo"),
     }
-    assert configs["tis"].algorithm.corrections == "tis(high=2)"
-    assert configs["icepop"].algorithm.corrections == "icepop(low=0.5,high=5)"
+    # Parameters that have their default are left out; config.json has them.
+    assert to_saved(configs["tis"])["algorithm"]["corrections"] == "tis(low=0.0,high=2.0)"
+    assert to_saved(configs["icepop"])["algorithm"]["corrections"] == "icepop(low=0.5,high=5.0)"
     assert (configs["dppo"].algorithm.trust_region, configs["dppo"].algorithm.ratio_denominator) == (
         "dppo_tv",
         "rollout",
