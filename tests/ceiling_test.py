@@ -1,6 +1,7 @@
 """The ceilings of size, which a file beside the checkout states: no commit of this project can raise them."""
 
 import ast
+import functools
 import io
 import json
 import tokenize
@@ -34,6 +35,7 @@ def ceilings():
     return json.loads(_CEILINGS.read_text(encoding="utf-8"))[_WHEN]
 
 
+@functools.cache
 def _sizes():
     files = [path for top in ("dcmdp_jax", "bin") for path in sorted((_ROOT / top).rglob("*.py"))]
     return {path.relative_to(_ROOT): code_lines(path.read_text(encoding="utf-8")) for path in files}
