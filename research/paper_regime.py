@@ -1,0 +1,212 @@
+"""Tables and figures of the paper's own regime, from kept metrics; paper_regime.md has the rules they follow.
+
+    python -m research.paper_regime [--kept=FILE] [--out=DIR]
+
+Primary: the last policy's score by an exact engine and by its own, Welch's test against GRPO and its replicate pooled,
+Holm over the arms. Secondary: the largest fall of the reward from its peak, and the share of runs that ended by one
+yardstick for every arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
+from dcmdp_jax.lab.studies.results import Table
+from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, DPI, color_of
+from dcmdp_jax.number_format import markdown_table
+from dcmdp_jax.observe.metrics_io import Series
+from dcmdp_jax.observe.page_kit import make_figure, style_axes
+
+KEPT = Path(__file__).parent / "kept" / "paper_regime.jsonl.gz"
+BASELINES = ("grpo", "grpo_shaken")
+"""GRPO and its replicate, pooled."""
+SMALLEST = 17.0
+"""Points of score below which a difference is said not to matter."""
+_WINDOW = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """An arm's mean less the pooled baselines', points: Welch's interval and two-sided p.
+
+    Attributes:
+        mean, low, high: the difference and its 95% interval.
+        p: two-sided.
+        held: by Holm at 5% over the arms.
+    """
+
+    mean: float
+    low: float
+    high: float
+    p: float
+    held: bool = False
+
+
+def score(kind: str) -> Callable[[Series], float]:
+    """The last held-out score, %: `eval` by the run's own engine, `evaluation` by an exact one."""
+
+    def last(series: Series) -> float:
+        [name] = [each for each in series if each.startswith(f"{kind}/") and "/avg@" in each]
+        return 100 * float(series[name][1][-1])
+
+    return last
+
+
+SCORES = {"exact engine": score("evaluation"), "own engine": score("eval")}
+
+
+def smoothed(series: Series) -> np.ndarray:
+    """Rewards as means of four steps."""
+    return np.convolve(series["reward/mean"][1], np.ones(_WINDOW) / _WINDOW, "valid")
+
+
+def fall(series: Series) -> float:
+    """The largest fall of the reward from its peak so far."""
+    means = smoothed(series)
+    return float(np.max(np.maximum.accumulate(means) - means))
+
+
+def yardstick(runs: Table) -> float:
+    """Half of GRPO's mean reward over its seeds at its best step; a run whose last four steps are below it ended."""
+    return float(np.mean([smoothed(series) for series in runs[BASELINES[0]].values()], axis=0).max() / 2)
+
+
+def ended(runs: Table) -> dict[str, list[int]]:
+    """Arm -> seeds that ended."""
+    bar = yardstick(runs)
+    return {arm: [seed for seed, one in of.items() if smoothed(one)[-1] < bar] for arm, of in runs.items()}
+
+
+def welch(values: Sequence[float], others: Sequence[float]) -> Difference:
+    """Difference of two means with unequal variances (Welch 1947)."""
+    found = stats.ttest_ind(values, others, equal_var=False)
+    interval = found.confidence_interval()
+    return Difference(
+        float(np.mean(values) - np.mean(others)), float(interval.low), float(interval.high), float(found.pvalue)
+    )
+
+
+def differences(runs: Table, of: Callable[[Series], float]) -> dict[str, Difference]:
+    """Arm -> its difference to the pooled baselines; Holm's over all arms."""
+    pooled = [of(series) for name in BASELINES for series in runs.get(name, {}).values()]
+    found = {
+        arm: welch([of(series) for series in seeds.values()], pooled)
+        for arm, seeds in runs.items()
+        if arm not in BASELINES and len(seeds) > 1
+    }
+    order, holds = sorted(found, key=lambda arm: found[arm].p), True
+    for place, arm in enumerate(order):
+        holds = holds and found[arm].p * (len(order) - place) <= 0.05
+        found[arm] = dataclasses.replace(found[arm], held=holds)
+    return found
+
+
+def outcome(found: Difference) -> str:
+    """What the rule says of a difference by the exact engine."""
+    if found.low >= 0 and found.mean >= SMALLEST:
+        return "the claim is reproduced at this size"
+    if found.high <= 0 and found.mean <= -SMALLEST:
+        return "a negative result in the paper's own regime"
+    if found.low > -SMALLEST and found.high < SMALLEST:
+        return "neither help nor harm of a size that matters"
+    return "open"
+
+
+def table(runs: Table) -> str:
+    """Markdown: scores and their differences, falls, ends, delta and lambda of every arm."""
+    found, over = {name: differences(runs, of) for name, of in SCORES.items()}, ended(runs)
+    rows = []
+    for arm, seeds in runs.items():
+        each = list(seeds.values())
+        cells = [f"`{arm}`", str(len(each))]
+        for name, of in SCORES.items():
+            values = [of(series) for series in each]
+            cells.append(f"{np.mean(values):.1f}")
+            one = found[name].get(arm)
+            cells.append(
+                f"{one.mean:+.1f} ({one.low:.0f} to {one.high:.0f}){'*' if one.held else ''}, p {one.p:.2g}"
+                if one
+                else "-"
+            )
+        late = [np.mean(series["discrepancy/mean"][1][len(series["reward/mean"][1]) // 2 :]) for series in each]
+        last = [series["dual/multiplier"][1][-1] for series in each]
+        largest = [series["dual/multiplier"][1].max() for series in each]
+        cells += [
+            f"{np.mean([fall(series) for series in each]):.2f}", f"{len(over[arm])}", f"{1e3 * np.mean(late):.2f}",
+            f"{min(last):.3g} to {max(last):.3g}", f"{max(largest):.3g}",
+        ]  # fmt: skip
+        rows.append(cells)
+    heads = ["arm", "runs", "exact engine, %", "less GRPO, points", "own engine, %", "less GRPO, points",
+             "largest fall of reward", "ended", "delta, 1e-3", "lambda at the end", "largest"]  # fmt: skip
+    return "\n".join(markdown_table(heads, rows)) + "\n"
+
+
+FIGURES: Mapping[str, Callable[[Series], tuple[np.ndarray, np.ndarray]]] = {
+    "reward": lambda series: series["reward/mean"],
+    "delta": lambda series: series["discrepancy/mean"],
+    "lambda": lambda series: series["dual/multiplier"],
+    "share clipped": lambda series: (
+        series["policy/clip_low_fraction"][0],
+        series["policy/clip_low_fraction"][1] + series["policy/clip_high_fraction"][1],
+    ),
+    "charge's share": lambda series: series["dual/charge_share"],
+}
+
+
+def draw(runs: Table, name: str) -> object:
+    """A panel for each arm with a line for each run, GRPO's in gray; `held out` has the scores of the last policies."""
+    arms = [arm for arm in runs if runs[arm]]
+    if name == "held out":
+        figure, [axes] = make_figure(8, 3, "Held out by an exact engine, each run's last policy", rows=1, columns=1)
+        for place, arm in enumerate(arms):
+            values = [SCORES["exact engine"](series) for series in runs[arm].values()]
+            axes.plot([place] * len(values), values, "o", color=color_of(arm), alpha=0.6)
+        axes.set_xticks(range(len(arms)), arms, rotation=30)
+        style_axes(axes, "%", x="")
+        return figure
+    columns = min(5, len(arms))
+    figure, places = make_figure(
+        2.6 * columns, 2.3 * -(-len(arms) // columns), f"{name} by run", rows=-(-len(arms) // columns), columns=columns
+    )
+    for axes, arm in zip(places, arms, strict=False):
+        for of, color in ((BASELINES[0], BASELINE_COLOR), (arm, color_of(arm))):
+            for series in runs[of].values():
+                axes.plot(*FIGURES[name](series), color=color, linewidth=0.9)
+        style_axes(axes, arm, x="training step")
+    return figure
+
+
+def read(path: Path) -> Table:
+    """Kept runs of arms that have some."""
+    return {arm: seeds for arm, seeds in read_kept_metrics(path, None).items() if seeds}
+
+
+def main() -> None:
+    """Print the table and what the rule says, draw the six figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kept", type=Path, default=KEPT, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="draw the figures into this directory")
+    arguments = parser.parse_args()
+    runs = read(arguments.kept)
+    print(table(runs))
+    print(f"ended: mean reward of the last four steps below {yardstick(runs):.3f}")
+    for arm, found in differences(runs, SCORES["exact engine"]).items():
+        if arm.startswith("dc_grpo") and math.isfinite(found.low):
+            print(f"{arm}: {outcome(found)}")
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        for name in (*FIGURES, "held out"):
+            path = arguments.out / f"paper_regime_{name.replace(' ', '_').replace(chr(39), '')}.png"
+            draw(runs, name).savefig(path, dpi=DPI)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The rules of the paper's own regime, on values by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from research.paper_regime import Difference, differences, ended, fall, outcome, table, welch, yardstick
+
+
+def _run(rewards, exact, own=0.5, multiplier=0.0):
+    steps = np.arange(1, len(rewards) + 1)
+    last = np.array([len(rewards)])
+    return {
+        "reward/mean": (steps, np.array(rewards, float)),
+        "discrepancy/mean": (steps, np.full(len(rewards), 2e-3)),
+        "dual/multiplier": (steps, np.full(len(rewards), multiplier)),
+        "eval/arithmetic/avg@4": (last, np.array([own])),
+        "evaluation/arithmetic/avg@4": (last, np.array([exact])),
+    }
+
+
+_RISES = [0.2] * 4 + [0.6] * 4
+_FALLS = [0.8] * 4 + [0.1] * 4
+
+
+def test_one_yardstick_ends_runs_of_every_arm_and_grpos_own():
+    runs = {
+        "grpo": {0: _run(_RISES, 0.6), 1: _run(_FALLS, 0.1)},
+        "dc_grpo": {0: _run(_FALLS, 0.1), 1: _run(_RISES, 0.5)},
+    }
+    # GRPO's means of four steps over two seeds: (0.2 + 0.8) / 2 = 0.5 at first, (0.6 + 0.1) / 2 = 0.35 at the end;
+    # half of its best is 0.25. Relative to the same seed, seed 1 of dc_grpo would not be told from its GRPO.
+    assert yardstick(runs) == pytest.approx(0.25)
+    assert ended(runs) == {"grpo": [1], "dc_grpo": [0]}
+    # From a mean of 0.8 to one of 0.1; what rises alone falls by nothing.
+    assert fall(_run(_FALLS, 0)) == pytest.approx(0.7) and fall(_run(_RISES, 0)) == 0
+
+
+def test_welch_by_hand():
+    found = welch([1.0, 2.0, 3.0], [1.0, 5.0])
+    # Means 2 and 3; variances 1 / 3 and 8 / 2: standard error sqrt(13 / 3), (13/3)^2 / ((1/3)^2 / 2 + 4^2 / 1) = 1.17
+    # degrees of freedom. Pooled variances would have three.
+    error, freedom = math.sqrt(13 / 3), (13 / 3) ** 2 / ((1 / 3) ** 2 / 2 + 16)
+    assert freedom == pytest.approx(1.17, abs=0.01)
+    from scipy import stats
+
+    assert found.mean == -1 and found.p == pytest.approx(2 * stats.t.sf(1 / error, freedom))
+    assert found.high == pytest.approx(-1 + stats.t.ppf(0.975, freedom) * error)
+
+
+def test_baselines_are_pooled_and_holm_counts_the_arms():
+    spread = (0.0, 0.01, 0.02)
+    runs = {
+        "grpo": {s: _run(_RISES, 0.5 + x) for s, x in enumerate(spread)},
+        "grpo_shaken": {s: _run(_RISES, 0.7 + x) for s, x in enumerate(spread)},
+        "exact": {s: _run(_RISES, 0.9 + x) for s, x in enumerate(spread)},
+        "tis": {s: _run(_RISES, 0.6 + x) for s, x in enumerate(spread)},
+    }
+    found = differences(runs, lambda series: 100 * float(series["evaluation/arithmetic/avg@4"][1][-1]))
+    # GRPO alone would be 50 + 1, pooled it is 61; exact is at 91, TIS at 61.
+    assert set(found) == {"exact", "tis"}
+    assert found["exact"].mean == pytest.approx(30) and found["tis"].mean == pytest.approx(0)
+    assert found["exact"].held and not found["tis"].held
+    assert table(runs).count("\n") == 2 + 4
+
+
+@pytest.mark.parametrize(
+    ("low", "mean", "high", "said"),
+    [
+        (3, 20, 37, "the claim is reproduced"),
+        (-3, 20, 43, "open"),
+        (-16, 1, 16, "neither help nor harm"),
+        (-18, 0, 16, "open"),
+        (-30, -18, -6, "a negative result"),
+        (-30, -15, 0, "open"),
+    ],
+)
+def test_what_an_outcome_is_said_to_mean(low, mean, high, said):
+    assert outcome(Difference(mean, low, high, 0.5)).startswith(said)
