@@ -56,28 +56,6 @@ from dcmdp_jax.fields import flatten
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.run.model_run import PAPERS_EVALUATION, ModelRun, SavedModel, find_model, fingerprint
 
-_SETTINGS = {
-    "evaluation": ("samples", "temperature", "max_problems"),
-    "rollout": "engine engine_args precision compute_dtype kv_cache_dtype max_completion_tokens max_rows".split(),
-    "task": """
-        max_prompt_tokens prompt_suffix chat_template_kwargs on_bad_row environment max_turns max_turn_tokens
-    """.split(),
-    "rewards": ("answer_extraction",),
-    "training": ("seed",),
-}
-_ARGUMENTS_BEFORE = {
-    f"--{name}": f"--config.{section}.{name}" for section, names in _SETTINGS.items() for name in names
-} | {
-    "--tasks": "--config.evaluation.task",
-    "--rewards": "--config.rewards.functions",
-    "--reward_weights": "--config.rewards.weights",
-    "--server": "--config.rollout.engine_args",
-    "--train_data": "--config.task.train",
-    "--problems_per_part": "--config.rollout.max_rows",
-    "--drop_overlap": "--overlap",
-}
-"""Argument of earlier versions -> the one that took its place."""
-
 _ROUNDS = 4
 """Completions of a part, in rows of the engine: more would lose more, fewer leave more rows idle at a part's end."""
 
@@ -122,7 +100,7 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     Raises:
         UserError: in one line, for a misspelled or ill-typed one, or neither MODEL nor --table.
     """
-    overrides, rest = split_overrides(words, _ARGUMENTS_BEFORE)
+    overrides, rest = split_overrides(words)
     arguments = _parser().parse_args(rest)
     if (arguments.model is None) == (arguments.table is None):
         raise UserError("MODEL is missing; name a directory to evaluate, or --table FILE ... and no MODEL")

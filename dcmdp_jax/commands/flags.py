@@ -143,26 +143,20 @@ def _parser() -> Parser:
     return parser
 
 
-def split_overrides(
-    words: Sequence[str], gone: Mapping[str, str] = MappingProxyType({})
-) -> tuple[dict[str, Any], list[str]]:
+def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Split off overrides, --config.name=value or --config.name value: values by dotted name, and all other words.
 
     Args:
         words: arguments.
-        gone: argument of earlier versions -> the one that took its place.
 
     Raises:
-        UserError: in one line, for a missing value, an unknown setting, text that is no value of its type, or an
-            argument of earlier versions.
+        UserError: in one line, for a missing value, an unknown setting, or text that is no value of its type.
     """
     overrides: dict[str, Any] = {}
     rest: list[str] = []
     pairs = itertools.pairwise([*words, None])
     for word, following in pairs:
         name, equals, value = word.lstrip("-").partition("=")
-        if place := gone.get(word.partition("=")[0]):
-            raise UserError(f"{word.partition('=')[0]} is gone: its place is {place}=...")
         if word == "--" or not word.startswith("-") or not name.startswith(_OVERRIDE):
             rest.append(word)
             continue

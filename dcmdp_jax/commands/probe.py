@@ -46,13 +46,6 @@ _PROBES_OWN |= {"rewards.on_error": "error"}
 """Settings of a probe, whatever the run had."""
 _WITHOUT_A_RUN = {"rollout.max_completion_tokens": 256}
 _BY_ENGINE = ("rollout.engine", "rollout.precision", "rollout.compute_dtype", "rollout.kv_cache_dtype")
-_ARGUMENTS_BEFORE = {
-    "--task": "--config.task.train", "--completions": "--config.rollout.group_size",
-    "--max-completion-tokens": "--config.rollout.max_completion_tokens",
-    "--temperature": "--config.rollout.temperature", "--engine-args": "--config.rollout.engine_args",
-    "--seed": "--config.training.seed",
-}  # fmt: skip
-"""Argument of earlier versions -> the one that took its place."""
 
 EXPECTED = (EngineError, MemoryError)
 """Failures whose message is enough."""
@@ -60,7 +53,7 @@ EXPECTED = (EngineError, MemoryError)
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), measure, conclude, write and print."""
-    overrides, rest = split_overrides(argv[1:], _ARGUMENTS_BEFORE)
+    overrides, rest = split_overrides(argv[1:])
     arguments = _parser().parse_args(rest, argparse.Namespace(words=argv[1:]))
     recorded = probe_recordings.given(arguments)
     if arguments.certify:

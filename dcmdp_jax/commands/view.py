@@ -67,7 +67,7 @@ def main(argv: list[str]) -> None:
     elif all(path.name.endswith(_EVALUATION) for path in paths):
         found = list(_kept(_evaluated(paths), arguments.completions))
         if not found:
-            raise UserError(f"{paths[0]}: holds no completions yet; evaluations of earlier versions kept none")
+            raise UserError(f"{paths[0]}: holds no completions yet")
     elif probes := [path for path in paths if (path / COMPLETIONS_FILE).is_file()]:
         if len(paths) > 1:
             raise UserError(f"PATH: {probes[0]} is a probe beside others; give it alone")
@@ -120,7 +120,7 @@ def _evaluated(paths: list[Path]) -> Iterator[Completion]:
             raise FileNotFoundError(2, "No such file or directory", str(path))
         for record in jsonl.read(path):
             columns = [record.get(name) for name in ("completions", "scores", "found")]
-            if columns[0] is None:  # no problem's line, or of an earlier version
+            if columns[0] is None:  # no problem's line
                 continue
             if not all(isinstance(each, list) and len(each) == len(columns[0]) for each in columns):
                 raise UserError(f"{path}: a problem's completions, scores and found are not lists of one length")

@@ -14,8 +14,6 @@ from dcmdp_jax.inputs import shorten
 from dcmdp_jax.user_code import is_place, load_object
 
 ENGINES: dict[str, EngineKind] = {"local": local.ENGINE, "vllm": vllm.ENGINE, "http": http.ENGINE}
-FORMER_NAMES = {"remote": "http"}
-"""Names in files of earlier versions."""
 
 
 @functools.cache
@@ -26,7 +24,7 @@ def find_engine(name: str) -> EngineKind:
         UserError: in one line, for a name that is none of these, what can't be imported, is no `EngineKind`, or has an
             attribute that is not what the base class says.
     """
-    if (kind := ENGINES.get(FORMER_NAMES.get(name, name))) is not None:
+    if (kind := ENGINES.get(name)) is not None:
         return kind
     if not is_place(name):
         raise unknown_engine(name, tuple(ENGINES))

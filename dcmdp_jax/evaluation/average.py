@@ -135,7 +135,6 @@ def describe(result: EvaluationResult, prompts: Sequence[str], answers: Sequence
     """
     said = [f"{result.task}: {result.unparsed_fraction:.1%} without an answer, {result.truncated_fraction:.1%} cut"]
     for kind, wanted in (("wrong", ~result.unparsed & (result.scores <= 0)), ("without an answer", result.unparsed)):
-        wanted &= np.not_equal(result.texts, None)  # of parts that an earlier version sampled
         if wanted.any():
             problem, place = np.argwhere(wanted)[0].tolist()
             text, found = (each[problem, place] for each in (result.texts, result.found))

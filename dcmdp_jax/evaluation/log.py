@@ -155,8 +155,7 @@ def _check_header(path: Path, found: Mapping[str, Any], header: Mapping[str, Any
 
 def _result(closing: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> EvaluationResult:
     def column(name: str, dtype: type) -> np.ndarray:
-        # An earlier version kept no texts.
-        return np.array([problem.get(name, [None] * len(problem["scores"])) for problem in problems], dtype)
+        return np.array([problem[name] for problem in problems], dtype)
 
     return EvaluationResult(
         task=closing["task"],

@@ -31,7 +31,7 @@ from dcmdp_jax.models.lora import SavedAdapters, load_base, merged, merged_as_ro
 from dcmdp_jax.models.params import declared_shapes
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.run.directory import RUN_ID_FILE, run_id
-from dcmdp_jax.types import DualState, Params, TrainState
+from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -73,22 +73,8 @@ def _copies(tree: Any) -> Any:
 
 
 def _learner(state: TrainState) -> dict[str, Any]:
-    """All but the parameters; without a loss scale where there is none, as earlier versions saved it."""
+    """All but the parameters; without a loss scale where there is none."""
     return {name: value for name, value in state._asdict().items() if name != "params" and value is not None}
-
-
-class WindowedDual(NamedTuple):
-    """The dual state of earlier versions: lambda, and the mean discrepancies of the first steps, then of the last.
-
-    Attributes:
-        multiplier: [] float32.
-        window: [n + 1] float32.
-        filled: [] int32, the values that `window` holds.
-    """
-
-    multiplier: jax.Array
-    window: jax.Array
-    filled: jax.Array
 
 
 class PolicyScore(NamedTuple):
@@ -376,8 +362,6 @@ class Checkpoints:
                     f"{wanted[name]!r}; choose another run_dir"
                 )
         items = {"params": abstract.params, "learner": _learner(abstract)}
-        if "['dual'].window" in saved["digests"]["learner"]:
-            items["learner"]["dual"] = self._windowed_dual(step, abstract.dual)
         for name in TrainState._field_defaults:
             if not any(path.startswith(f"['{name}']") for path in saved["digests"]["learner"]):
                 items["learner"].pop(name, None)
@@ -387,13 +371,6 @@ class Checkpoints:
             items[_BEHIND] = dict.fromkeys(kept, abstract.params)
         wanted = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
         return saved, self._manager.restore(step, args=ocp.args.Composite(**wanted))
-
-    def _windowed_dual(self, step: int, dual: DualState) -> WindowedDual:
-        """The shapes of the dual state that an earlier version saved."""
-        saved = ocp.PyTreeCheckpointHandler().metadata(self._directory / str(step) / "learner")
-        shape = saved.tree["dual"]["window"].shape
-        window = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=dual.multiplier.sharding)
-        return WindowedDual(dual.multiplier, window, window.update(shape=(), dtype=jnp.int32))
 
     def _move_aside(self, step: int) -> None:
         target = self._directory / "damaged" / str(step)

@@ -125,7 +125,7 @@ def fitted_rows(config: Config) -> int:
     path = Path(config.run_dir) / CONFIG_FILE
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     rollout = saved.get("rollout", {})
-    rows = saved.get("fitted_rows", rollout.get("fitted_rows", 0))  # a setting up to version 5
+    rows = saved.get("fitted_rows", 0)
     return rows if rollout.get("max_rows") == config.rollout.max_rows else 0
 
 

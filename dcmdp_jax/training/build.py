@@ -20,13 +20,12 @@ from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import merge_rounding, merged, trained
 from dcmdp_jax.models.params import declared_shapes
-from dcmdp_jax.run.checkpoint import Checkpoints, WindowedDual, needed_by
+from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (
     WARMUP_SCALE,
-    dual_of_window,
     initial_dual,
     initial_loss_scale,
     make_optimizer,
@@ -162,8 +161,6 @@ def start(
     ):
         state = checkpoints.restore(abstract, run.model)
     if state is not None:
-        if isinstance(state.dual, WindowedDual):
-            state = state._replace(dual=dual_of_window(config.algorithm, state.dual))
         step = int(state.step)
         for name in TrainState._field_defaults:
             if getattr(state, name) is None and getattr(abstract, name) is not None:

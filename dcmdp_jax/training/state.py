@@ -22,8 +22,7 @@ from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.params import declared_axes, declared_shapes
 from dcmdp_jax.models.products import PRECISE
-from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings, to_global
-from dcmdp_jax.run.checkpoint import WindowedDual
+from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings
 from dcmdp_jax.types import Array, Batch, DualState, LossScale, Params, Rows, TrainState
 
 
@@ -70,14 +69,6 @@ def measure_tolerance(
     latest = np.append(0.0, floors)[np.searchsorted(at, steps, side="right")]
     measure = jax.jit(functools.partial(measured_tolerance, factor=settings.tolerance_factor))
     return np.float32(measure(np.float32(means), np.float32(latest)))
-
-
-def dual_of_window(settings: AlgorithmSettings, dual: WindowedDual) -> DualState:
-    """The dual state from that of an earlier version, which kept what c is measured on."""
-    steps, tolerance = settings.measured_steps, np.float32(settings.tolerance)
-    if 0 < steps <= int(dual.filled):
-        tolerance = measure_tolerance(settings, (np.arange(steps), np.asarray(dual.window)[:steps]), ((), ()))
-    return DualState(dual.multiplier, to_global(tolerance, dual.multiplier.sharding))
 
 
 def train_state_shardings(

@@ -9,7 +9,7 @@ import yaml
 from dcmdp_jax.models.hf_hub import is_hub_name
 from dcmdp_jax.observe.model_card import model_card
 
-_RUN = Path(__file__).resolve().parents[1] / "recorded" / "run_of_2026_11"
+_RUN = Path(__file__).resolve().parents[1] / "recorded" / "run_of_0_1_0"
 
 
 def test_the_card_has_budget_curve_floor_engine_versions_command_and_citation(tmp_path):
@@ -20,16 +20,16 @@ def test_the_card_has_budget_curve_floor_engine_versions_command_and_citation(tm
     (run / "starts.jsonl").write_text(json.dumps(start) + "\n")
     card = model_card(run, 2, on_hub=is_hub_name)
     assert yaml.safe_load(card.split("---")[1])["tags"] == ["dcmdp_jax", "dc-grpo", "grpo", "reinforcement-learning"]
-    # metrics.jsonl: c 0.0006; lambda 0.1 and 0.071548; means 3.0963e-05 and 3.7121e-05; floor 1.57259e-09 at step 1.
-    assert "| budget c | 0.0006 |" in card and "| lambda | 0.07155 |" in card
-    assert "| mean discrepancy | 3.712e-05 |" in card and "| noise floor of the engine | 1.573e-09 |" in card
-    assert "| 1 | 0.1 | 3.096e-05 | 0.0006 | 0 |\n| 2 | 0.07155 | 3.712e-05 | 0.0006 | 0 |" in card
+    # metrics.jsonl: c 0.0006; lambda 0.1 and 0.071538; means 3.0760e-05 and 3.2593e-05; floor 1.87904e-09 at step 1.
+    assert "| budget c | 0.0006 |" in card and "| lambda | 0.07154 |" in card
+    assert "| mean discrepancy | 3.259e-05 |" in card and "| noise floor of the engine | 1.879e-09 |" in card
+    assert "| 1 | 0.1 | 3.076e-05 | 0.0006 | 0 |\n| 2 | 0.07154 | 3.259e-05 | 0.0006 | 0 |" in card
     config = json.loads((run / "config.json").read_text())
     assert f"engine {config['rollout']['engine']}, precision {config['rollout']['precision']}" in card
     assert "    train --config=demo\n" in card and "dcmdp_jax 0.1.0, commit abc, jax 0.10.2, Python 3.11.7" in card
     assert "@article{" in card and "Liu, Jiashun" in card
     first = model_card(run, 1, on_hub=is_hub_name)
-    assert "| lambda | 0.1 |" in first and "0.07155" not in first
+    assert "| lambda | 0.1 |" in first and "0.07154" not in first
 
 
 def test_a_run_without_records_has_a_card_without_numbers(tmp_path):

@@ -17,7 +17,6 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dcmdp_jax.algorithm.dual import dual_init, dual_update
-from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.config import ModelConfig, RopeScaling
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
@@ -26,14 +25,13 @@ from dcmdp_jax.run.checkpoint import (
     CheckpointError,
     Checkpoints,
     PolicyScore,
-    WindowedDual,
     digests,
     latest_checkpoint,
     load_model_config,
     load_params_only,
 )
-from dcmdp_jax.training.state import dual_of_window, new_state
-from dcmdp_jax.types import DualState, LossScale, TrainState
+from dcmdp_jax.training.state import new_state
+from dcmdp_jax.types import LossScale, TrainState
 from tests.support.our_log import our_log
 from tests.support.waiting import wait_until
 
@@ -133,20 +131,6 @@ def test_a_state_comes_back_bit_for_bit(opened, dtype):
     # What a careless checkpoint forgets: moments, their count, the multiplier.
     assert int(restored.opt_state[0].count) == 1
     assert float(restored.dual.multiplier) == pytest.approx(0.15, abs=1e-7)  # 0.1 + (0.06 - 0.01)
-
-
-def test_a_dual_state_with_a_window_gives_the_tolerance_that_was_measured(opened):
-    """Earlier versions kept the first steps' discrepancies: of 0.25 and 0.75 the median is 0.5, times 1.25."""
-    state = _state()
-    window = WindowedDual(jnp.float32(0.3), jnp.float32([0.25, 0.75, 9.0]), jnp.int32(3))
-    checkpoints = opened()
-    checkpoints.save(3, state._replace(dual=window), model=_MODEL)
-    checkpoints.wait()
-    restored = opened().restore(_abstract(state), _MODEL)
-    _same_bits(restored.dual, window)
-    settings = AlgorithmSettings(tolerance_steps=2, tolerance=0.125)
-    assert dual_of_window(settings, restored.dual) == DualState(np.float32(0.3), 0.625)
-    assert dual_of_window(settings, restored.dual._replace(filled=1)) == DualState(np.float32(0.3), 0.125)
 
 
 def test_what_is_saved_is_the_state_at_the_call_even_if_its_buffers_are_donated(opened):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs.base import get_config
+from dcmdp_jax.config.saved import REMOVED, Removed
 from dcmdp_jax.config.settings import VERSION, from_config_dict, to_dict
 from dcmdp_jax.run.directory import check_run_directory, claimed, read_config, record_config
 from tests.support.refusals import refused
@@ -236,36 +237,31 @@ def _as_older(run_dir, **changes):
     _save(run_dir, older)
 
 
-def test_a_removed_setting_is_ignored_where_it_did_what_is_done_now(run_dir):
-    _as_older(
-        run_dir,
-        rollout__top_p=1.0,
-        rollout__vllm__expert_parallel=False,
-        algorithm__ratio_limit=10.0,
-        # Never a matter of what is learned.
-        rollout__vllm__max_restarts=9,
-        training__max_skipped_in_row=3,
-        # Without effect, as c was given.
-        algorithm__tolerance_quantile=0.9,
-    )
+_REMOVED = {
+    "algorithm.gone": Removed(VERSION, (1.0,), "the reason"),
+    "training.never_mattered": Removed(VERSION, None, "it never changed what is learned"),
+    "algorithm.method": Removed(VERSION, (), "docs/remedies.md has it as a function of yours", ("former_grpo",)),
+}
+
+
+@pytest.fixture
+def removed(monkeypatch):
+    for name, one in _REMOVED.items():
+        monkeypatch.setitem(REMOVED, name, one)
+
+
+def test_a_removed_setting_is_ignored_where_it_did_what_is_done_now(run_dir, removed):
+    _as_older(run_dir, algorithm__gone=1.0, training__never_mattered=3)
     check_run_directory(_config(run_dir))
 
 
-def test_a_removed_setting_with_a_meaning_is_named(run_dir):
+def test_a_removed_setting_with_a_meaning_is_named(run_dir, removed):
     kept = (run_dir / "config.json").read_text()
     for name, value, line in (
-        ("rollout.top_p", 0.9, "got 0.9, no setting any more; the trainer's own distri"),
-        (
-            "rollout.vllm.expert_parallel",
-            True,
-            "got True, no setting any more; vLLM's expert parallelism is not supported",
-        ),
-        ("algorithm.level", "state", "got 'state', which is gone; its study is kept"),
-        ("algorithm.method", "excess_grpo", "got 'excess_grpo', which is gone; docs/"),
-        ("algorithm.ratio_limit", 5.0, "got 5.0, no setting any more; measure=ratio gives a token at most 10"),
-        ("algorithm.tolerance_quantile", 0.9, "got 0.9, no setting any more; c is tolerance_factor times the median"),
+        ("algorithm.gone", 0.9, "got 0.9, no setting any more; the reason"),
+        ("algorithm.method", "former_grpo", "got 'former_grpo', which is gone; docs/remedies.md has it"),
     ):
-        _as_older(run_dir, algorithm__tolerance_steps=8, **{name.replace(".", "__"): value})
+        _as_older(run_dir, **{name.replace(".", "__"): value})
         refused = re.escape(f"{run_dir}/config.json: can't be read (config.{name}: {line}")
         with pytest.raises(ValueError, match=refused):
             check_run_directory(_config(run_dir))
@@ -284,11 +280,6 @@ def test_a_removed_setting_with_a_meaning_is_named(run_dir):
         ("multplier", 1, "config.multplier: no such setting; did you mean 'algorithm.multiplier'?"),
         ("rollout", {"engine": "sglang"}, "config.rollout.engine: got 'sglang', allowed are local, vllm"),
         ("algorithm", 3, "config.algorithm: got 3, must be a section with named settings"),
-        (
-            "rollout",
-            {"partial": False},
-            "config.rollout.partial: no setting any more",
-        ),  # of this version, it has no such one
     ],
 )
 def test_what_this_version_does_not_know_is_named(run_dir, name, value, line):

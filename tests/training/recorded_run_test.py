@@ -1,4 +1,4 @@
-"""A run directory of an earlier version resumes and evaluates."""
+"""A run directory of version 0.1.0 resumes and evaluates."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from dcmdp_jax.run.directory import read_config
 from tests.support.processes import finished
 
 _ROOT = Path(__file__).resolve().parents[2]
-_RECORDED = _ROOT / "tests" / "recorded" / "run_of_2026_11"
+_RECORDED = _ROOT / "tests" / "recorded" / "run_of_0_1_0"
 
 
 def _run(environment, *command):
@@ -35,10 +35,10 @@ def run_dir(tmp_path):
 
 def test_the_recorded_config_is_read_with_every_setting(run_dir):
     saved = json.loads((run_dir / "config.json").read_text())
-    assert "config_version" not in saved and saved["rollout"]["top_p"] == 1.0
+    assert saved["config_version"] == 7 and "top_p" in saved["rollout"]
     config = read_config(run_dir)
     assert config.model.architecture.hidden_size == 16 and config.rollout.precision == "fp8"
-    assert config.training.row_lengths == (80,)
+    assert config.algorithm.tolerance == 0.0006 and config.evaluation.samples == (2,)
 
 
 def test_a_recorded_run_resumes(run_environment, run_dir):
@@ -56,13 +56,12 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
     assert f"resuming {run_dir} after step 2" in out and "warm-up: " not in out
     before, after = _records(_RECORDED), _records(run_dir)
     assert sorted(after) == [0, 1, 2, 3, 4] and all(after[step] == before[step] for step in (0, 1, 2))
-    # lambda of step 3 is that of step 2 after one dual step of eta = 50: 0.0715 - 50 x 0.000563 = 0.0434.
+    # lambda of step 3 is that of step 2 after one dual step of eta = 50: 0.0715 - 50 x 0.000567 = 0.0432.
     moved = before[2]["dual/multiplier"] + 50 * before[2]["dual/violation"]
-    assert after[3]["dual/multiplier"] == pytest.approx(moved, rel=1e-5) == pytest.approx(0.0434, abs=1e-4)
+    assert after[3]["dual/multiplier"] == pytest.approx(moved, rel=1e-5) == pytest.approx(0.0432, abs=1e-4)
     assert all(math.isfinite(value) for step in (3, 4) for value in after[step].values())
     # From now on it is a run of this version.
-    saved = json.loads((run_dir / "config.json").read_text())
-    assert saved["config_version"] == VERSION and "std_ddof" not in saved["algorithm"]
+    assert json.loads((run_dir / "config.json").read_text())["config_version"] == VERSION
 
 
 @pytest.mark.long
