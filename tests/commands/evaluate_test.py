@@ -258,8 +258,6 @@ def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
             "config.rollout.precision: got 'exact', allowed with rollout.engine=vllm are float32,",
         ),
         (("--config.rollout.engine=http",), "config.rollout.engine_args.server: empty; give the engine's server"),
-        # As it was called.
-        (("--config.rollout.engine=remote",), "config.rollout.engine_args.server: empty; give the engine's server"),
         (
             ("--config.rollout.engine=htp",),
             "config.rollout.engine: got 'htp', allowed are local, vllm, http, module:NAME and path.py:NAME; did you",

@@ -253,7 +253,7 @@ def test_a_cpus_devices_share_the_hosts_memory():
 def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_cpu):
     model = ModelConfig("qwen3", 104, 96, 256, 3, 3, 1, 32, tie_word_embeddings=True)
     assert num_params(model) == 305_760
-    for platform, cast in (("gpu", on_gpu), ("cpu", 2 * on_cpu)):
+    for device, cast in (("gpu", on_gpu), ("cpu", 2 * on_cpu)):
         asked = dict(precision=precision, compute_dtype=compute, kv_cache_dtype="auto", max_rows=8, min_rows=8)
         arguments = EngineArguments(
             **asked,
@@ -263,10 +263,10 @@ def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_c
             mesh=lambda tensor, expert: make_mesh(data=2, devices=jax.devices()[:2]),
         )
         load = Workload(8, 1, [5], 4, "float32", training=False)
-        machine = Machine(platform, 2, None, None)
+        machine = Machine(device, 2, None, None)
         own = loaded_parameters(model, load.param_dtype, machine)
         plan = with_engine(ENGINES["local"], arguments, load, machine, own)
-        place = "first" if platform == "gpu" else "host"
+        place = "first" if device == "gpu" else "host"
         assert part_of(plan, "engine's weights").on(place) == kept
         found = [part.on(place) for part in plan.parts if part.name.startswith("engine's weights, cast")]
         assert found == ([cast] if cast else [])
