@@ -6,6 +6,7 @@ import pytest
 from configs import base, remedies
 from dcmdp_jax.algorithm.corrections import chain
 from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.config.algorithm import spelled_out
 from dcmdp_jax.config.settings import from_config_dict, from_saved
 from dcmdp_jax.errors import UserError
 
@@ -79,7 +80,7 @@ def test_every_remedy_has_a_config():
 
 def test_remedies_join():
     config = from_config_dict(remedies.get_config("tis,veto"))
-    assert config.algorithm.corrections == "tis(high=2),veto(floor=1e-4)"
+    assert spelled_out(config.algorithm).corrections == "tis(low=0.0,high=2.0),veto(floor=0.0001)"
     with pytest.raises(ValueError, match="config argument 'tsi': allowed are grpo, debug, tis"):
         remedies.get_config("tsi")
 
