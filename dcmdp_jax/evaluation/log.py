@@ -118,7 +118,10 @@ class EvaluationLog:
             elif "part" in record:
                 if record.get("problems") != len(waiting):
                     break
-                self._parts[record["task"], record["part"]] = _result(record, waiting)
+                try:
+                    self._parts[record["task"], record["part"]] = _result(record, waiting)
+                except (KeyError, TypeError, ValueError):  # damaged, and still JSON
+                    break
                 waiting = []
             else:
                 waiting.append(record)

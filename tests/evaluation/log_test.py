@@ -70,6 +70,23 @@ def test_a_file_cut_anywhere_ends_with_the_same_bytes(tmp_path):
         assert _write(path) == whole
 
 
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (b'"scores"', b'"scorfs"'),
+        (b'"lengths": [', b'"lengths": [[], '),
+        (b'"truncated": [', b'"truncated": 7, "x": ['),
+        (b'"task": "t", "part": 1', b'"tasl": "t", "part": 1'),
+        (b'"verifier_errors"', b'"verifier_errorr"'),
+    ],
+)
+def test_a_damaged_part_that_is_still_json_is_evaluated_again(tmp_path, good, bad):
+    whole = _write(tmp_path / "whole")
+    first, rest = whole[: (cut := whole.index(b'"row": 2'))], whole[cut:]
+    (tmp_path / "damaged").write_bytes(first + rest.replace(good, bad, 1))
+    assert _write(tmp_path / "damaged") == whole
+
+
 def test_finished_parts_come_back_as_they_were(tmp_path):
     _write(tmp_path / "e")
     with EvaluationLog(tmp_path / "e", _HEADER) as log:
