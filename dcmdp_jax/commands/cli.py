@@ -49,16 +49,17 @@ class Parser(argparse.ArgumentParser):
         """Parse as argparse does; UserError in one line for an unknown argument."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
-            near = difflib.get_close_matches(rest[0].partition("=")[0], self._flags(), n=1)
+            near = difflib.get_close_matches(rest[0].partition("=")[0], self.flags(), n=1)
             self.error(f"{rest[0]}: no such argument; " + (f"did you mean {near[0]}?" if near else "see --help"))
         return parsed
 
-    def _flags(self) -> list[str]:
+    def flags(self) -> list[str]:
+        """Names of all options, those of subcommands too."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():
-                    flags += parser._flags()
+                    flags += parser.flags()
         return flags
 
 

@@ -32,7 +32,7 @@ import numpy as np
 
 from dcmdp_jax.commands.arguments import real, whole
 from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in
-from dcmdp_jax.commands.flags import split_overrides
+from dcmdp_jax.commands.flags import parse_rest, split_overrides
 from dcmdp_jax.config.checks import may_change
 from dcmdp_jax.config.settings import Config, for_sampling, to_dict
 from dcmdp_jax.data.mixtures import parse_mixture
@@ -101,7 +101,7 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         UserError: in one line, for a misspelled or ill-typed one, or neither MODEL nor --table.
     """
     overrides, rest = split_overrides(words)
-    arguments = _parser().parse_args(rest)
+    arguments = parse_rest(_parser(), rest)
     if (arguments.model is None) == (arguments.table is None):
         raise UserError("MODEL is missing; name a directory to evaluate, or --table FILE ... and no MODEL")
     return arguments, overrides

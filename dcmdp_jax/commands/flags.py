@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 import dcmdp_jax
 from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.config.settings import Config, from_config_dict, parse_value, setting_names
+from dcmdp_jax.config.settings import OTHER_NAMES, Config, from_config_dict, parse_value, setting_names
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.fields import replace_value
 from dcmdp_jax.inputs import shorten
@@ -84,12 +84,7 @@ def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, argparse.Na
     about = f"a preset ({', '.join(preset_names())}), a config file and its argument, or a .yaml or .toml file"
     parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help=about)
     overrides, rest = split_overrides(argv[1:])
-    sections = {name.partition(".")[0] for name in setting_names()}
-    for word in rest:
-        name = word.removeprefix("--").partition("=")[0]
-        if name != word and "." in name and name.partition(".")[0] in sections:
-            raise UserError(f"--{name}: no such argument; settings are given as --config.{name}=VALUE")
-    parsed = parser.parse_args(rest)
+    parsed = parse_rest(parser, rest)
     if parsed.config is None:
         raise UserError("--config is missing; for example --config=demo")
     return load_config(parsed.config, overrides), parsed
@@ -143,11 +138,24 @@ def _parser() -> Parser:
     return parser
 
 
+def parse_rest(parser: Parser, words: Sequence[str], **options: Any) -> argparse.Namespace:
+    """Parse the arguments that are no overrides; one that names a setting is told how those are given.
+
+    Raises:
+        UserError: in one line, for an argument that is unknown or ill-typed.
+    """
+    tails = [name.rpartition(".")[2] for name in setting_names()]
+    settings = {tail: name for tail, name in zip(tails, setting_names(), strict=True) if tails.count(tail) == 1}
+    settings |= {**OTHER_NAMES, **{name: name for name in setting_names()}}
+    for word in words:
+        name = word.removeprefix("--").partition("=")[0]
+        if name != word and name in settings and f"--{name}" not in parser.flags():
+            raise UserError(f"--{name}: no such argument; settings are given as --config.{settings[name]}=VALUE")
+    return parser.parse_args(words, **options)
+
+
 def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Split off overrides, --config.name=value or --config.name value: values by dotted name, and all other words.
-
-    Args:
-        words: arguments.
 
     Raises:
         UserError: in one line, for a missing value, an unknown setting, or text that is no value of its type.

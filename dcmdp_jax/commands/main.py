@@ -27,7 +27,6 @@ COMMANDS = MappingProxyType(
         "toy": "the paper's one-state toy",
         "settings": "every setting, or those whose name holds a word",
         "env": "versions and machine, for a bug report",
-        "completion": "a script that completes in bash and zsh",
     }
 )
 """Module of this folder -> what it does."""

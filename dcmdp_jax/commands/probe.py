@@ -26,7 +26,7 @@ from typing import Any
 from dcmdp_jax.commands import probe_recordings
 from dcmdp_jax.commands.arguments import output_directory, real, temperature, whole
 from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.commands.flags import load_config, split_overrides
+from dcmdp_jax.commands.flags import load_config, parse_rest, split_overrides
 from dcmdp_jax.config.engine import settings_of
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.config.settings import Config, for_sampling
@@ -46,7 +46,6 @@ _PROBES_OWN |= {"rewards.on_error": "error"}
 """Settings of a probe, whatever the run had."""
 _WITHOUT_A_RUN = {"rollout.max_completion_tokens": 256}
 _BY_ENGINE = ("rollout.engine", "rollout.precision", "rollout.compute_dtype", "rollout.kv_cache_dtype")
-
 EXPECTED = (EngineError, MemoryError)
 """Failures whose message is enough."""
 
@@ -54,7 +53,7 @@ EXPECTED = (EngineError, MemoryError)
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), measure, conclude, write and print."""
     overrides, rest = split_overrides(argv[1:])
-    arguments = _parser().parse_args(rest, argparse.Namespace(words=argv[1:]))
+    arguments = parse_rest(_parser(), rest, namespace=argparse.Namespace(words=argv[1:]))
     recorded = probe_recordings.given(arguments)
     if arguments.certify:
         if recorded or arguments.b != parse_spec("trainer") or arguments.top_p < 1:

@@ -5,12 +5,29 @@ from __future__ import annotations
 import sys
 
 from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.flags import preset_names
+from dcmdp_jax.commands.main import COMMANDS
+from dcmdp_jax.config.settings import setting_names
 from dcmdp_jax.config.text import settings_page, settings_text
+
+# zsh has bash's `complete` after bashcompinit. Words go on after "=".
+_COMPLETION = """\
+[ -n "$ZSH_VERSION" ] && autoload -U +X bashcompinit && bashcompinit
+COMP_WORDBREAKS="${COMP_WORDBREAKS//=}"
+complete -o default -o nospace -W "%s" dcmdp
+"""
 
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), print the page, or text for a terminal."""
     parser = Parser("settings", description="Every setting: in Markdown for a file, as text for a terminal.")
     parser.add_argument("word", nargs="?", default="", help="only settings whose name holds it, such as rollout or lr")
-    word = parser.parse_args(argv[1:]).word
-    print(settings_text(word) if word or sys.stdout.isatty() else settings_page(), end="")
+    about = "print a script that completes commands, presets and settings in bash and zsh: source <(...)"
+    parser.add_argument("--completion", action="store_true", help=about)
+    arguments = parser.parse_args(argv[1:])
+    if arguments.completion:
+        configs = [f"--config={name}" for name in preset_names()] + [f"--config.{name}=" for name in setting_names()]
+        print(_COMPLETION % " ".join([*COMMANDS, *configs, "--dry_run", "--print_config"]), end="")
+        return
+    text = settings_text(arguments.word) if arguments.word or sys.stdout.isatty() else settings_page()
+    print(text, end="")

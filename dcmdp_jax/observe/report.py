@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ def report_content(runs: Sequence[RecordedRun]) -> dict[str, Any]:
         ],
         "provenance": [fact for run in runs for fact in run.starts] if not several else [],
         "cards": _cards(summaries[0]) + _run_cards(runs[0]),
-        "comparison": _comparison(summaries),
+        "comparison": _comparison(runs, summaries),
         "problems": [f"{run.label}: {text}" if several else text for run in runs for text in warnings(run.series)],
         "held_out": _held_out(runs),
         "samples": _samples(runs),
@@ -194,31 +194,15 @@ def _run_cards(run: RecordedRun) -> list[tuple[str, str, str]]:
     return [(name, *found) for name, found in cards if found]
 
 
-def _comparison(summaries: Sequence[Summary]) -> list[list[str]]:
-    """Rows of the headline numbers, a column for each run."""
-    rows: list[tuple[str, Callable[[Summary], str]]] = [
-        ("training steps", lambda summary: str(summary.steps)),
-        ("reward, first steps", lambda summary: number(summary.first_reward)),
-        ("reward, last steps", lambda summary: number(summary.last_reward)),
-        ("mean discrepancy", lambda summary: number(summary.mean_discrepancy)),
-        ("budget c", lambda summary: number(summary.tolerance)),
-        ("steps over c", lambda summary: percent(summary.share_over_tolerance)),
-        ("lambda, lowest", lambda summary: number(summary.multiplier_low)),
-        ("lambda, highest", lambda summary: number(summary.multiplier_high)),
-        ("lambda, rises / falls", lambda summary: f"{summary.multiplier_rises} / {summary.multiplier_falls}"),
-        ("tokens/s, median step", lambda summary: number(round(summary.tokens_per_second, 1))),
-        ("time in training steps", lambda summary: duration(summary.seconds)),
+def _comparison(runs: Sequence[RecordedRun], summaries: Sequence[Summary]) -> list[list[str]]:
+    """Rows of the headline numbers as on the cards, a column for each run."""
+    columns = [
+        {name: f"{value} ({more})" for name, value, more in _cards(summary) + _run_cards(run)}
+        for run, summary in zip(runs, summaries, strict=True)
     ]
-    cells: list[list[str]] = []
-    for name in dict.fromkeys(score.name for summary in summaries for score in summary.scores):
-        found = [next((score for score in summary.scores if score.name == name), None) for summary in summaries]
-        for heading, show in (
-            ("first", lambda score: shown(score.first)),
-            ("last", lambda score: f"{shown(score.last)} ({score.points_gained:+.1f} points)"),
-            ("best", lambda score: f"{shown(score.best)} (step {score.best_step})"),
-        ):
-            cells.append([f"held-out {name}, {heading}", *["-" if score is None else show(score) for score in found]])
-    return cells + [[name, *[show(summary) for summary in summaries]] for name, show in rows]
+    names = dict.fromkeys(name for column in columns for name in column)
+    steps = ["Training steps", *[str(summary.steps) for summary in summaries]]
+    return [steps, *([name, *[column.get(name, "-") for column in columns]] for name in names)]
 
 
 def _held_out(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str], list[dict[str, Any]]]]:

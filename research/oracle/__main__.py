@@ -36,7 +36,7 @@ from research.oracle.oracle import ask
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), sample, judge, write and print."""
-    overrides, rest = split_overrides(argv[1:], {})
+    overrides, rest = split_overrides(argv[1:])
     arguments = _parser().parse_args(rest, argparse.Namespace(no_rescoring=True))
     if bool(arguments.model) == bool(arguments.config):
         raise UserError("give one of --model DIR and --config FILE; see --help")

