@@ -16,8 +16,8 @@ from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.study import Arm
 
 _ROOT = Path(__file__).resolve().parents[1]
-KEPT = _ROOT / "docs" / "evidence"
-ARMS = Path(__file__).parent / "arms.txt"
+KEPT = _ROOT / "research" / "kept"
+ARMS = Path(__file__).parent / "tables" / "arms.txt"
 _STUDIES = "configs/studies"
 STUDIES: Mapping[str, str] = {
     "countdown": "examples/countdown/countdown.py:small",

@@ -1,12 +1,12 @@
 """Dose and response: what a fixed lambda does to discrepancy, reward, held-out score and entropy, for each charge.
 
-    dcmdp sweep --study=configs/studies/dose_response.py --one_process=docs/evidence/dose_response.jsonl.gz \
+    dcmdp sweep --study=configs/studies/dose_response.py --one_process=research/kept/dose_response.jsonl.gz \
         --config.model.path=runs/evidence/policy
-    python -m docs.dose_tables docs/evidence/dose_response.jsonl.gz
+    python -m research.dose_tables research/kept/dose_response.jsonl.gz
 
 Embedded engine with int4 weights, one update a step, learning rate 2e-4: GRPO learns in every run. lambda is fixed
 (eta = 0) over four decades. `grpo_perturbed` is GRPO with std_epsilon = 2e-6 instead of 1e-6: what differs between the
-two is chance, and no smaller effect is claimed. All runs start from one policy; docs/evidence_appendix.md says how.
+two is chance, and no smaller effect is claimed. All runs start from one policy; research/appendix.md says how.
 
 `dose_response.py:one` has the one-sided charges with baselines that measure as they do, `:vllm` the two-sided ones
 against vLLM, with an arm `matched` whose trainer rounds keys and values as vLLM's FP8 cache does.

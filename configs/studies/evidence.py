@@ -6,7 +6,7 @@
 
 The demo's learning rate times five and four mini-batches instead of two put GRPO under strain; c is the paper's 0.0037,
 eta fifty times the paper's, thirty against vLLM: `dc_grpo` is not the paper's method.
-docs/evidence_appendix.md has the commands with the policy that all runs start from.
+research/appendix.md has the commands with the policy that all runs start from.
 """
 
 from collections.abc import Mapping

@@ -1,13 +1,13 @@
-"""The paper's range of lambda, and its charge's parts, on completions of 200 tokens (docs/evidence_long.md).
+"""The paper's range of lambda, and its charge's parts, on completions of 200 tokens (research/long.md).
 
-    dcmdp sweep --study=configs/studies/long_completions.py --one_process=docs/evidence/long_completions.jsonl.gz \
+    dcmdp sweep --study=configs/studies/long_completions.py --one_process=research/kept/long_completions.jsonl.gz \
         --config.model.path=runs/evidence/policy_long
 
 Engine with int4 weights, one update a step, 32 steps. Every run's last policy is scored by its own engine and by one
 that computes as the trainer does. Charges are compared at the mean charge of the paper's measure: what they multiply
 lambda by, and the budgets, come from a run of GRPO that is not in the study (`SIZES`).
 
-`long_completions.py:regimes` asks where learning suffers and what repairs it (docs/evidence_regimes.md): GRPO and an
+`long_completions.py:regimes` asks where learning suffers and what repairs it (research/regimes.md): GRPO and an
 exact engine with 3-bit weights, an FP8 cache, four updates a step and 128 steps, remedies where it does.
 """
 

@@ -1,11 +1,11 @@
 """Where does mismatch matter? GRPO against the exact control at one changed setting of the dose-and-response study.
 
-    dcmdp sweep --study=configs/studies/mismatch_map.py:2bits --one_process=docs/evidence/map_2bits.jsonl.gz \
+    dcmdp sweep --study=configs/studies/mismatch_map.py:2bits --one_process=research/kept/map_2bits.jsonl.gz \
         --config.model.path=runs/evidence/policy
 
 Three arms of every setting: GRPO against the mismatched engine, the same with std_epsilon = 2e-6 (chance alone), and
 GRPO whose log-probs are the trainer's own. Completions of 200 tokens, where these differ most, have charges too. The
-argument names the setting, 3bits without one; docs/evidence_appendix.md has the tables of those that were run.
+argument names the setting, 3bits without one; research/appendix.md has the tables of those that were run.
 """
 
 from typing import Any

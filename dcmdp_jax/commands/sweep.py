@@ -5,7 +5,7 @@
     dcmdp sweep --study=... --seeds=0,1,2 --config.training.steps=20     a shorter one
     dcmdp sweep --study=... --arms=grpo,exact                            some arms alone
     dcmdp sweep --study=... --dry_run                                    list runs and resolved arms, and stop
-    dcmdp sweep --study=... --redraw=docs/evidence/embedded.jsonl.gz     tables and figures of kept metrics
+    dcmdp sweep --study=... --redraw=research/kept/embedded.jsonl.gz     tables and figures of kept metrics
 
 Each run is `dcmdp train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command continues a study
 that was stopped: finished runs are skipped, a cut one resumes. When the command ends, OUT has of the finished runs

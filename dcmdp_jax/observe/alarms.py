@@ -22,7 +22,7 @@ _MISSING_MASS, _LEAST_SAMPLE_SIZE = 0.005, 0.8
 _STALENESS, _MOST_STALENESS = "staleness/log_ratio_abs_mean", 0.2
 _BROKEN, _BROKEN_TIMES, _BROKEN_STEPS = 0.1, 10.0, 3
 _CHARGE_SHARE, _SHARE_STEPS = 0.1, 5
-"""A share of the update and steps: measured on long completions, docs/evidence_long.md."""
+"""A share of the update and steps: chosen on long completions, docs/evidence.md."""
 _LEAST_SHARE, _WHOLE_ADVANTAGE = 0.01, 0.5
 """Guesses, not measured: a share that is worth a word, and a token's charge in advantages."""
 _LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
@@ -80,7 +80,7 @@ def alarms(series: Series) -> list[Alarm]:
     | displacement | over 20 steps the 95th percentile of |logit p - logit q| grows by half or more, steadily (rank correlation of 0.6 or more), while delta does not rise: confidence hides from delta that the engines part |
 
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
-    window raises none but `charge` by its share. That share and its 5 steps are measured (docs/evidence_long.md), the
+    window raises none but `charge` by its share. That share and its 5 steps were chosen on long completions (docs/evidence.md), the
     other numbers of `charge` are guesses.
     """  # noqa: E501 - a table
     found: dict[str, str] = {}

@@ -411,11 +411,15 @@ def test_kept_runs_of_another_arm_are_refused_before_the_first_run(tmp_path, cap
     """Runs of eta 50 under the name of an arm of eta 25: it would go on as one arm. And a step that is missing."""
     monkeypatch.setattr("dcmdp_jax.lab.studies.one_process.run_in_one_process", lambda *_: pytest.fail("a run began"))
     kept, words = tmp_path / "kept.jsonl.gz", "--study=configs/studies/ablation_dual_learning_rate.py"
-    of_50 = read_kept_metrics(_ROOT / "docs" / "evidence" / "dual_learning_rate.jsonl.gz", None)["1.0"]
+    steps, delta, lambdas = np.arange(1, 41), np.linspace(0.001, 0.002, 40), [0.1]
+    for each in delta[:-1]:
+        lambdas.append(float(np.clip(np.float32(lambdas[-1]) + np.float32(50) * np.float32(each - 0.0012), 0, 1)))
+    columns = {"dual/multiplier": lambdas, "discrepancy/mean": delta, "dual/tolerance": np.full(40, 0.0012)}
+    of_50 = {0: {name: (steps, np.array(values)) for name, values in columns.items()}}
     write_kept_metrics(kept, {"0.5": of_50})
     said = _fails(capsys, words, f"--one_process={kept}", f"--out={tmp_path}/out")
     assert said.startswith(f"--one_process: {kept}: arm '0.5', seed 0: lambda is ") and "rename one" in said
-    gap = {name: (np.delete(at, 6), np.delete(values, 6)) for name, (at, values) in of_50[0].items() if len(at) > 9}
+    gap = {name: (np.delete(at, 6), np.delete(values, 6)) for name, (at, values) in of_50[0].items()}
     write_kept_metrics(kept, {"1.0": {0: gap}})
     said = _fails(capsys, words, f"--one_process={kept}", f"--out={tmp_path}/out")
     assert (

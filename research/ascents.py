@@ -1,0 +1,100 @@
+"""The first tables of docs/evidence.md: what each dual ascent did, and what fixed lambdas did on long completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.stats import fisher_exact
+
+from dcmdp_jax.commands.sweep import arm_values
+from dcmdp_jax.lab.studies.results import Table
+from dcmdp_jax.number_format import markdown_table
+from research.kept_studies import KEPT, arms_of
+from research.long_tables import BASELINE, CONTROLS, RESPONSES, countdown, ended, parted, read
+
+_EXACTLY = RESPONSES["held-out, exact engine, %"]
+
+
+class Ascent(NamedTuple):
+    """One row.
+
+    Attributes:
+        where: task and engine.
+        kept, arm: name of the kept metrics, and of the arm in them.
+        own: the arm's name among `of`.
+        of: the kept runs as one study, with GRPO's.
+    """
+
+    where: str
+    kept: str
+    arm: str
+    own: str
+    of: Callable[[Table], Table]
+
+
+def _countdown(name: str) -> Callable[[Table], Table]:
+    return lambda kept: countdown(kept)[name]
+
+
+ASCENTS: Sequence[Ascent] = (
+    Ascent("SmolLM2-135M, int4", "smollm2", "dc_grpo", "dc_grpo", lambda kept: kept),
+    Ascent("Countdown, stale engine", "countdown", "stale64_dc_grpo", "dc_grpo", _countdown("stale64")),
+    Ascent("Countdown, noise of 5%", "countdown", "noise5_dc_grpo", "dc_grpo", _countdown("noise5")),
+    Ascent("Countdown, int4", "countdown", "int4_dc_grpo", "dc_grpo", _countdown("int4")),
+    Ascent("Countdown, int8", "countdown", "int8_dc_grpo", "dc_grpo", _countdown("int8")),
+    Ascent("200 tokens, int3", "regimes", "int3_dc_grpo_eta50", "dc_grpo_eta50", lambda kept: parted(kept, "int3", {})),
+    Ascent("200 tokens, int4", "long_completions", "dc_grpo_eta50", "dc_grpo_eta50", lambda kept: kept),
+)
+"""Every arm of kept runs with lambda_0 = 0.1, c = 0.0037 and a cap of 1, on what is scored by an exact engine too."""
+
+
+def ascents() -> str:
+    """Markdown: eta, delta over c of GRPO, lambda reached and score of each, by the resolved settings and kept runs."""
+    rows = []
+    for one in ASCENTS:
+        runs = one.of(read(KEPT / f"{one.kept}.jsonl.gz"))
+        values = arm_values(arms_of(one.kept)[one.arm])
+        mine, plain = runs[one.own], runs[BASELINE]
+        times = np.mean([run["discrepancy/mean"][1].mean() for run in plain.values()]) / values["algorithm.tolerance"]
+        peaks = [float(run["dual/multiplier"][1].max()) for run in mine.values()]
+        eta, divided = values["algorithm.dual_learning_rate"], values["algorithm.normalize_std"]
+        said = [one.where, f"{eta:g}", _updates(values), "yes" if divided else "no", f"{times:.2g}"]
+        said += [_range(peaks, ".2g"), f"{len(ended(runs)[one.own])} of {len(mine)}"]
+        rows.append(said + [_range([_EXACTLY(run) for run in each.values()], ".0f") for each in (mine, plain)])
+    heads = ["task, engine", "eta", "updates a push", "A / std", "delta / c", "largest lambda", "ended", "score, %"]
+    return "\n".join(markdown_table([*heads, "GRPO's"], rows)) + "\n"
+
+
+def _updates(values: Mapping[str, Any]) -> str:
+    return str(values["training.prompts_per_step"] // values["training.prompts_per_mini_batch"])
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def fixed() -> str:
+    """Markdown: runs with a fixed lambda on 200 tokens that ended, and Fisher's p against none."""
+    long = read(KEPT / "long_completions.jsonl.gz")
+    int3, over = parted(read(KEPT / "regimes.jsonl.gz"), "int3", {}), ended(long)
+    without = sum(len(long[arm]) for arm in (BASELINE, CONTROLS[-1]))
+    none = without - sum(len(over[arm]) for arm in (BASELINE, CONTROLS[-1]))
+    rows = []
+    for strength in ("0.03", "0.1", "0.3", "1"):
+        arm = f"token_{strength}"
+        lost, count = len(over[arm]), len(long[arm])
+        p = fisher_exact([[lost, count - lost], [without - none, none]]).pvalue
+        three = f"{len(ended(int3)[arm])} of {len(int3[arm])}" if arm in int3 else "-"
+        rows.append([strength, f"{lost} of {count}", f"{p:.2g}", three])
+    rows.insert(
+        0, ["0", f"{without - none} of {without}", "-", f"{len(ended(int3)[BASELINE])} of {len(int3[BASELINE])}"]
+    )
+    return "\n".join(markdown_table(["lambda", "ended, int4", "p against 0", "ended, int3"], rows)) + "\n"
+
+
+def text() -> str:
+    """Both tables."""
+    return f"{ascents()}\n{fixed()}"
