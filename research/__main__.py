@@ -25,6 +25,7 @@ from research import (
     frozen_tables,
     kept_studies,
     long_tables,
+    paper_regime,
 )
 from research.kept_studies import KEPT, STUDIES
 from research.oracle import table as oracle
@@ -72,6 +73,7 @@ def _charge_gradients() -> str:
     return charge_gradients.gradient_table(json.loads((KEPT / "charge_gradients.json").read_text(encoding="utf-8")))
 
 
+_REGIME = paper_regime.KEPT.exists()
 TEXTS: Mapping[str, Callable[[], str]] = {
     "arms": kept_studies.arms_text,
     "ascents": ascents.text,
@@ -82,6 +84,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "oracle": oracle.text,
     "charge_gradients": _charge_gradients,
     **({"charge_in_a_real_model": _charge_in_a_real_model} if charge_in_a_real_model.KEPT.exists() else {}),
+    **({"paper_regime": lambda: paper_regime.text(long_tables.read(paper_regime.KEPT))} if _REGIME else {}),
 }
 """Name -> the text of tables/NAME.txt."""
 _STEMS = {name: "smollm2_int4" if name == "smollm2" else name for name in long_tables.STUDIES}
@@ -89,6 +92,7 @@ FIGURES: Mapping[str, Callable[[], Mapping[str, Figure]]] = {
     **{name: functools.partial(_drawn, name, stem) for name, stem in _STEMS.items()},
     "dose_response_vllm": lambda: dose_tables.figures(long_tables.read(_kept("dose_response_vllm"))),
     "dose_response": lambda: dose_tables.figures(long_tables.read(_kept("dose_response")), KEPT / "oracle.json"),
+    **({"paper_regime": lambda: paper_regime.figures(long_tables.read(paper_regime.KEPT))} if _REGIME else {}),
     "frozen": lambda: {"frozen": frozen_tables.draw(frozen_tables.read_kept())},
 }
 """Name -> figures by the stem of their file in images/."""

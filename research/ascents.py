@@ -11,7 +11,7 @@ from scipy.stats import fisher_exact
 from dcmdp_jax.commands.sweep import arm_values
 from dcmdp_jax.lab.studies.results import Table
 from dcmdp_jax.number_format import markdown_table
-from research.kept_studies import KEPT, arms_of
+from research.kept_studies import KEPT, STUDIES, arms_of
 from research.long_tables import BASELINE, CONTROLS, RESPONSES, countdown, ended, parted, read
 
 _EXACTLY = RESPONSES["held-out, exact engine, %"]
@@ -44,17 +44,23 @@ ASCENTS: Sequence[Ascent] = (
     Ascent("Countdown, noise of 5%", "countdown", "noise5_dc_grpo", "dc_grpo", _countdown("noise5")),
     Ascent("Countdown, int4", "countdown", "int4_dc_grpo", "dc_grpo", _countdown("int4")),
     Ascent("Countdown, int8", "countdown", "int8_dc_grpo", "dc_grpo", _countdown("int8")),
+    Ascent("200 tokens, int4, late collapse", "paper_regime", "dc_grpo", "dc_grpo", lambda kept: kept),
+    Ascent("200 tokens, int3", "regimes", "int3_dc_grpo", "dc_grpo", lambda kept: parted(kept, "int3", {})),
+    Ascent("200 tokens, int4", "long_completions", "dc_grpo", "dc_grpo", lambda kept: kept),
     Ascent("200 tokens, int3", "regimes", "int3_dc_grpo_eta50", "dc_grpo_eta50", lambda kept: parted(kept, "int3", {})),
     Ascent("200 tokens, int4", "long_completions", "dc_grpo_eta50", "dc_grpo_eta50", lambda kept: kept),
 )
-"""Every arm of kept runs with lambda_0 = 0.1, c = 0.0037 and a cap of 1, on what is scored by an exact engine too."""
+"""Arms with lambda_0 = 0.1, c = 0.0037 and a cap of 1, on what is scored by an exact engine too."""
 
 
 def ascents() -> str:
     """Markdown: eta, delta over c of GRPO, lambda reached and score of each, by the resolved settings and kept runs."""
     rows = []
     for one in ASCENTS:
-        runs = one.of(read(KEPT / f"{one.kept}.jsonl.gz"))
+        kept = read(KEPT / f"{one.kept}.jsonl.gz") if one.kept in STUDIES else {}
+        if one.arm not in kept:
+            continue
+        runs = one.of(kept)
         values = arm_values(arms_of(one.kept)[one.arm])
         mine, plain = runs[one.own], runs[BASELINE]
         times = np.mean([run["discrepancy/mean"][1].mean() for run in plain.values()]) / values["algorithm.tolerance"]

@@ -19,7 +19,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 KEPT = _ROOT / "research" / "kept"
 ARMS = Path(__file__).parent / "tables" / "arms.txt"
 _STUDIES = "configs/studies"
-STUDIES: Mapping[str, str] = {
+STUDIES: dict[str, str] = {
     "countdown": "examples/countdown/countdown.py:small",
     "planted": "examples/planted/planted.py",
     "long_completions": f"{_STUDIES}/long_completions.py",
@@ -42,6 +42,13 @@ STUDIES: Mapping[str, str] = {
     "multiplier": f"{_STUDIES}/ablation_multiplier.py",
     "tolerance": f"{_STUDIES}/ablation_tolerance.py",
 }
+STUDIES |= {
+    name: f"{_STUDIES}/paper_regime.py{argument}"
+    for name, argument in (
+        ("paper_regime", ""), ("paper_regime_readings", ":readings"), ("paper_regime_calm", ":calm"),
+    )
+    if (KEPT / f"{name}.jsonl.gz").exists()
+}  # fmt: skip
 """Name of the kept metrics -> the study."""
 STEPS: Mapping[str, int] = {"dose_response_wide": 40, "embedded": 80, "int4": 80, "vllm": 32}
 """Steps of studies that ran with --config.training.steps."""

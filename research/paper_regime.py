@@ -12,18 +12,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 from scipy import stats
 
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import Table
 from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, DPI, color_of
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import make_figure, style_axes
+from research.long_tables import ended, read, yardstick
 
 KEPT = Path(__file__).parent / "kept" / "paper_regime.jsonl.gz"
 BASELINES = ("grpo", "grpo_shaken")
@@ -72,17 +74,6 @@ def fall(series: Series) -> float:
     """The largest fall of the reward from its peak so far."""
     means = smoothed(series)
     return float(np.max(np.maximum.accumulate(means) - means))
-
-
-def yardstick(runs: Table) -> float:
-    """Half of GRPO's mean reward over its seeds at its best step; a run whose last four steps are below it ended."""
-    return float(np.mean([smoothed(series) for series in runs[BASELINES[0]].values()], axis=0).max() / 2)
-
-
-def ended(runs: Table) -> dict[str, list[int]]:
-    """Arm -> seeds that ended."""
-    bar = yardstick(runs)
-    return {arm: [seed for seed, one in of.items() if smoothed(one)[-1] < bar] for arm, of in runs.items()}
 
 
 def welch(values: Sequence[float], others: Sequence[float]) -> Difference:
@@ -161,7 +152,7 @@ FIGURES: Mapping[str, Callable[[Series], tuple[np.ndarray, np.ndarray]]] = {
 }
 
 
-def draw(runs: Table, name: str) -> object:
+def draw(runs: Table, name: str) -> Figure:
     """A panel for each arm with a line for each run, GRPO's in gray; `held out` has the scores of the last policies."""
     arms = [arm for arm in runs if runs[arm]]
     if name == "held out":
@@ -184,9 +175,19 @@ def draw(runs: Table, name: str) -> object:
     return figure
 
 
-def read(path: Path) -> Table:
-    """Kept runs of arms that have some."""
-    return {arm: seeds for arm, seeds in read_kept_metrics(path, None).items() if seeds}
+def text(runs: Table) -> str:
+    """The table, and what the rule says of DC-GRPO's arms."""
+    lines = [table(runs), f"ended: mean reward of the last four steps below {yardstick(runs):.3f}"]
+    for arm, found in differences(runs, SCORES["exact engine"]).items():
+        if arm.startswith("dc_grpo") and math.isfinite(found.low):
+            lines.append(f"{arm}: {outcome(found)}")
+    return "\n".join(lines) + "\n"
+
+
+def figures(runs: Table) -> dict[str, Figure]:
+    """The six figures by the stem of their file."""
+    stems = {name: f"paper_regime_{re.sub('[^a-z]+', '_', name)}" for name in (*FIGURES, "held out")}
+    return {stem: draw(runs, name) for name, stem in stems.items()}
 
 
 def main() -> None:
@@ -196,16 +197,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="draw the figures into this directory")
     arguments = parser.parse_args()
     runs = read(arguments.kept)
-    print(table(runs))
-    print(f"ended: mean reward of the last four steps below {yardstick(runs):.3f}")
-    for arm, found in differences(runs, SCORES["exact engine"]).items():
-        if arm.startswith("dc_grpo") and math.isfinite(found.low):
-            print(f"{arm}: {outcome(found)}")
+    print(text(runs))
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        for name in (*FIGURES, "held out"):
-            path = arguments.out / f"paper_regime_{name.replace(' ', '_').replace(chr(39), '')}.png"
-            draw(runs, name).savefig(path, dpi=DPI)
+        for stem, figure in figures(runs).items():
+            figure.savefig(arguments.out / f"{stem}.png", dpi=DPI)
 
 
 if __name__ == "__main__":
