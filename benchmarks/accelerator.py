@@ -77,7 +77,7 @@ _VLLM = "smollm2", "vllm"
 PARTS = {
     "device": Part(limits.measure, 60, 5),
     "step": Part(functools.partial(step.measure, remat="none"), 120, 40),
-    "demo": Part(runs.measure_demo, 180, 60, shares=True),
+    "demo": Part(runs.measure_demo, 240, 60, shares=True),
     "engine_bfloat16": Part(functools.partial(engine.measure, precision="bfloat16"), 90, 40),
     "engine_fp8": Part(functools.partial(engine.measure, precision="fp8"), 90, 40),
     "engine_int8": Part(functools.partial(engine.measure, precision="int8"), 90, 40),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -49,20 +50,20 @@ def measure(tell: Tell, config: str, settings: Mapping[str, object]) -> None:
         asked = dict(settings) | {"run_dir": directory}
         command = [sys.executable, "-m", "bin.train", f"--config={config}"]
         command += [f"--config.{name}={value}" for name, value in asked.items()]
-        ports: set[str] = set()
+        # As a user runs it: what this process leaves to others is its own affair.
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_PREALLOCATE"}
+        found: dict[str, Any] = {"kind": "run", "config": config}
+        found |= {"settings": {name: str(value) for name, value in settings.items()}, "ports": []}
         began = time.time()
-        with log.open("w") as out, subprocess.Popen(command, cwd=_ROOT, stdout=out, stderr=out) as process:
+        with (
+            log.open("w") as out,
+            subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=out, stderr=out) as process,
+        ):
             while process.poll() is None:
-                ports |= listening(process.pid)
+                found["ports"] = sorted({*found["ports"], *listening(process.pid)})
+                found |= {"seconds": time.time() - began, "said": log.read_text()[-300:]}
+                tell(found)
                 time.sleep(1)
-        found: dict[str, Any] = {
-            "kind": "run",
-            "config": config,
-            "settings": {name: str(value) for name, value in settings.items()},
-            "seconds": time.time() - began,
-            "ports": sorted(ports),
-        }
-        tell(found)
         if process.returncode:
             said = [path.read_text()[-1500:] for path in (log, *directory.glob("vllm/**/*.log"))]
             raise RuntimeError("\n".join([f"exit code {process.returncode}", *said]))
