@@ -3,13 +3,16 @@
 import numpy as np
 import pytest
 
+from dcmdp_jax.lab.studies.replay import broken_rule
 from dcmdp_jax.observe.metrics_io import without_placeholder
 from dcmdp_jax.observe.run_summary import what_the_multiplier_did
-from tests.demo_multiplier import broken_rule
 
 # c: 1.25 x the median of (0.25, 0.75 raised to its floor of 1) = 1.25 x 0.625 = 0.78125, from the third step on. lambda
 # rests for two steps, then 0.125 + 2 (1 - 0.78125) = 0.5625, + 2 (0.25 - 0.78125) = -0.5, cut to 0.
 _CONFIG = {
+    "algorithm.method": "dc_grpo",
+    "algorithm.budget": "mean",
+    "algorithm.tolerance": 0.5,
     "algorithm.multiplier": 0.125,
     "algorithm.multiplier_max": 1.0,
     "algorithm.dual_learning_rate": 2.0,
@@ -37,9 +40,9 @@ def test_a_record_that_follows_the_rule_passes():
     ("changes", "said"),
     [
         # Moved by eta (c - delta); not cut to 0; while c was measured; by one unit too much; another first value.
-        ({"dual__multiplier": [0.125, 0.125, 0.125, 0.0, 0.0]}, "lambda is 0.0 at step 4, the rule gives 0.5625"),
-        ({"dual__multiplier": [0.125, 0.125, 0.125, 0.5625, -0.5]}, "lambda is -0.5 at step 5, the rule gives 0.0"),
-        ({"dual__multiplier": [0.125, 0.0, 0.0, 0.4375, 0.0]}, "lambda is 0.0 at step 2, the rule gives 0.125"),
+        ({"dual__multiplier": [0.125, 0.125, 0.125, 0.0, 0.0]}, "lambda is 0.0 at step 4, the settings give 0.5625"),
+        ({"dual__multiplier": [0.125, 0.125, 0.125, 0.5625, -0.5]}, "lambda is -0.5 at step 5, the settings give 0.0"),
+        ({"dual__multiplier": [0.125, 0.0, 0.0, 0.4375, 0.0]}, "lambda is 0.0 at step 2, the settings give 0.125"),
         ({"dual__multiplier": [0.125, 0.125, 0.125, 0.562501, 0.0]}, "lambda is 0.5625010"),
         ({"dual__multiplier": [0.25, 0.25, 0.25, 0.6875, 0.0]}, "lambda begins at 0.25"),
         # The median without the floor.
