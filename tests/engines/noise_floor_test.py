@@ -23,7 +23,7 @@ from tests.support.sampling import local_engine
 @pytest.mark.long
 @pytest.mark.usefixtures("vllm_is_installed")
 def test_a_run_sees_the_floor_of_a_bfloat16_engine(run_environment, tmp_path):
-    """A wide random model: benchmarks/mismatch.py has 0.003 to 0.005 for it with each request alone."""
+    """A wide random model: research/mismatch.py has 0.003 to 0.005 for it with each request alone."""
     tokenizer = build_tokenizer()
     others = dict(tie_word_embeddings=False, max_position_embeddings=128, initializer_range=0.4)
     config = ModelConfig("qwen3", len(tokenizer), 256, 512, 4, 4, 2, 64, **others)

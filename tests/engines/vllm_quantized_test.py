@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.mismatch import Regime, measure, model
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.quantize import quantize_kernel
+from research.mismatch import Regime, measure, model
 from tests.support.processors import skip_unless_computed
 from tests.support.sampling import sample
 from tests.support.vllm_tools import STOP, TOTAL, assert_same_bits, fresh_answers, prompts, random_params

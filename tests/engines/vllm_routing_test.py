@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.router_replay import effect
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.protocol import SamplingParams
+from research.router_replay import effect
 from tests.support.vllm_tools import EXPERTS, STOP, prompts, random_params
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import dcmdp_jax
-from benchmarks import certificates
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.lab.probe import certificate
+from research import certificates
 
 KEPT = [json.loads(path.read_text()) for path in sorted(certificates.KEPT.glob("*.json"))]
 

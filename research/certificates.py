@@ -1,8 +1,8 @@
 """Certificates of models, kept in docs/certificates/*.json and shown in docs/certificates.md.
 
-    python -m benchmarks.certificates --model=DIR [--name=NAME] [--task=FILE]     a checkpoint
-    python -m benchmarks.certificates --random [FAMILY ...]                       families at toy size, random weights
-    python -m benchmarks.certificates                                             the page again, from the files
+    python -m research.certificates --model=DIR [--name=NAME] [--task=FILE]     a checkpoint
+    python -m research.certificates --random [FAMILY ...]                       families at toy size, random weights
+    python -m research.certificates                                             the page again, from the files
 
 Runs `dcmdp probe --certify` (several engines against the training stack in float32), and then compares the training
 stack, the embedded engine, the export and the tokenizer with transformers in float32. A few minutes a model; needs
@@ -194,8 +194,8 @@ def _markdown(rows: list[tuple[str, ...]]) -> str:
 _TEXT = """# Certificates of families and engines
 
     dcmdp probe --certify --model=DIR --config.task.train=FILE              ENGINES
-    python -m benchmarks.certificates --model=DIR                           the same, and against transformers; keeps it
-    python -m benchmarks.certificates --random                              every family at toy size
+    python -m research.certificates --model=DIR                           the same, and against transformers; keeps it
+    python -m research.certificates --random                              every family at toy size
 
 An engine samples and the training stack in float32 scores: p is its probability of a sampled token, q the engine's.
 eps = logit p - logit q, with a probability of 1 taken as 1 - 2^-24 (the largest float32 below 1) and log-probs below
@@ -224,7 +224,7 @@ MISSING"""
 
 def main(argv: list[str] | None = None) -> None:
     """Certify what is asked for and write the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.certificates")
+    parser = argparse.ArgumentParser(prog="python -m research.certificates")
     parser.add_argument("--model", type=Path, metavar="DIR")
     parser.add_argument("--name", default="", help="name of the file and the model (default: the directory's)")
     parser.add_argument("--task", default=TASK)

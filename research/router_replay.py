@@ -1,6 +1,6 @@
 """Mean |p_train - p_engine| of a mixture of experts when the trainer routes by itself, and when it replays the engine.
 
-    python -m benchmarks.router_replay [--engines local,vllm]
+    python -m research.router_replay [--engines local,vllm]
 
 64 prompts x 64 sampled tokens of a random Qwen3-MoE with 16 experts, 4 of them for each token. The training stack
 computes in float32. Agreement is the share of the engine's experts that the trainer would have chosen itself. The
@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.arguments import names_of
-from benchmarks.mismatch import Regime
 from benchmarks.timing import machine
 from configs.base import get_config
 from dcmdp_jax.data.episode import Episode, collect
@@ -39,6 +38,7 @@ from dcmdp_jax.models.moe import router_metrics
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.run.row_logprobs import make_row_logprobs, without_replay
 from dcmdp_jax.types import Params, Rows
+from research.mismatch import Regime
 
 PROMPTS, TOKENS, PROMPT_TOKENS = 64, 64, 16
 TOTAL = PROMPT_TOKENS + TOKENS

@@ -1,6 +1,6 @@
 """Mean |p_train - p_engine| of every regime that the vLLM sidecar offers, and its noise floor.
 
-    python -m benchmarks.mismatch [--families qwen3,qwen2]
+    python -m research.mismatch [--families qwen3,qwen2]
 
 64 prompts x 64 sampled tokens of a random model with entropy near 1 nat. The training stack is the reference, in
 float32. The noise floor is the same engine, weights, seeds and tokens with each request alone instead of all together.
