@@ -68,6 +68,14 @@ FAULTS: dict[str, tuple[Fault, frozenset[str]]] = {
         Fault(temperature=1.3, retokenized=0.2),
         frozenset({"temperature", "retokenization"}),
     ),
+    "repetition penalty 1.1": (Fault(penalty=1.1), frozenset({"penalty"})),
+    "rounding, repetition penalty 1.05": (Fault(rounding=0.02, penalty=1.05), frozenset({"penalty"})),
+    "one place late": (Fault(shifted=1), frozenset({"misaligned"})),
+    "int8, two places late": (Fault(bits=8, shifted=2), frozenset({"misaligned"})),
+    "rounding, the last two are 0": (Fault(rounding=0.02, padded=2), frozenset({"filled"})),
+    "int4, the last four are 0": (Fault(bits=4, padded=4), frozenset({"filled"})),
+    "rows exchanged": (Fault(exchanged=0.1), frozenset({"misaligned"})),
+    "int8, every row exchanged": (Fault(bits=8, exchanged=1.0), frozenset({"misaligned"})),
 }
 SIZES = (3, 12, 60, 400)
 LARGE = ("none", "int8", "int4", "weights 5% off", "noise 1", "temperature 0.9", "top-p 0.95", "re-tokenized 10%")

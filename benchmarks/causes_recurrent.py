@@ -30,6 +30,10 @@ class Fault:
             of 16 tokens or more.
         prompts: the engine's completions begin in another state of the net.
         flat: the first 4 tokens are nearly uniform, on both sides.
+        penalty: repetition penalty of the sampling, unknown to the training stack.
+        shifted: places by which the training stack's column is late.
+        padded: last tokens of each completion whose log-prob in the engine's column is 0.
+        exchanged: share of the completions, two at least, whose rows in the engine's column are rotated.
         lags: age of the weights -> their relative noise, a like share of the completions each.
     """
 
@@ -45,6 +49,10 @@ class Fault:
     retokenized: float = 0.0
     prompts: bool = False
     flat: bool = False
+    penalty: float = 1.0
+    shifted: int = 0
+    padded: int = 0
+    exchanged: float = 0.0
     lags: tuple[tuple[int, float], ...] = ()
 
 
@@ -91,6 +99,7 @@ def recording(fault: Fault, completions: int, *, seed: int, entropies: bool = Tr
         token[row, middle] = rng.integers(1, VOCABULARY)
         lengths[row] -= 1
     train, entropy = _score(fault, net, token, start)
+    train, rollout = _misplaced(fault, train, rollout, lengths)
     cut = lambda x: [row[:n] for row, n in zip(x, lengths, strict=True)]  # noqa: E731 - used four times below
     return make_pairs(
         cut(token),
@@ -99,6 +108,19 @@ def recording(fault: Fault, completions: int, *, seed: int, entropies: bool = Tr
         entropies=cut(entropy) if entropies else None,
         lags=[np.full(n, age) for n, age in zip(lengths, ages, strict=True)] if fault.lags else None,
     )
+
+
+def _misplaced(fault: Fault, train: np.ndarray, rollout: np.ndarray, lengths: np.ndarray) -> tuple:
+    """Both columns [N, T], as a wrong recorder leaves them."""
+    if fault.shifted:
+        train = np.concatenate([train[:, :1]] * fault.shifted + [train[:, : -fault.shifted]], axis=1)
+    if fault.padded:
+        rollout = np.where(np.arange(LONGEST) >= lengths[:, None] - fault.padded, 0.0, rollout)
+    if fault.exchanged:
+        rows = np.argsort(-lengths, kind="stable")[: max(2, round(fault.exchanged * len(lengths)))]
+        rollout = rollout.copy()
+        rollout[rows] = rollout[np.roll(rows, 1)]
+    return train, rollout
 
 
 def _engine(net: _Net, bits: int, size: float, rng: np.random.Generator) -> _Net:
@@ -118,14 +140,18 @@ def _sample(fault: Fault, net: _Net, engine: _Net, start: np.ndarray, rng: np.ra
     rows = np.arange(len(start))
     hidden = rng.normal(0, 1, start.shape) if fault.prompts else start
     first, token, tokens, logprobs = hidden, None, [], []
+    had = np.zeros((len(start), VOCABULARY), bool)
     for place in range(LONGEST):
         hidden = _step(engine, hidden, token)
         logits = hidden @ engine.output.T * (0.15 if fault.flat and place < 4 else 1.0)
         if fault.noise:
             drawn = rng.standard_t(3, logits.shape) / np.sqrt(3) if fault.heavy else rng.normal(0, 1, logits.shape)
             logits = logits + fault.noise * drawn
+        if fault.penalty != 1:
+            logits = np.where(had, np.where(logits > 0, logits / fault.penalty, logits * fault.penalty), logits)
         sampled = _processed(logits, fault)
         token = (sampled + rng.gumbel(size=sampled.shape)).argmax(axis=1)
+        had[rows, token] = True
         reported = _log_softmax(logits) if fault.raw else sampled
         tokens.append(token)
         logprobs.append(reported[rows, token] + fault.rounding * rng.normal(0, 1, len(rows)))

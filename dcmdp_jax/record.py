@@ -183,13 +183,15 @@ def list_problems(
 
 
 def record_trl(
-    recorder: Recorder, step: int, output: Mapping[str, Any], old_logprobs: Any = None, *, top: _Lists = None
-) -> None:
+    recorder: Recorder, step: int, output: Mapping[str, Any], old_logprobs: Any = None, *, entropies: Any = None,
+    top: _Lists = None,
+) -> None:  # fmt: skip
     """Record a batch of TRL from `GRPOTrainer._generate_and_score_completions`, with vLLM as its engine.
 
     TRL computes `old_per_token_logps` when `vllm_importance_sampling_correction` is on or generation and optimizer
-    steps are not aligned; else give `old_logprobs`. A token for which vLLM has no log-prob (NaN) is left out. `top` is
-    that of `Recorder.write`, here and below, at the places of the completion tokens: no batch has the lists.
+    steps are not aligned; else give `old_logprobs`. A token for which vLLM has no log-prob (NaN) is left out.
+    `entropies` and `top` are those of `Recorder.write`, here and below, at the places of the completion tokens: no
+    batch has them. Only entropies show that the tokens come from neither column.
 
     Raises:
         ValueError: if the batch lacks one of the two log-probs, naming the setting that gives it.
@@ -206,12 +208,13 @@ def record_trl(
         mask = mask * _array(output["tool_mask"])
     rollout = _array(output["sampling_per_token_logps"])
     mask = mask * ~np.isnan(rollout)
-    recorder.write(step, output["completion_ids"], old, rollout, mask, advantages=output["advantages"], top=top)
+    more = {"advantages": output["advantages"], "entropies": entropies, "top": top}
+    recorder.write(step, output["completion_ids"], old, rollout, mask, **more)
 
 
 def record_verl(
     recorder: Recorder, step: int, batch: Mapping[str, Any], other: Mapping[str, Any] | None = None, *,
-    top: _Lists = None,
+    entropies: Any = None, top: _Lists = None,
 ) -> None:  # fmt: skip
     """Record a batch of verl: `DataProto.batch` and `.non_tensor_batch`, after the advantages are computed.
 
@@ -223,7 +226,7 @@ def record_verl(
     """
     if "rollout_log_probs" not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
         raise ValueError("the batch has no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs=True")
-    optional = {}
+    optional = {"entropies": entropies, "top": top}
     if "advantages" in batch.keys():  # noqa: SIM118
         optional["advantages"] = batch["advantages"]
     if "token_level_scores" in batch.keys():  # noqa: SIM118
@@ -232,10 +235,12 @@ def record_verl(
         if other is not None and key in other:
             optional[name] = other[key]
     names = "responses", "old_log_probs", "rollout_log_probs", "response_mask"
-    recorder.write(step, *(batch[name] for name in names), **optional, top=top)
+    recorder.write(step, *(batch[name] for name in names), **optional)
 
 
-def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any], *, top: _Lists = None) -> None:
+def record_skyrl(
+    recorder: Recorder, step: int, batch: Mapping[str, Any], *, entropies: Any = None, top: _Lists = None
+) -> None:
     """Record a `TrainingInputBatch` of SkyRL, after `compute_advantages_and_returns`.
 
     Every tensor is padded on the left; `sequences` holds the prompts too. Needs
@@ -250,7 +255,7 @@ def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any], *, top
     width = _array(batch["loss_mask"]).shape[1]
     sequences = _array(batch["sequences"])[:, -width:]
     columns = [batch[name] for name in ("action_log_probs", "rollout_logprobs", "loss_mask")]
-    recorder.write(step, sequences, *columns, advantages=batch["advantages"], top=top)
+    recorder.write(step, sequences, *columns, advantages=batch["advantages"], entropies=entropies, top=top)
 
 
 def _array(values: Any, name: str = "") -> np.ndarray:

@@ -69,10 +69,14 @@ def main(argv: list[str]) -> None:
         title, measured = _probed(arguments, overrides)
     if arguments.certify:
         print(certificate.write(measured, arguments.words, arguments.out))
-        return
-    analyses = [analyze(one, arguments.tolerance) for one in measured]
-    print(page.table(analyses))
-    print(f"wrote {page.write(title, measured, analyses, arguments.out)}")
+    else:
+        analyses = [analyze(one, arguments.tolerance) for one in measured]
+        print(page.table(analyses))
+        print(f"wrote {page.write(title, measured, analyses, arguments.out)}")
+    means = {one.name: float(one.pairs.discrepancy.mean()) for one in measured}
+    if above := [f"{name} {mean:.3g}" for name, mean in means.items() if mean > arguments.fail_above]:
+        print(f"mean |dp| above --fail-above={arguments.fail_above:g}: {', '.join(above)}", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def _parser() -> Parser:
@@ -87,6 +91,7 @@ def _parser() -> Parser:
     engines("--no-rescoring", action="store_true", help="name the cause from the two columns alone")
     add = parser.add_argument
     add("--tolerance", type=real(0, 1), metavar="C", help="budget to count completions over (default: the recommended)")
+    add("--fail-above", type=real(0, 1), default=1.0, metavar="X", help="exit code 1 where a mean |dp| is above it")
     out = Path("runs/probe")
     add("--out", type=output_directory, default=out, metavar="DIR", help="where to write (default: %(default)s)")
     return parser

@@ -91,6 +91,7 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
     }  # fmt: skip
     name = framework if len(files) > 1 else f"{framework} {files[0].path.stem}"
     measured = Measured(name, source, found.pairs, _text(arguments.tokenizer), over_training=found.over_training)
+    measured = dataclasses.replace(measured, framework=framework)
     if run:
         rollout = read_config(run).rollout
         spec = ProbeSpec(rollout.engine, rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype)

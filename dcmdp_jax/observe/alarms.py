@@ -25,6 +25,8 @@ _CHARGE_SHARE, _SHARE_STEPS = 0.1, 5
 """A share of the update and steps: chosen on long completions, docs/evidence.md."""
 _LEAST_SHARE, _WHOLE_ADVANTAGE = 0.01, 0.5
 """Guesses, not measured: a share that is worth a word, and a token's charge in advantages."""
+_PUSH_ROUNDING, _IDENTICAL = "mismatch/push_rounding", ("completion/identical_fraction", "completion/identical_chance")
+_MOSTLY_KEPT, _BEHIND, _STEADY_BEHIND, _ENGINE_MOVES, _AS_ROUNDING, _TWINS = 0.7, 10.0, 0.8, 0.2, 0.04, 0.1
 _LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
 
 ALARMS = (
@@ -32,6 +34,8 @@ ALARMS = (
     "mismatch",
     "staleness",
     "weight_sync",
+    "unseen_updates",
+    "identical",
     "support",
     "retokenization",
     "charge",
@@ -39,11 +43,13 @@ ALARMS = (
     "displacement",
 )
 """Every alarm's name."""
+OF_A_BUDGET = ("noise", "mismatch", "staleness")
+"""Alarms that compare with c, at least where delta mixes staleness in."""
 WATCHED = (
     "discrepancy/mean", "discrepancy/broken_completions", "dual/tolerance", "mismatch/k1", "mismatch/k3",
     "mismatch/effective_sample_size", "mismatch/noise_floor", "rollout/staleness_max", "policy/entropy", _STALENESS,
     "discrepancy/max", "dual/multiplier", "dual/charge_share", "reward/mean",
-    "reward/all_equal_groups", "discrepancy/spent", "displacement/abs_p95",
+    "reward/all_equal_groups", "discrepancy/spent", "displacement/abs_p95", _PUSH_ROUNDING, *_IDENTICAL,
 )  # fmt: skip
 """Metrics that the alarms look at."""
 
@@ -74,6 +80,8 @@ def alarms(series: Series) -> list[Alarm]:
     | staleness | with `rollout.lag`, mean `staleness/log_ratio_abs_mean` is above 0.2 nats, where the clip of the ratio bites the typical token; without, delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
     | charge | one of three. The median of `dual/charge_share` of the last 5 steps is above 0.1, over those that have a prompt with unequal rewards, at least half. lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest charge of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
     | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, the reward of the 3 steps before the rise was not below the usual by half of its size, no charge alarm says why, and the entropy does not move as under collapse |
+    | unseen_updates | delta rises steadily (rank correlation of 0.8 or more over all steps, at least 10) to ten times its first and 3 noise floors, no weights are stale, and the engine stands still: `mismatch/push_rounding` is 0.7 or more in the median of the last 10 steps; in a recording the first step's median log-ratio is 0.04 nats at most and the engine's mean -log q moves by 20% at most |
+    | identical | `completion/identical_fraction` is above `completion/identical_chance` by 0.1 and four standard errors over steps: samples that are not independent |
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but charge says why |
     | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a weight_sync alarm |
@@ -256,6 +264,48 @@ def _weight_sync(series: Series) -> str | None:
     )
 
 
+def _unseen_updates(series: Series) -> str | None:
+    if "discrepancy/mean" not in series:
+        return None
+    delta, lag = np.asarray(series["discrepancy/mean"][1], np.float64), _mixed_lag(series, WINDOW)
+    if len(delta) < WINDOW or not np.isfinite(delta).all() or (lag is not None and lag.max() > 0):
+        return None
+    first, last = float(delta[:3].mean()), float(delta[-3:].mean())
+    if last < max(_BEHIND * first, _FLOORS * _floor(series)) or _rank_correlation(delta) < _STEADY_BEHIND:
+        return None
+    kept, surprise = _last(series, _PUSH_ROUNDING), _last(series, "engine/surprise", len(delta))
+    if kept is not None:
+        still, why = np.median(kept) >= _MOSTLY_KEPT, f"rounding keeps back {np.median(kept):.0%} of an update's norm"
+    elif surprise is not None:
+        third = len(surprise) // 3
+        before, now = float(surprise[:third].mean()), float(surprise[-third:].mean())
+        still = abs(now - before) <= _ENGINE_MOVES * before
+        still = still and series["mismatch/median_log_ratio"][1][0] <= _AS_ROUNDING
+        why = f"its own mean -log q stays at {before:.2g} to {now:.2g} nats"
+    else:
+        return None
+    if not still:
+        return None
+    return (
+        f"The discrepancy rose steadily from {first:.2g} to {last:.2g} while the engine stands still: {why}. The "
+        "updates do not reach it: no push, or updates below what its dtype holds. Compare its weights over steps; give the "
+        "engine float32, or raise the learning rate."
+    )
+
+
+def _identical(series: Series) -> str | None:
+    twins, chance = (_last(series, name) for name in _IDENTICAL)
+    if twins is None or chance is None:
+        return None
+    more = twins - chance
+    if more.mean() - 4 * more.std() / np.sqrt(WINDOW) <= _TWINS:
+        return None
+    return (
+        f"{twins.mean():.1%} of the completions equal another one of their group token by token, {chance.mean():.1%} "
+        "would by chance: they are not independent samples. Seed each completion of a group differently."
+    )
+
+
 def _noise(series: Series) -> str | None:
     delta, tolerance = _last(series, spent(series)), _last(series, "dual/tolerance", 1)
     if delta is None or tolerance is None or not np.mean(delta > tolerance) > 0.5:
@@ -273,8 +323,9 @@ def _mismatch(series: Series) -> str | None:
     if (over := _over(series)) is None:
         return None
     return (
-        f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor of {_floor(series):.3g}: the "
-        "engines differ. Run dcmdp probe on this run for the cause; then raise c, or the engine's precision."
+        f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor "
+        f"{f'of {_floor(series):.3g}' if _floor(series) else 'that was not measured'}: the engines differ. Run "
+        "dcmdp probe on this run for the cause; then raise c, or the engine's precision."
     )
 
 
@@ -328,11 +379,13 @@ _RULES: Mapping[str, tuple[Callable[[Series], str | None], tuple[str, ...]]] = {
     "support": (_support, ()),
     "retokenization": (_retokenization, ()),
     "staleness": (_staleness, ()),
+    "unseen_updates": (_unseen_updates, ()),
+    "identical": (_identical, ()),
     "noise": (_noise, ()),
     "charge": (_charge, ()),
-    "weight_sync": (_weight_sync, ("retokenization", "charge")),
-    "mismatch": (_mismatch, ("support", "retokenization", "staleness", "noise", "weight_sync")),
-    "collapse": (_collapse, ("weight_sync",)),
+    "weight_sync": (_weight_sync, ("retokenization", "charge", "unseen_updates")),
+    "mismatch": (_mismatch, ("support", "retokenization", "staleness", "noise", "weight_sync", "unseen_updates")),
+    "collapse": (_collapse, ("weight_sync", "unseen_updates")),
     "displacement": (_displacement, ("collapse",)),
 }
 """Alarm -> its rule, which returns what is wrong or None, and the alarms before it that explain it."""

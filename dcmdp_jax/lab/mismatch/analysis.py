@@ -208,6 +208,7 @@ class Measured:
         settings, lifted, operators: see `evidence.Evidence`.
         scored: [n] float32 nats, the first engine's own log-probs of the tokens in one pass; None if it does not score.
         over_training: mismatch by step, rank and source; None unless the pair was recorded over training.
+        framework: who recorded it; "" for two engines.
     """
 
     name: str
@@ -222,6 +223,7 @@ class Measured:
     operators: Sequence[OperatorDifference] = ()
     scored: np.ndarray | None = None
     over_training: OverTraining | None = None
+    framework: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,14 +281,18 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     known = {name: getattr(measured, name) for name in names}
     scored = measured.scored
     legs = [] if scored is None else legs_of(pairs.rollout_logprobs, scored, pairs.train_logprobs)
-    evidence = collect(pairs, floor=floor, legs=legs, **known)
+    over = measured.over_training
+    course = next((alarm.text for alarm in over.alarms if alarm.name == "unseen_updates"), "") if over else ""
+    evidence = collect(pairs, floor=floor, legs=legs, course=course, framework=measured.framework, **known)
     findings = tuple(diagnose(evidence))
     verdict = findings[0]
-    odd_rank = measured.over_training.odd_rank if measured.over_training else ""
+    odd_rank = over.odd_rank if over else ""
     defect = verdict.title if CAUSES[verdict.cause].defect or verdict.cause == "too_few" else odd_rank or None
     recommendation = recommend(evidence.mean, floor, defect)
     if tolerance is None and not math.isnan(recommendation.tolerance):
         tolerance = recommendation.tolerance
+    if over is not None and math.isnan(recommendation.tolerance):
+        over = over.without_recommendation()
     groups = {
         "probability under the engine": by_probability(pairs),
         "position in the completion": by_position(pairs),
@@ -309,5 +315,5 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         growth=growth(pairs),
         worst=tuple(worst_tokens(pairs, text)),
         evidence=evidence,
-        over_training=measured.over_training,
+        over_training=over,
     )

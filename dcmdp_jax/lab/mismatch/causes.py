@@ -26,6 +26,7 @@ _FLATTER_ALIGNED, _FLATTEST = -0.96, -0.6
 _LEAST_POWER, _LEAST_LOWERED, _FEWEST_UNCERTAIN = 0.02, 0.01, 32
 _CORRELATED, _LEAST_SPREAD, _SPREAD_TIMES = 0.97, 0.03, 5.0
 _LEAST_SURPRISE, _SURPRISE_TIMES = 0.01, 3.0
+_PENALTY_SHARE, _LEAST_PENALTY = 0.08, 0.005
 _VARIANCE_FALLS, _OLDER_TIMES = 1.6, 2.0
 
 
@@ -74,9 +75,36 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
         "raw log-probs reported in place of those sampled from",
         "Have the engine report processed log-probs (vLLM: logprobs_mode=processed_logprobs).", True,
     ),
+    "penalty": Cause(
+        "repetition, presence or frequency penalty not accounted for",
+        "Sample without it (repetition_penalty=1, presence_penalty=0, frequency_penalty=0).", True,
+    ),
+    "filled": Cause(
+        "log-probs that were filled in (padding), not measured",
+        "Leave these tokens out by the mask, or record their log-probs; a null is left out too.", True,
+    ),
+    "misaligned": Cause(
+        "columns that are not aligned token by token",
+        "Log-probs stand at the token that they describe, and in the row of its completion: look at the recorder.",
+        True,
+    ),
+    "unsampled": Cause(
+        "engine log-probs that did not sample the tokens",
+        "Record what the engine reported while it sampled (vLLM: logprobs_mode=processed_logprobs), in its order.",
+        True,
+    ),
     "stale_weights": Cause(
         "stale weights in the engine",
         "Push the weights before each step and prove the push by checksums; a lag that is meant needs a correction.",
+        True,
+    ),
+    "unseen_updates": Cause(
+        "updates that do not reach the engine",
+        "Compare the engine's weights from push to push: none arrives, or its dtype rounds the updates away.", True,
+    ),
+    "identical": Cause(
+        "identical completions: samples that are not independent",
+        "Seed each completion of a group differently; if the log-probs are equal too, rows may be recorded twice.",
         True,
     ),
     "unsynchronized_tensor": Cause(
@@ -132,20 +160,43 @@ class Finding:
     Attributes:
         cause: key of `CAUSES`.
         evidence: measurements, one sentence each.
+        note: what the title has besides the cause.
+        setting: the framework's own setting that the remedy is about; "" if it is not known.
     """
 
     cause: str
     evidence: tuple[str, ...]
+    note: str = ""
+    setting: str = ""
 
     @property
     def title(self) -> str:
         """The cause in words."""
-        return CAUSES[self.cause].title
+        return CAUSES[self.cause].title + self.note
 
     @property
     def remedy(self) -> str:
         """The remedy in words."""
-        return CAUSES[self.cause].remedy
+        remedy = CAUSES[self.cause].remedy
+        return f"{remedy} Here: {self.setting}." if self.setting else remedy
+
+
+_SAMPLING = {
+    "trl": "GRPOConfig.", "verl": "actor_rollout_ref.rollout.", "skyrl": "generator.sampling_params.",
+    "nemo-rl": "policy.generation.", "prime-rl": "orchestrator.train.sampling.", "slime": "--rollout-",
+    "dcmdp": "rollout.",
+}  # fmt: skip
+"""Framework -> where its settings of sampling are."""
+_SETTINGS = {"temperature": ("temperature",), "sharper": ("temperature", "top_p"), "support": ("top_p", "top_k")}
+"""Cause -> names of those settings."""
+
+
+def _setting(cause: str, framework: str) -> str:
+    if (framework, cause) == ("verl", "raw_logprobs"):
+        return "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
+    prefix, names = _SAMPLING.get(framework, ""), _SETTINGS.get(cause, ())
+    dashed = (name.replace("_", "-") if prefix.startswith("--") else name for name in names)
+    return ", ".join(prefix + name for name in dashed) if prefix else ""
 
 
 def _say(cause: str, *evidence: str) -> Finding:
@@ -161,19 +212,34 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     2. clean: mean |p - q| within the noise floor or float32's own rounding, and the tokens look sampled from p;
        unchecked, where no entropy was recorded to look at.
     3. A re-scoring that explains at least 90% of the mismatch.
-    4. What the columns show alone: support, breaks within completions, age of the weights, first tokens, a power.
+    4. What the columns show alone: a discrepancy that grows while the engine stands still, values filled in, misaligned
+       columns, support, breaks within completions, age of the weights, first tokens, a power, a penalty. Of columns
+       that are shifted against each other nothing else is asked.
     5. A setting of the engine without which at least 50% of the mismatch is gone: quantized weights or cache.
     6. A re-scoring that explains at least 50%.
-    7. raw log-probs on both sides, or tokens from a sharper distribution.
-    8. An operator that stands out on the same input, where no setting has it as its price.
-    9. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype; where that was
-       not measured and no setting of the engine has a price, median |d| within 0.04 nats.
-    10. decoding, where that leg is 90% of the gap.
-    11. What the engine's settings cost, if nothing above is found; not one without which 90% or more remains.
-    12. undetermined.
+    7. A mean p / q above 1, which no weights give: raw_logprobs where the tokens fit p, else unsampled.
+    8. raw log-probs on both sides, or tokens from a sharper distribution.
+    9. An operator that stands out on the same input, where no setting has it as its price.
+    10. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype.
+    11. decoding, where that leg is 90% of the gap, and the other is more than float32's rounding or that of the dtype
+       is known.
+    12. rounding, where it was not measured and no setting of the engine has a price: median |d| within 0.04 nats.
+    13. What the engine's settings cost, if nothing above is found; not one without which 90% or more remains.
+    14. undetermined.
 
     Where no defect is found the last line says the least of each that would have been, and what could not be checked.
+    Identical completions are named beside whatever else is.
     """
+    found = _causes(evidence)
+    if evidence.identical > 1 and found[0].cause != "too_few":
+        said = f"{evidence.identical} of {evidence.completions} completions equal another one token by token"
+        chance = "likelier ones are left out: of these fewer than 1 in 1,000 recordings has any by chance"
+        found.insert(len(found) if CAUSES[found[0].cause].defect else 0, _say("identical", f"{said}; {chance}."))
+    framework = evidence.framework
+    return [dataclasses.replace(one, setting=_setting(one.cause, framework)) for one in found]
+
+
+def _causes(evidence: Evidence) -> list[Finding]:
     e = evidence
     few = e.tokens < FEWEST_TOKENS or e.completions < FEWEST_COMPLETIONS
     if few and not e.explanations and not e.lifted:
@@ -186,12 +252,14 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         ]
     if e.mean <= max(e.floor or 0.0, FLOAT32_ROUNDING):
         return [_agreeing(e)]
-    by_columns = () if few else (_support, _breaks, _lag, _start, _power)
+    by_columns = () if few else (_course, _filled, _misaligned)
+    if not e.columns.shift and not few:
+        by_columns += (_support, _breaks, _lag, _start, _power, _penalty)
     found: dict[str, Finding] = {}
     for rule in (_explained_alone, *by_columns, _lifted, _explained):
         for finding in rule(e):
             found.setdefault(finding.cause, finding)
-    for rule in (_others_tokens, _operator, _rounding, _decoding, _settings):
+    for rule in (_unsampled, _others_tokens, _operator, _rounding, _decoding, _small, _settings):
         if not found:
             found = {finding.cause: finding for finding in rule(e)}
     if not found:
@@ -202,7 +270,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         )
     if not any(CAUSES[cause].defect for cause in found):
         cause, finding = found.popitem()
-        found[cause] = _say(cause, *finding.evidence, *_power_of_tests(e))
+        note = "; sampling not checked" if np.isnan(e.surprise.mean) else ""
+        found[cause] = Finding(cause, (*finding.evidence, *_power_of_tests(e)), note)
     return list(found.values())
 
 
@@ -275,6 +344,70 @@ def _which_temperature(e: Evidence, expected: float = np.inf) -> tuple[str, str]
     return "raw_logprobs", f"{gap}: the tokens were sampled from its distribution, the engine reports another one."
 
 
+def _course(e: Evidence) -> Iterator[Finding]:
+    if e.course:
+        yield _say("unseen_updates", e.course)
+
+
+def _filled(e: Evidence) -> Iterator[Finding]:
+    if (found := e.filled) is not None:
+        places = {"end with it": found.last, "begin with it": found.first}
+        where = ", ".join(f"{count} completions {said}" for said, count in places.items() if count)
+        yield _say(
+            "filled",
+            f"The {found.column}'s log-prob is exactly {found.value:g} on {found.tokens:,} tokens, and the other is "
+            f"elsewhere{f'; {where}' if where else ''}.",
+        )
+
+
+def _misaligned(e: Evidence) -> Iterator[Finding]:
+    if shift := e.columns.shift:
+        early = "earlier" if shift > 0 else "later"
+        yield _say(
+            "misaligned",
+            f"The training stack's column is shifted: it fits the engine's {abs(shift)} place{'s' * (abs(shift) > 1)} "
+            f"{early}. {_correlations(e)}",
+        )
+    elif e.columns.exchanged:
+        yield _say(
+            "misaligned",
+            f"{e.columns.exchanged} of {e.completions} completions have the log-probs of another completion: unrelated "
+            "to their own, correlated with the other's.",
+        )
+
+
+def _correlations(e: Evidence) -> str:
+    said = ", ".join(f"{by:+d}: {value:.2f}" for by, value in sorted(e.columns.correlations.items()))
+    return f"Correlation of log p with log q of the same token (+0) and others: {said}."
+
+
+def _penalty(e: Evidence) -> Iterator[Finding]:
+    if e.penalty_share >= _PENALTY_SHARE and e.penalty.above(0, _LEAST_PENALTY):
+        yield _say(
+            "penalty",
+            f"Tokens that the completion already had are {e.penalty} nats less likely for the engine than new ones: "
+            f"{e.penalty_share:.0%} of the mean square of the log-ratio.",
+        )
+
+
+def _unsampled(e: Evidence) -> Iterator[Finding]:
+    """Tokens from q have E[p / q] = sum of q p / q over q > 0 = p(q > 0) <= 1, whatever p is."""
+    if not e.ratio.above(1):
+        return
+    if np.isnan(e.surprise.mean):
+        fits, said = not (e.inverse_ratio.below(1) or e.inverse_ratio.above(1)), f"Mean q / p: {e.inverse_ratio}"
+    else:
+        fits, said = not (e.surprise.below(0) or e.surprise.above(0)), f"Surprise less entropy: {e.surprise} nats"
+    said += ", as for tokens sampled from p." if fits else ": they were not sampled from p either."
+    yield _say(
+        "raw_logprobs" if fits and e.correlation > RELATED else "unsampled",
+        f"Mean p / q = {e.ratio}. It is at most 1 for tokens sampled from q, whatever the weights of p: these were not "
+        "sampled from the engine's column.",
+        said,
+        _correlations(e),
+    )
+
+
 def _support_checked(e: Evidence) -> bool:
     return e.sample_size >= max(FEWEST_TOKENS, _SAMPLE_SHARE * e.ratio_tokens)
 
@@ -320,6 +453,7 @@ def _temperature(e: Evidence) -> tuple[str, tuple[str, ...]]:
         return "", ()
     if not np.isnan(e.alignment):
         power, expected = e.power, abs(e.power) * e.variance
+        low, high = power - e.power_margin, power + e.power_margin
         if power > 0:
             # Far below the entropy, where no noise leads, a looser line is enough: nearly all log q are near 0.
             fits = e.alignment >= (_COLD_ALIGNED if e.surprise.below(0, _COLD) else _SHARPER_ALIGNED)
@@ -335,10 +469,14 @@ def _temperature(e: Evidence) -> tuple[str, tuple[str, ...]]:
         fits = e.correlation >= _CORRELATED and abs(e.spread.mean) > _least_spread(e)
         # A cut alone makes every token that is left likelier; a power makes some less likely.
         fits = fits and (e.lowered >= _LEAST_LOWERED or not _cut(e))
+        # The spread of log p shrinks with the temperature too, so the power is larger than the spread says.
+        low, high = (float(np.expm1(x)) for x in (e.spread.mean - e.spread.margin, e.spread.mean + e.spread.margin))
+        low, high = (low, 3 * high) if power > 0 else (3 * low / (1 - 2 * low), high)
         line = f"log q spreads {np.exp(e.spread.mean):.2f} times as far as log p, correlation {e.correlation:.3f}"
     if not fits:
         return "", ()
-    line += f": one is the other at a temperature of about {1 / (1 + power):.2f}."
+    bounds = f"{1 / (1 + high):.2f} to {1 / max(1 + low, 1e-2):.2f}"
+    line += f": one is the other at a temperature of about {1 / (1 + power):.2f} ({bounds})."
     if _cut(e):
         return "temperature", (line, "The tokens are not sampled from p, whose support is larger.")
     cause, said = _which_temperature(e, expected)
@@ -395,7 +533,7 @@ def _power_of_tests(e: Evidence) -> list[str]:
     """Name the least effect that each test would have seen, and the tests that were not possible."""
     seen, unseen = [], []
     if np.isnan(e.surprise.mean):
-        unseen.append("raw log-probs on both sides (no entropies)")
+        unseen.append("what neither column contains, as raw log-probs on both sides do (no entropies)")
     elif e.variance > 0:
         raw = _SURPRISE_TIMES * np.sqrt(e.variance * e.square) + _LEAST_SURPRISE + _reach(e)
         seen.append(f"raw log-probs on both sides that make tokens {raw:.2g} nats more or less surprising")
@@ -409,14 +547,14 @@ def _power_of_tests(e: Evidence) -> list[str]:
         # The variance is that of today's tokens; a lower temperature makes it smaller.
         sharper = _VARIANCE_FALLS * (_reach(e) + _LEAST_SURPRISE) / e.variance
         flatter = max(_LEAST_POWER, 3.5 * np.sqrt(e.square / e.variance), 2 * e.surprise.margin / e.variance)
-        seen.append(f"a temperature below {1 / (1 + sharper):.2f}")
+        seen.append(f"a temperature of one column alone below {1 / (1 + sharper):.2f}")
         if flatter < -_FLATTEST:
             seen.append(f"one above {1 / (1 - flatter):.2f}")
         else:
             unseen.append("a temperature above 1 (other differences hide it)")
     elif e.correlation >= _CORRELATED:
         least = np.exp(_least_spread(e))
-        seen.append(f"a temperature below {1 / least:.2f} or above {least:.2f}")
+        seen.append(f"a temperature of one column alone below {1 / least:.2f} or above {least:.2f}")
     else:
         unseen.append(f"a temperature (no entropies, correlation {e.correlation:.2f})")
     if _support_checked(e):
@@ -464,7 +602,9 @@ def _settings(e: Evidence) -> Iterator[Finding]:
 
 
 def _decoding(e: Evidence) -> Iterator[Finding]:
-    for leg in e.legs:
+    # Where the trainer is the engine's own one pass, another rounding of the same dtype is all of the gap.
+    others = max((leg.mean for leg in e.legs if leg.name != DECODING), default=0.0)
+    for leg in e.legs if e.rounding is not None or others > FLOAT32_ROUNDING else ():
         if leg.name == DECODING and leg.share >= _EXPLAINED_ALONE and leg.mean > FLOAT32_ROUNDING:
             yield _say(
                 "decoding",
@@ -501,14 +641,16 @@ def _rounding(e: Evidence) -> Iterator[Finding]:
             "rounding",
             f"Mean |dp| {e.mean:.2g}; an engine differs from itself by {e.floor:.2g} in another batch shape.",
         )
-    elif e.rounding is not None:
-        if e.mean <= _TIMES * e.rounding:
-            yield _say(
-                "rounding",
-                f"Mean |dp| {e.mean:.2g}; the training stack differs from itself by {e.rounding:.2g} when it computes "
-                "in the engine's dtype.",
-            )
-    elif not e.settings and _as_small_as_rounding(e):
+    elif e.rounding is not None and e.mean <= _TIMES * e.rounding:
+        yield _say(
+            "rounding",
+            f"Mean |dp| {e.mean:.2g}; the training stack differs from itself by {e.rounding:.2g} when it computes in "
+            "the engine's dtype.",
+        )
+
+
+def _small(e: Evidence) -> Iterator[Finding]:
+    if e.rounding is None and not e.settings and _as_small_as_rounding(e):
         yield _say(
             "rounding",
             f"Median |log-ratio| {e.median_log_ratio:.2g} nats, as much as bfloat16 rounds logits. Weights in 8 bits "

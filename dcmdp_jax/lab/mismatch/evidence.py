@@ -25,6 +25,9 @@ RELATED, _UNRELATED, _FEWEST_UNRELATED = 0.8, 0.5, 8
 _START_TOKENS, _SETTLED_FROM, _START_TIMES, _FEWEST_ALIKE = 4, 16, 3.0, 16
 _LOG_Q_EDGES = (-6.0, -4.0, -3.0, -2.2, -1.5, -1.0, -0.6, -0.3, -0.1, -0.02)
 _ERRORS, _LOWERED = 3.5, 0.02
+_FAR, _NEAR, _FEWEST_FILLED, _FEWEST_FILLED_ROWS, _TIMES_NEAR = 0.7, 0.05, 8, 4, 5
+_SHIFTS, _FEWEST_LAGGED, _LEAST_GAIN = (-2, -1, 1, 2), 16, 0.1
+_COMPARED, _MOST_SUSPECTS = 64, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,39 @@ def outliers(operators: Sequence[OperatorDifference]) -> list[OperatorDifference
 
 
 @dataclasses.dataclass(frozen=True)
+class Filled:
+    """Log-probs of a column that are one value, where the other column's are elsewhere.
+
+    Attributes:
+        column: "engine" or "training stack".
+        value: the value, nats.
+        tokens: how many.
+        last, first: completions that end, and that begin with one.
+    """
+
+    column: str
+    value: float
+    tokens: int
+    last: int
+    first: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Alignment:
+    """Correlations of log p with log q of other tokens.
+
+    Attributes:
+        correlations: shift s -> correlation of log p of a token with log q of the s-th one after it.
+        shift: the shift of the largest, if it is significantly above that of shift 0; else 0.
+        exchanged: completions whose log p belongs to the log q of another completion.
+    """
+
+    correlations: Mapping[int, float]
+    shift: int
+    exchanged: int
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenMean:
     """A mean over tokens and its standard error, clustered by completion; NaN if it was not measured.
 
@@ -157,9 +193,12 @@ class Evidence:
         surprise: mean of -log p - H; NaN without entropies, as are the next three.
         variance: mean of (log p + H)^2.
         power: b, the slope of log q - log p over log p + H.
+        power_margin: two standard errors of b, and what the line leaves unexplained: |b| sqrt(1 - alignment^2).
         alignment: their correlation; 1 or -1 for a power, in (-0.7, 0.3) for noise, other weights, other prompts.
         spread: log of the standard deviation of log q over that of log p.
         correlation: Pearson's, of log p and log q.
+        penalty: mean d of tokens that the completion already had, less that of new ones with the same q.
+        penalty_share: the part of mean d^2 that this difference is.
         uncertain: tokens with p and q below 0.9, the only ones that show a temperature.
         broken: share of the completions whose columns agree up to a token and are unrelated from there on.
         broken_correlation: the same after these tokens; `whole_correlation` over all others.
@@ -168,6 +207,12 @@ class Evidence:
         start_excess: mean of |d| less 3 times the expected, over the first 4.
         lowered: share of the tokens that q finds less likely than p by 0.02 nats.
         lag_means: age of the weights in steps -> mean of |p - q|; empty if not known.
+        filled: None if no column has such values. Those tokens are left out of all but `mean`.
+        columns: whether they are aligned.
+        identical: completions that equal another one, by ids and about by log q, both of a probability below
+            1 / (1000 N^2) on both sides: of N independent ones fewer than one in 1,000 recordings has such a pair.
+        course: what the course over the steps says of updates that do not reach the engine; "" if nothing.
+        framework: who recorded the columns; "" if not known.
         floor: the larger of both engines' noise floors; None if not measured.
         rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if not measured.
         explanations: controlled re-scorings; empty without a model.
@@ -193,7 +238,10 @@ class Evidence:
     surprise: TokenMean
     variance: float
     power: float
+    power_margin: float
     alignment: float
+    penalty: TokenMean
+    penalty_share: float
     spread: TokenMean
     correlation: float
     uncertain: int
@@ -204,6 +252,11 @@ class Evidence:
     start_expected: float
     start_excess: TokenMean
     lag_means: Mapping[int, TokenMean]
+    filled: Filled | None
+    columns: Alignment
+    identical: int
+    course: str = ""
+    framework: str = ""
     floor: float | None = None
     rounding: float | None = None
     explanations: Sequence[Explanation] = ()
@@ -221,27 +274,47 @@ class Evidence:
 
 def collect(pairs: TokenPairs, **known: Any) -> Evidence:
     """Measure everything that the columns alone show, and add what only engines can: fields from `floor` on."""
-    delta, rows = pairs.discrepancy, pairs.completion
-    broken, correlations = _breaks(pairs)
-    start = _start(pairs, ~broken[rows])
-    kept = ~broken[rows]
+    size = {"tokens": len(pairs.token_ids), "completions": len(pairs.lengths), "mean": float(pairs.discrepancy.mean())}
+    lags, identical = _lag_means(pairs), _identical(pairs)
+    filled, pairs = _filled(pairs)
+    exchanged, alignment = _alignment(pairs)
+    broken, correlations = _breaks(pairs, exchanged)
+    kept = ~(broken | exchanged)[pairs.completion]
+    start = _start(pairs, kept)
     if start["start"] > LARGE_LOG_RATIO and start["start_excess"].above(0):
         kept &= pairs.position >= _SETTLED_FROM
-    kept = kept if kept.any() else np.ones(len(rows), bool)
-    chosen = {} if pairs.lags is None else {int(lag): pairs.lags == lag for lag in np.unique(pairs.lags)}
-    lags = {lag: _estimate(delta[own], rows[own]) for lag, own in chosen.items()}
+    kept = kept if kept.any() else np.ones(len(kept), bool)
     return Evidence(
-        tokens=len(delta),
-        completions=len(pairs.lengths),
-        mean=float(delta.mean()),
+        **size,
         **_sampling(pairs, kept),
         broken=float(broken.mean()),
         broken_correlation=correlations[0],
         whole_correlation=correlations[1],
         **start,
         lag_means=lags,
+        filled=filled,
+        columns=alignment,
+        identical=identical,
         **known,
     )
+
+
+def _identical(pairs: TokenPairs) -> int:
+    """See `Evidence.identical`. A pair of rare ones has a chance of sum_y q_i(y) q_j(y) <= 1 / (1000 N^2)."""
+    columns, spans = (pairs.train_logprobs, pairs.rollout_logprobs), {}
+    likeliest = np.maximum(*(np.add.reduceat(x, pairs.starts, dtype=np.float64) for x in columns))
+    for row in np.flatnonzero(likeliest < -np.log(1000.0) - 2 * np.log(len(pairs.lengths))):
+        span = slice(pairs.starts[row], pairs.starts[row] + pairs.lengths[row])
+        spans.setdefault(pairs.token_ids[span].tobytes(), []).append(pairs.rollout_logprobs[span])
+    # Equal ids of which the engine's log-probs differ are of other prompts, or were not recorded.
+    found = ([np.median(np.abs(x - twins[0])) < LARGE_LOG_RATIO for x in twins] for twins in spans.values())
+    return sum(sum(alike) for alike in found if sum(alike) > 1)
+
+
+def _lag_means(pairs: TokenPairs) -> dict[int, TokenMean]:
+    delta, rows = pairs.discrepancy, pairs.completion
+    chosen = {} if pairs.lags is None else {int(lag): pairs.lags == lag for lag in np.unique(pairs.lags)}
+    return {lag: _estimate(delta[own], rows[own]) for lag, own in chosen.items()}
 
 
 def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
@@ -257,7 +330,7 @@ def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMea
         "inner_ratio": _estimate(1 + (weight - 1) * inner, rows),
         "inverse_ratio": _estimate(np.exp(-d), rows),
         "sample_size": float(weight.sum() ** 2 / np.sum(weight**2)), "ratio_tokens": len(d),
-        "surprise": UNKNOWN, "variance": np.nan, "power": np.nan, "alignment": np.nan,
+        "surprise": UNKNOWN, "variance": np.nan, "power": np.nan, "power_margin": np.nan, "alignment": np.nan,
         "spread": TokenMean(0.0, np.inf), "correlation": _correlation(log_p, log_q),
         "lowered": float(np.mean(d > _LOWERED)),
         "uncertain": int(np.sum(np.maximum(log_p, log_q) < np.log(_UNCERTAIN))),
@@ -265,12 +338,105 @@ def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMea
     if pairs.entropies is not None:
         x = log_p + pairs.entropies[kept]
         found |= {"surprise": _estimate(-x, rows), "variance": float(np.mean(x**2))}
-        found |= {"power": float(np.cov(-d, x)[0, 1] / x.var()) if x.std() else 0.0, "alignment": _correlation(-d, x)}
+        slope, aligned = _slope(x, -d, rows), _correlation(-d, x)
+        unexplained = abs(slope.mean) * np.sqrt(max(1 - aligned**2, 0.0))
+        found |= {"power": slope.mean, "power_margin": 2 * slope.error + unexplained, "alignment": aligned}
+    had = _less_group_means(_had_before(pairs)[kept].astype(np.float64), log_q)
+    found["penalty"] = _slope(had, _less_group_means(d, log_q), rows)
+    found["penalty_share"] = float(found["penalty"].mean ** 2 * np.mean(had**2) / max(np.mean(d**2), 1e-300))
     if log_p.std() and log_q.std():
         change = [(((x - x.mean()) / x.std()) ** 2 - 1) / 2 for x in (log_q, log_p)]
         spread = _estimate(change[0] - change[1], rows)
         found["spread"] = dataclasses.replace(spread, mean=float(np.log(log_q.std() / log_p.std())))
     return found
+
+
+def _slope(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> TokenMean:
+    """Least-squares slope of y over x, its error clustered by completion; 0 for a constant x."""
+    x, y = x - x.mean(), y - y.mean()
+    if not (square := float(np.mean(x**2))):
+        return TokenMean(0.0, np.inf)
+    slope = float(np.mean(x * y)) / square
+    return dataclasses.replace(_estimate(x * (y - slope * x) / square, rows), mean=slope)
+
+
+def _had_before(pairs: TokenPairs) -> np.ndarray:
+    """[n] bool, tokens whose id occurs earlier in their completion."""
+    had = np.ones(len(pairs.token_ids), bool)
+    had[np.unique(pairs.completion * 2**31 + pairs.token_ids, return_index=True)[1]] = False
+    return had
+
+
+def _less_group_means(values: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    """Values less the mean of the tokens that the engine finds as likely."""
+    group = np.digitize(log_q, _LOG_Q_EDGES)
+    return values - (np.bincount(group, values) / np.maximum(np.bincount(group), 1))[group]
+
+
+def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
+    """Values that are not measured, such as 0 or -9999 at the end of completions, and all other tokens.
+
+    Where a column is far from the other one, its values are spread out; even rounded ones have neighbors as frequent.
+    A value that 8 tokens of 4 completions there share, five times as many as there are within 5% of it, was filled in. A
+    cut by top-p leaves exact zeros where p is large, which is not far; an engine near temperature 0 on most of its tokens.
+    """
+    columns = {"engine": pairs.rollout_logprobs, "training stack": pairs.train_logprobs}
+    far = np.abs(pairs.train_logprobs - pairs.rollout_logprobs) > _FAR
+    for name, column in columns.items() if far.any() else ():
+        values, counts = np.unique(column[far], return_counts=True)
+        value = values[counts.argmax()]
+        same = column == value
+        exact = far & same
+        near = far & ~same & (np.abs(column - value) < _NEAR * (abs(value) + 1))
+        spread_out = len(np.unique(pairs.completion[exact])) >= _FEWEST_FILLED_ROWS and same.mean() <= 0.5
+        if spread_out and exact.sum() >= max(_FEWEST_FILLED, _TIMES_NEAR * near.sum()):
+            last, first = exact[pairs.starts + pairs.lengths - 1].sum(), exact[pairs.starts].sum()
+            return Filled(name, float(value), int(exact.sum()), int(last), int(first)), pairs.where(~exact)
+    return None, pairs
+
+
+def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
+    """[N] bool, completions whose two columns belong to different ones; and how the columns are aligned."""
+    log_p, log_q = (x.astype(np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+    rows, found, shift = pairs.completion, {0: _correlation(log_p, log_q)}, 0
+    for by in _SHIFTS if found[0] < _UNRELATED else ():
+        late, both = np.roll(log_q, -by), rows == np.roll(rows, -by)
+        if both.sum() < _FEWEST_LAGGED:
+            continue
+        x, y, z = ((each[both] - each[both].mean()) / (each[both].std() or 1.0) for each in (log_p, log_q, late))
+        found[by] = float(np.mean(x * z))
+        if found[by] > max(_UNRELATED, found[shift]) and _estimate(x * (z - y), rows[both]).above(0, _LEAST_GAIN):
+            shift = by
+    exchanged = np.zeros(len(pairs.lengths), bool) if shift else _exchanged(pairs)
+    return exchanged, Alignment(found, shift, int(exchanged.sum()))
+
+
+def _exchanged(pairs: TokenPairs) -> np.ndarray:
+    """[N] bool, completions whose log p is related to the log q of another one and not to their own.
+
+    Of up to 64 completions whose columns are unrelated, the first 64 tokens are correlated with those of all that are
+    as long. The best of them counts if no chance among so many gives it (Fisher's z).
+    """
+    d, starts, lengths = pairs.log_ratio, pairs.starts, pairs.lengths
+    cut = np.minimum(lengths, _COMPARED)
+    place = np.arange(_COMPARED)
+    at = np.minimum(starts[:, None] + place, len(d) - 1)
+    there = place < cut[:, None]
+    log_p, log_q = (x[at].astype(np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+    wild = np.add.reduceat(np.abs(d), starts) / lengths > LARGE_LOG_RATIO
+    found, looked_at = np.zeros(len(lengths), bool), 0
+    for row in np.flatnonzero(wild & (lengths >= _FEWEST_UNRELATED)):
+        n = cut[row]
+        own, least = log_p[row, :n], np.sqrt(_ERRORS**2 + 2 * np.log(len(lengths))) / np.sqrt(n - 3)
+        if _correlation(own, log_q[row, :n]) >= _UNRELATED or not own.std() or looked_at == _MOST_SUSPECTS:
+            continue
+        looked_at += 1
+        others = log_q[there[:, n - 1], :n]
+        spread = others.std(axis=1)
+        centered = (others - others.mean(axis=1, keepdims=True)) / np.where(spread > 0, spread, np.inf)[:, None]
+        best = float((centered @ (own - own.mean()) / (n * own.std())).max())
+        found[row] = best > RELATED and np.arctanh(min(best, 0.999)) > least
+    return found if found.sum() > 1 else np.zeros(len(lengths), bool)
 
 
 def break_at(log_ratio: np.ndarray) -> int | None:
@@ -299,15 +465,15 @@ def least_unrelated(correlation: float) -> int:
     return max(_FEWEST_UNRELATED, 3 + int(np.ceil((_ERRORS / np.arctanh(min(correlation, 0.999))) ** 2)))
 
 
-def _breaks(pairs: TokenPairs) -> tuple[np.ndarray, tuple[float, float]]:
-    """[N] bool, broken completions; and the columns' correlation after their breaks and everywhere else.
+def _breaks(pairs: TokenPairs, exchanged: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
+    """[N] bool, broken completions; and the columns' correlation after their breaks and elsewhere, exchanged ones left out.
 
     A copied beginning followed by free text looks like a break where weights differ: there the columns go on to agree
     about which tokens are likely. After a real break they have nothing to do with each other.
     """
     d, starts = pairs.log_ratio, pairs.starts
     # A break needs a token above the level; most recordings are done here.
-    wild = np.maximum.reduceat(np.abs(d), starts) > LARGE_LOG_RATIO
+    wild = (np.maximum.reduceat(np.abs(d), starts) > LARGE_LOG_RATIO) & ~exchanged
     places = [break_at(d[at : at + n]) if w else None for at, n, w in zip(starts, pairs.lengths, wild, strict=True)]
     after = np.zeros(len(d), bool)
     for place, at, n in zip(places, starts, pairs.lengths, strict=True):
@@ -316,7 +482,7 @@ def _breaks(pairs: TokenPairs) -> tuple[np.ndarray, tuple[float, float]]:
     broken = np.array([place is not None for place in places])
     log_p, log_q = pairs.train_logprobs.astype(np.float64), pairs.rollout_logprobs.astype(np.float64)
     # Other prompts make first tokens unrelated too; that is told apart by `_start`.
-    before = ~after & (pairs.position >= _START_TOKENS)
+    before = ~after & (pairs.position >= _START_TOKENS) & ~exchanged[pairs.completion]
     correlations = _correlation(log_p[after], log_q[after]), _correlation(log_p[before], log_q[before])
     if after.sum() >= _FEWEST_UNRELATED and correlations[0] < _UNRELATED and correlations[1] > RELATED:
         low, high = (np.arctanh(np.clip(each, -0.999, 0.999)) for each in correlations)

@@ -79,19 +79,42 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
             row = next(_file_rows(path, each, left_out, first=1), None)
             if row is None:
                 return None
-            framework = str(row["framework"]) if name == "recorder" else name
+            framework = str(row.get("framework") or "columns") if name == "recorder" else name
             return RecordedFile(path, framework, each.place(path, row))
     keys = shorten_name(", ".join(map(str, found)))
-    if path.suffix != ".pt" and not any(word in str(name).lower() for name in found for word in ("token", "log")):
-        raise UserError(
-            f"{path}: text without log-probs. Keys found: {keys}. verl, TRL and SkyRL write none by themselves: record "
-            "both with dcmdp_jax.record in the trainer's process (docs/probe.md), then probe that recording"
-        )
+    if path.suffix != ".pt":
+        logprobs, ids = _numbers_of(path, found, left_out)
+        if logprobs:
+            more = f" and --token-column={ids[0]}" if ids else ""
+            raise UserError(
+                f"{path}: no format knows it. {shorten_name(', '.join(logprobs))} hold log-probs: name the training "
+                f"stack's by --train-column, the engine's by --rollout-column{more}. Keys found: {keys}"
+            )
+        if not ids:
+            raise UserError(
+                f"{path}: text without log-probs. Keys found: {keys}. verl, TRL and SkyRL write none by themselves: "
+                "record both with dcmdp_jax.record in the trainer's process (docs/probe.md), then probe that recording"
+            )
     tried = "; ".join(f"{name} ({', '.join(sorted(each.keys))})" for name, each in FORMATS.items())
     raise UserError(
         f"{path}: no format knows it. Keys found: {keys}. Formats tried: {tried}. "
         "Columns of other names are given by --train-column, --rollout-column and so on"
     )
+
+
+def _numbers_of(path: Path, names: list[str], left_out: LeftOut) -> tuple[list[str], list[str]]:
+    """Columns whose cells in the first row are lists of log-probs, and of token ids."""
+    row = next(read_rows(path, {}, names, left_out=left_out, first=1), {})
+    lists = {name: np.array(row[name], object) for name in names if isinstance(row.get(name), list | np.ndarray)}
+    flat = {name: cell for name, cell in lists.items() if cell.ndim == 1 and len(cell)}
+    numbers = {name: [x for x in cell if x is not None] for name, cell in flat.items()}
+    numbers = {
+        name: np.array(cell, np.float64)
+        for name, cell in numbers.items()
+        if cell and all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in cell)
+    }
+    logprobs = [name for name, cell in numbers.items() if (cell <= 0).all() and cell.any()]
+    return logprobs, [name for name, cell in numbers.items() if (cell >= 0).all() and (cell == cell // 1).all()]
 
 
 def format_of(framework: str) -> Format:
@@ -269,16 +292,6 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             prepare=_slime_sample,
             writer="slime, --save-debug-train-data",
         ),
-        "recorder": Format(
-            patterns=("step_*/rank_*.jsonl",),
-            keys=frozenset({"recorder", "framework", "token_ids", "train_logprobs", "rollout_logprobs", "mask"}),
-            columns=Columns("token_ids", "train_logprobs", "rollout_logprobs", "mask"),
-            optional={"entropy": "entropies", "advantage": "advantage", "lag": "lag", "top": "top"},
-            source="source",
-            place=_in_row,
-            prepare=_nothing,
-            writer="dcmdp_jax.record, from TRL, verl, SkyRL or any other trainer",
-        ),
         "dcmdp": Format(
             patterns=("rollouts/step_*.parquet",),
             keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs", "mask", "policy_versions", "prompt_id"}),
@@ -288,6 +301,16 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             place=_named(r"step_(\d+)\.parquet$"),
             prepare=_own_row,
             writer="this trainer, rollouts/ of a run directory",
+        ),
+        "recorder": Format(
+            patterns=("step_*/rank_*.jsonl",),
+            keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs"}),
+            columns=Columns("token_ids", "train_logprobs", "rollout_logprobs"),
+            optional={"mask": "mask", "entropy": "entropies", "advantage": "advantage", "lag": "lag", "top": "top"},
+            source="source",
+            place=_in_row,
+            prepare=_nothing,
+            writer="dcmdp_jax.record, or columns of its names, from TRL, verl, SkyRL or any other trainer",
         ),
     }
 )

@@ -14,7 +14,7 @@ from dcmdp_jax.inputs import shorten_name
 from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
 from dcmdp_jax.lab.mismatch.pairs import Statistics, TokenPairs, measure, recommend
 from dcmdp_jax.lab.mismatch.recording import KeptRows, LeftOut, Row, UnreadableError, check_whole, checked_row, pairs_of
-from dcmdp_jax.observe.alarms import Alarm, Series, alarms
+from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
 
 _SHOWN = 5
@@ -34,12 +34,14 @@ class StepMismatch:
         statistics: over all its tokens.
         entropy: mean over its tokens, nats; NaN if not known.
         lag: oldest weights that sampled a token of it, in steps; NaN if not known.
+        engine_surprise: mean of -log q, nats.
     """
 
     step: int
     statistics: Statistics
     entropy: float
     lag: float
+    engine_surprise: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,13 @@ class OverTraining:
     alarms: tuple[Alarm, ...]
     tolerance: float
     tolerance_from: str
+
+    def without_recommendation(self) -> OverTraining:
+        """The same where no c is recommended: without the alarms that compare with one."""
+        if not self.tolerance_from.startswith("recommended"):
+            return self
+        kept = tuple(alarm for alarm in self.alarms if alarm.name not in OF_A_BUDGET)
+        return dataclasses.replace(self, alarms=kept, tolerance=np.nan, tolerance_from="")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +226,8 @@ class _Steps:
         pairs = pairs_of([{name: row[name] for name in row if name not in ("reward", "group")} for row in self._rows])
         entropy = np.nan if pairs.entropies is None else float(pairs.entropies.mean(dtype=np.float64))
         lag = np.nan if pairs.lags is None else float(pairs.lags.max())
-        self._done[self._step] = StepMismatch(self._step, measure(pairs), entropy, lag)
+        surprise = -float(pairs.rollout_logprobs.mean(dtype=np.float64))
+        self._done[self._step] = StepMismatch(self._step, measure(pairs), entropy, lag, surprise)
         self._rows = []
 
 
@@ -278,6 +288,8 @@ def _series(steps: list[StepMismatch]) -> dict[str, tuple[np.ndarray, np.ndarray
         "mismatch/k3": [step.statistics.k3 for step in steps],
         "mismatch/effective_sample_size": [step.statistics.effective_sample_size for step in steps],
         "policy/entropy": [step.entropy for step in steps],
+        "engine/surprise": [step.engine_surprise for step in steps],
+        "mismatch/median_log_ratio": [step.statistics.median_log_ratio for step in steps],
         "rollout/staleness_max": [step.lag for step in steps],
     }
     return {name: (numbers, np.array(x, np.float64)) for name, x in values.items() if np.isfinite(x).all()}

@@ -33,6 +33,14 @@ class TokenPairs:
     advantages: np.ndarray | None = None
     states: np.ndarray | None = None
 
+    def where(self, kept: np.ndarray) -> TokenPairs:
+        """The tokens of `kept`, [n] bool; a completion without any is dropped."""
+        lengths = np.add.reduceat(kept, self.starts, dtype=np.int64)
+        some = lambda x, chosen: None if x is None else x[chosen]  # noqa: E731 - of each column
+        names = ("token_ids", "train_logprobs", "rollout_logprobs", "entropies", "lags", "states")
+        columns = {name: some(getattr(self, name), kept) for name in names}
+        return TokenPairs(lengths=lengths[lengths > 0], advantages=some(self.advantages, lengths > 0), **columns)
+
     @property
     def completion(self) -> np.ndarray:
         """[n] int64, the completion that each token belongs to."""

@@ -67,8 +67,10 @@ def compare(
     if setup.sampling_floor is not None:
         floors[first] = max(floors[first] or 0.0, setup.sampling_floor)
     floors = {engine_name: floor for engine_name, floor in floors.items() if floor is not None}
+    # Until it is measured: `explained`.
+    rounding = FLOAT32_ROUNDING if setup.compute == "float32" else None
     return Measured(
-        name, source, pairs, setup.text, floors, settings=setup.settings,
+        name, source, pairs, setup.text, floors, rounding, settings=setup.settings,
         operators=_operators(sampler, setup, *asked),
         scored=None if scored is None else np.concatenate(scored),
     )  # fmt: skip

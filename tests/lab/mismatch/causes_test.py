@@ -2,15 +2,18 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.stats
 
 from benchmarks import causes, causes_recurrent
+from benchmarks.causes_record import read_kept
 from dcmdp_jax.lab.mismatch.causes import CAUSES, diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, TokenMean, break_at, collect
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
+from dcmdp_jax.observe.legs import DECODING, Leg
 from tests.support.sampled_columns import columns
 
 
@@ -168,7 +171,7 @@ def test_what_is_denied_is_what_the_test_could_have_seen():
     [found] = diagnose(_NOISE)
     seen, unseen = found.evidence[-2:] if found.evidence[-1].startswith("Not checked") else (found.evidence[-1], "")
     mass = float(re.search(r"leaves out ([0-9.]+)%", seen)[1]) / 100
-    low, high = (float(re.search(rf"{word} ([0-9.]+)", seen)[1]) for word in ("temperature below", "one above"))
+    low, high = (float(re.search(rf"{word} ([0-9.]+)", seen)[1]) for word in ("alone below", "one above"))
     assert mass == pytest.approx(max(_NOISE.ratio.margin, _NOISE.inner_ratio.margin) + 0.005, abs=5e-4)
     assert 0.75 < low < 1 < high < 1.5 and not unseen
     # A half more than the least is named.
@@ -177,11 +180,12 @@ def test_what_is_denied_is_what_the_test_could_have_seen():
     assert _named(columns(noise=0.1, temperature=1 + 1.5 * (high - 1))) == ["temperature"]
     # Noise hides the lower surprise of a low temperature: what is promised under it holds too.
     [found] = diagnose(collect(columns(noise=1.0)))
-    low = float(re.search(r"temperature below ([0-9.]+)", found.evidence[1])[1])
+    low = float(re.search(r"alone below ([0-9.]+)", found.evidence[1])[1])
     assert low < 0.85 and _named(columns(noise=1.0, temperature=low))[0] in ("temperature", "sharper")
     # Without entropies the raw log-probs are not denied, they are not checked.
     [found] = diagnose(collect(dataclasses.replace(columns(noise=1.0), entropies=None)))
-    assert "Not checked: raw log-probs on both sides (no entropies), a temperature" in found.evidence[-1]
+    unseen = "what neither column contains, as raw log-probs on both sides do (no entropies), a temperature"
+    assert f"Not checked: {unseen}" in found.evidence[-1] and found.title.endswith("; sampling not checked")
     assert "temperature" not in found.evidence[1]
 
 
@@ -190,7 +194,7 @@ _NOISE = collect(columns(noise=0.1))
 
 def test_constant_log_probs_get_a_verdict():
     # An untrained head: every token is exactly as surprising as the entropy, so the variance is 0.
-    rows = [np.arange(20)] * 50, [np.full(20, -1.0)] * 50, [np.full(20, -1.2)] * 50
+    rows = [*np.arange(1000).reshape(50, 20)], [np.full(20, -1.0)] * 50, [np.tile([-1.05, -0.95], 10)] * 50
     (finding,) = diagnose(collect(make_pairs(*rows, entropies=[np.full(20, 1.0)] * 50)))
     assert finding.cause == "undetermined" and "a temperature (every token" in finding.evidence[-1]
 
@@ -204,7 +208,7 @@ def test_a_temperature_that_is_seen_and_whose_is_open_is_not_denied():
         (finding,) = diagnose(collect(make_pairs(*cells, entropies=entropies)))
         said = " ".join(finding.evidence)
         assert "at a temperature of about 0.9" in said and "too few tokens to tell whose" in said
-        assert "a temperature below" not in said and "whose log-probs that temperature belongs to" in said
+        assert "a temperature of one column" not in said and "whose log-probs that temperature belongs to" in said
 
 
 def test_a_cut_alone_is_no_temperature_without_entropies():
@@ -217,6 +221,84 @@ def test_a_cut_alone_is_no_temperature_without_entropies():
     ids = (np.cumsum(q, 1) > rng.random((1800, 1))).argmax(1)
     columns_of = [ids, *(np.log(np.take_along_axis(each, ids[:, None], 1)) for each in (p, q))]
     assert _named(make_pairs(*(values.reshape(60, 30) for values in columns_of))) == ["support"]
+
+
+def _misplaced(pairs, fault):
+    """A real recording as a wrong recorder leaves it."""
+    train, rollout = (np.split(x.copy(), pairs.starts[1:]) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+    for row, (p, q) in enumerate(zip(train, rollout, strict=True)):
+        if fault == "late":
+            train[row] = np.append(p[:1], p[:-1])
+        elif fault == "early":
+            train[row] = np.append(p[1:], p[-1:])
+        elif fault == "train ends -9999":
+            p[-1] = -9999
+        else:
+            q[0 if "starts" in fault else -1] = float(fault.split()[-1])
+    return dataclasses.replace(pairs, train_logprobs=np.concatenate(train), rollout_logprobs=np.concatenate(rollout))
+
+
+_REAL = read_kept(Path(causes.__file__).with_name("causes_smollm2.npz"))
+_MISPLACED = {"late": "misaligned", "early": "misaligned"}
+_MISPLACED |= dict.fromkeys(("engine ends 0", "engine starts 0", "engine ends -9999", "train ends -9999"), "filled")
+
+
+@pytest.mark.parametrize("fault", _MISPLACED)
+def test_misplaced_and_filled_columns_of_a_real_model_are_named_as_that(fault):
+    for name in ("exact", "bfloat16", "int8", "int4"):
+        [found] = diagnose(collect(_misplaced(_REAL[name], fault)))
+        assert found.cause == _MISPLACED[fault], name
+        if fault in ("late", "early"):
+            assert f"1 place {'later' if fault == 'late' else 'earlier'}" in found.evidence[0]
+        else:
+            said = f"exactly {fault.split()[-1]} on", f"completions {'begin' if 'starts' in fault else 'end'} with"
+            assert all(words in found.evidence[0] for words in said)
+
+
+def test_two_completions_of_which_the_columns_were_exchanged_are_found():
+    for name in ("exact", "bfloat16", "int8", "int4"):
+        pairs = _REAL[name]
+        rollout = np.split(pairs.rollout_logprobs, pairs.starts[1:])
+        first, second = np.flatnonzero(pairs.lengths == 32)[:2]
+        rollout[first], rollout[second] = rollout[second], rollout[first]
+        [found] = diagnose(collect(dataclasses.replace(pairs, rollout_logprobs=np.concatenate(rollout))))
+        assert found.cause == "misaligned" and found.evidence[0].startswith("2 of 24 completions"), name
+
+
+def test_a_mean_p_over_q_above_1_says_that_q_did_not_sample():
+    # Tokens of softmax(logits / 0.4) with log-probs at 1: E_p[p / q] = sum p^2 / q > 1, and they fit p.
+    [found] = diagnose(collect(dataclasses.replace(columns(temperature=0.4, raw=True), entropies=None)))
+    assert found.cause == "raw_logprobs" and "It is at most 1 for tokens sampled from q" in " ".join(found.evidence)
+    # Of tokens that come from neither, p is no explanation.
+    evidence = {"ratio": TokenMean(1.2, 0.01), "surprise": TokenMean(-0.3, 0.01)}
+    assert _decide(**evidence)[0].cause == "unsampled"
+    # Within the error, or below 1 as a cut of q leaves it, it says nothing.
+    assert _decide(ratio=TokenMean(1.2, 0.1))[0].cause == "undetermined"
+
+
+def test_a_penalty_of_repeated_tokens_is_no_rounding():
+    pairs = causes_recurrent.recording(causes_recurrent.Fault(penalty=1.05, rounding=0.02), 60, seed=1)
+    clean = causes_recurrent.recording(causes_recurrent.Fault(rounding=0.02), 60, seed=1)
+    assert _named(pairs) == ["penalty"] and _named(clean) == ["rounding"]
+    assert collect(clean).penalty_share < 0.01 < 0.08 < collect(pairs).penalty_share
+
+
+def test_the_temperature_has_an_interval_that_holds_the_planted_one():
+    for true, entropies in ((0.7, True), (0.9, True), (1.3, True), (0.7, False), (0.9, False), (1.3, False)):
+        pairs = columns(temperature=true)
+        [found] = diagnose(collect(pairs if entropies else dataclasses.replace(pairs, entropies=None)))
+        low, high = map(float, re.search(r"about [0-9.]+ \(([0-9.]+) to ([0-9.]+)\)", found.evidence[0]).groups())
+        assert low <= true <= high < (1.1 if entropies else 1.7) * low
+
+
+def test_a_gap_of_decoding_in_a_float32_engine_is_no_rounding():
+    # Its one pass is the trainer's to 1e-5; an engine of unknown dtype whose one pass is the trainer's may round so.
+    legs = [Leg(DECODING, 0.003, 0.0, 0.99), Leg("one pass - trainer", 1e-6, 0.0, 0.01)]
+    small = {"legs": legs, "median_log_ratio": 0.01, "square": 1e-4, "mean": 0.003}
+    assert _decide(**small, rounding=1e-5)[0].cause == "decoding"
+    assert _decide(**small)[0].cause == "rounding"
+    other = [legs[0], dataclasses.replace(legs[1], mean=1e-4)]
+    assert _decide(**small | {"legs": other})[0].cause == "decoding"
 
 
 def _decide(**changes):
@@ -281,6 +363,7 @@ def test_settings_speak_only_where_nothing_was_measured():
 
 def test_every_cause_has_a_title_and_a_remedy_and_can_be_named():
     reached = {cause for _, expected in _PLANTED.values() for cause in expected} | {"too_few", "unchecked", "sharper"}
+    reached |= {"misaligned", "filled", "unsampled", "penalty"}
     for name in CAUSES.keys() - reached:
         found = _decide(explanations=[Explanation("x", name, 0.95)])[0]
         assert found.cause == name

@@ -107,7 +107,8 @@ def test_no_c_is_recommended_while_one_rank_has_other_weights(tmp_path, capsys):
     for rank, size in enumerate((0.01, 0.5)):
         train = np.minimum(-rng.exponential(1.0, (8, 40)), 0)
         engine = np.minimum(train + size * rng.normal(0, 1, train.shape), 0)
-        Recorder(tmp_path / "r", "trl", rank=rank).write(1, np.ones(train.shape, int), train, engine)
+        ids = rng.integers(1, 50_000, train.shape)
+        Recorder(tmp_path / "r", "trl", rank=rank).write(1, ids, train, engine)
     code, said, _ = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
     assert code == 0 and "None before this is settled: rank 1 stands out." in said
 
@@ -220,7 +221,7 @@ def test_mixed_frameworks_and_two_runs_are_refused(tmp_path, capsys):
         (
             "x.jsonl",
             '{"logprobs": "a", "output": "b"}',
-            "no format knows it. Keys found: logprobs, output. Formats tried: ",
+            "text without log-probs. Keys found: logprobs, output. ",
         ),
         # verl's rollout_data_dir, SkyRL's dumped evaluations, TRL's logged completions.
         (
