@@ -22,7 +22,7 @@ from dcmdp_jax.models.declare import Declaration
 from dcmdp_jax.models.layers import LoraKernel
 from dcmdp_jax.models.params import model_declarations, quantized_leaves
 from dcmdp_jax.models.products import PRECISE
-from dcmdp_jax.models.quantize import PRECISIONS, QuantizedKernel, quantize_kernel, quantize_tree
+from dcmdp_jax.models.quantize import QuantizedKernel, in_float32, is_quantized, quantize_tree, stored
 from dcmdp_jax.types import Params
 
 
@@ -129,10 +129,10 @@ def merged(base: Params, adapters: Params, lora: Lora) -> Params:
     """
 
     def merge(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> jax.Array:
-        return _float32(kernel) + _product(a, b) * lora.scale
+        return in_float32(kernel) + _product(a, b) * lora.scale
 
     whole = _joined(base, adapters, merge)
-    return jax.tree.map(_float32, whole, is_leaf=_is_quantized)
+    return jax.tree.map(in_float32, whole, is_leaf=is_quantized)
 
 
 def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -> jax.Array:
@@ -145,8 +145,7 @@ def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -
 
     Args:
         base, adapters, lora: see `merged`.
-        precision: the engine's: a dtype, "exact", or one of `quantize.PRECISIONS`, for each column; of another name
-            (blocks of fp8, a server's own) the first of these that it begins with, else bfloat16.
+        precision: see `quantize.stored`.
     """
     squares = []
 
@@ -166,26 +165,16 @@ def merged_as_rounded(base: Params, adapters: Params, lora: Lora, precision: str
     """
 
     def merge(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> jax.Array:
-        return _float32(kernel) + _arriving(kernel, _product(a, b) * lora.scale, precision)
+        return in_float32(kernel) + _arriving(kernel, _product(a, b) * lora.scale, precision)
 
     whole = _joined(base, adapters, merge)
-    return jax.tree.map(_float32, whole, is_leaf=_is_quantized)
+    return jax.tree.map(in_float32, whole, is_leaf=is_quantized)
 
 
 def _arriving(kernel: jax.Array | QuantizedKernel, change: jax.Array, precision: str) -> jax.Array:
     """Q(W + D) - Q(W)."""
-    w = _float32(kernel)
-    return _rounded(w + change, precision) - _rounded(w, precision)
-
-
-def _rounded(w: jax.Array, precision: str) -> jax.Array:
-    known = (*PRECISIONS, "float16", "float32")
-    name = next((each for each in known if precision.startswith(each)), "bfloat16")
-    if name in PRECISIONS:
-        return _float32(quantize_kernel(w, name))
-    # XLA removes a cast there and back.
-    kind = jnp.finfo("float32" if precision == "exact" else name)
-    return jax.lax.reduce_precision(w, kind.nexp, kind.nmant)
+    w = in_float32(kernel)
+    return in_float32(stored(w + change, precision)) - in_float32(stored(w, precision))
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -197,16 +186,6 @@ def _joined(base: Params, adapters: Params, join: Any) -> Params:
     if "a" in adapters:
         return {**base, "kernel": join(base["kernel"], adapters["a"], adapters["b"])}
     return {**base, **{name: _joined(base[name], part, join) for name, part in adapters.items()}}
-
-
-def _float32(x: jax.Array | QuantizedKernel) -> jax.Array:
-    if _is_quantized(x):
-        return x.values.astype(jnp.float32) * x.scale[..., None, :]
-    return x.astype(jnp.float32)
-
-
-def _is_quantized(x: object) -> bool:
-    return isinstance(x, QuantizedKernel)
 
 
 def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:

@@ -47,11 +47,11 @@ def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = Fals
     """
 
     def leaf(x: jax.Array | QuantizedKernel) -> jax.Array | QuantizedKernel:
-        if not _is_kernel(x):
+        if not is_quantized(x):
             return x.astype(dtype)
         return x if keep_quantized else QuantizedKernel(x.values.astype(dtype), x.scale)
 
-    return jax.tree.map(leaf, weights, is_leaf=_is_kernel)
+    return jax.tree.map(leaf, weights, is_leaf=is_quantized)
 
 
 def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
@@ -86,6 +86,30 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
     return QuantizedKernel(values, scale)
 
 
+def stored(w: jax.Array, precision: str) -> jax.Array | QuantizedKernel:
+    """A float32 matrix [..., in, out] with the values that an engine of a precision holds.
+
+    Args:
+        w: the matrix.
+        precision: a dtype, "exact", or one of `PRECISIONS`, for each column; of another name (blocks of fp8, a server's
+            own) the first of these that it begins with, else bfloat16.
+    """
+    known = (*PRECISIONS, "float16", "float32")
+    name = next((each for each in known if precision.startswith(each)), "bfloat16")
+    if name in PRECISIONS:
+        return quantize_kernel(w, name)
+    # XLA removes a cast there and back.
+    kind = jnp.finfo("float32" if precision == "exact" else name)
+    return jax.lax.reduce_precision(w, kind.nexp, kind.nmant)
+
+
+def in_float32(x: jax.Array | QuantizedKernel) -> jax.Array:
+    """The numbers that a matrix stands for."""
+    if is_quantized(x):
+        return x.values.astype(jnp.float32) * x.scale[..., None, :]
+    return x.astype(jnp.float32)
+
+
 def quantize_tree(tree: Params, quantized: Params, precision: str) -> Params:
     """`quantize_kernel` of the leaves that the tree `quantized` (see `params.quantized_leaves`) marks."""
     return jax.tree.map(lambda x, chosen: quantize_kernel(x, precision) if chosen else x, tree, quantized)
@@ -113,12 +137,12 @@ def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
     def leaf(x: jax.Array, chosen: bool) -> jax.Array:
         if not chosen:
             return x
-        kernel = quantize_kernel(jax.lax.stop_gradient(x), precision)
-        rounded = (kernel.values.astype(jnp.float32) * kernel.scale[..., None, :]).astype(x.dtype)
+        rounded = in_float32(quantize_kernel(jax.lax.stop_gradient(x), precision)).astype(x.dtype)
         return rounded + (x - jax.lax.stop_gradient(x))  # the difference is exactly 0
 
     return jax.tree.map(leaf, tree, quantized)
 
 
-def _is_kernel(x: object) -> bool:
+def is_quantized(x: object) -> bool:
+    """Whether a leaf is a `QuantizedKernel`."""
     return isinstance(x, QuantizedKernel)

@@ -270,7 +270,7 @@ def _unseen_updates(series: Series) -> str | None:
     delta, lag = np.asarray(series["discrepancy/mean"][1], np.float64), _mixed_lag(series, WINDOW)
     if len(delta) < WINDOW or not np.isfinite(delta).all() or (lag is not None and lag.max() > 0):
         return None
-    first, last = float(delta[:3].mean()), float(delta[-3:].mean())
+    first, last = float(delta[0]), float(delta[-3:].mean())
     if last < max(_BEHIND * first, _FLOORS * _floor(series)) or _rank_correlation(delta) < _STEADY_BEHIND:
         return None
     kept, surprise = _last(series, _PUSH_ROUNDING), _last(series, "engine/surprise", len(delta))
@@ -288,8 +288,8 @@ def _unseen_updates(series: Series) -> str | None:
         return None
     return (
         f"The discrepancy rose steadily from {first:.2g} to {last:.2g} while the engine stands still: {why}. The "
-        "updates do not reach it: no push, or updates below what its dtype holds. Compare its weights over steps; give the "
-        "engine float32, or raise the learning rate."
+        "updates do not reach it: no push, or updates below what its dtype holds. Compare its weights over steps; give "
+        "the engine float32, or raise the learning rate."
     )
 
 

@@ -43,6 +43,8 @@ completion/length_max | tokens | longest completion
 completion/truncated_fraction | fraction | completions cut by the length limit
 completion/beyond_vocabulary_fraction | fraction | sampled tokens whose id is beyond the tokenizer's: the model has more
     rows than it, and they have no text
+completion/identical_fraction | fraction | completions that equal another one of their prompt token by token
+completion/identical_chance | fraction | the same as expected of independent samples of the engine's probabilities
 discrepancy/mean | discrepancy | token-weighted batch mean: what the dual step compares with the tolerance
 discrepancy/spent | discrepancy | the quantile over sampled tokens that algorithm.budget names: what the dual step
     compares with the tolerance; not recorded where that is the mean
@@ -85,6 +87,10 @@ mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
 mismatch/merge_rounding | fraction | with adapters: what the engine's rounding of the merged matrices adds to or takes
     from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base
+mismatch/push_changed | fraction | engine weights that the step's update changes, in rollout.precision, of its matrices;
+    not with adapters, as the next
+mismatch/push_rounding | fraction | norm of what the engine's rounding adds to or takes from the step's update, over
+    that of the update; 0: none, 1: none of the update arrives, above 1: the rounding is larger than the update
 mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were replaced
 staleness/log_ratio_mean | nats | log p_train now - log p_train under the weights that sampled, mean over sampled
     tokens; recorded with rollout.lag

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -19,10 +20,11 @@ from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import merge_rounding, merged, trained
-from dcmdp_jax.models.params import declared_shapes
+from dcmdp_jax.models.params import declared_shapes, quantized_leaves
 from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.run import Run
+from dcmdp_jax.training.arrival import arrival, watched_columns
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (
     WARMUP_SCALE,
@@ -53,6 +55,8 @@ class StepPrograms(NamedTuple):
         old_logprobs: with rollout.lag, adds those of the weights that sampled; else None.
         policy: (trained, frozen parameters) -> those of the training stack's forward pass; the trained ones without
             adapters.
+        watched, arrival: programs of `arrival`, (trained parameters) and (watched, trained parameters) -> metrics; of
+            adapters nothing is watched, `merged` measures them.
         merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see `lora`.
     """
 
@@ -64,6 +68,8 @@ class StepPrograms(NamedTuple):
     old_logprobs: Callable | None
     policy: Callable[[Params, Params | None], Params]
     merged: Callable[[Params, Params | None], tuple[Params, Metrics]]
+    watched: Callable[[Params], list[jax.Array]]
+    arrival: Callable[[list[jax.Array], Params], Metrics]
 
 
 def make_step_programs(
@@ -114,7 +120,16 @@ def make_step_programs(
         old_logprobs,
         policy=parts.policy,
         merged=_merge(config, lora),
+        **_watch(config, model, lora),
     )
+
+
+def _watch(config: Config, model: ModelConfig, lora: Lora | None) -> dict[str, Callable]:
+    if lora is not None:
+        return {"watched": lambda _: [], "arrival": lambda *_: {}}
+    marks = {"quantized": quantized_leaves(model)}
+    measure = functools.partial(arrival, **marks, precision=config.rollout.precision)
+    return {"watched": jax.jit(functools.partial(watched_columns, **marks)), "arrival": jax.jit(measure)}
 
 
 def _merge(config: Config, lora: Lora | None) -> Callable[[Params, Params | None], tuple[Params, Metrics]]:

@@ -139,7 +139,9 @@ class Trainer:
             made = self.batches.make(state, step, timer)
             rollout = made.rollout
             with timer.phase("step"), jax.transfer_guard("disallow"):
+                watched = self.programs.watched(state.params)
                 state, metrics = self.programs.train_step(state, made.batch, self.frozen)
+                metrics |= self.programs.arrival(watched, state.params)
                 recorded = [metrics.pop(name, None) for name in RECORDED]
                 metrics = jax.device_get(metrics)
             step += 1

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -161,6 +162,7 @@ def rollout_metrics(rollout: StepRollout, discrepancy: np.ndarray, *, refills: b
             selected.
     """
     metrics = length_metrics(rollout.episodes, rollout.scores.grades) | reward_metrics(rollout.scores)
+    metrics |= identical_metrics(rollout.episodes)
     usable = ~rollout.dropped
     if rollout.scores.sources is not None:
         sources = np.array(rollout.scores.sources)[rollout.rows]
@@ -181,6 +183,24 @@ def rollout_metrics(rollout: StepRollout, discrepancy: np.ndarray, *, refills: b
             "rollout/unfilled_groups": int((~differing[rollout.groups]).sum()),
         }
     return metrics
+
+
+def identical_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Share of completions that equal another one of the same prompt, and its expectation for independent samples.
+
+    Given a completion of probability q under the engine, one of G - 1 independent others is equal with probability
+    1 - (1 - q)^(G - 1), so the means of both have one expectation, whatever the policy.
+    """
+    texts = [episode.token_ids.tobytes() for episode in episodes]
+    prompts = [episode.token_ids[: episode.prompt_length].tobytes() for episode in episodes]
+    same, others = Counter(texts), Counter(prompts)
+    logs = [float(episode.rollout_logprobs[episode.sampled_mask].sum(dtype=np.float64)) for episode in episodes]
+    counts = np.array([others[prompt] for prompt in prompts])
+    chances = 1 - (1 - np.minimum(np.exp(logs), 1.0)) ** (counts - 1)
+    return {
+        "completion/identical_fraction": float(np.mean([same[text] > 1 for text in texts])),
+        "completion/identical_chance": float(np.nanmean(chances)) if np.isfinite(chances).any() else 0.0,
+    }
 
 
 def length_metrics(episodes: Sequence[Episode], grades: Grades | None) -> dict[str, float]:

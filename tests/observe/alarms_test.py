@@ -46,6 +46,21 @@ def test_a_run_without_metrics_raises_nothing():
     assert alarms({"discrepancy/mean": (STEPS, np.full(50, np.nan)), "dual/tolerance": (STEPS, np.full(50, 1.0))}) == []
 
 
+def test_updates_that_the_engine_does_not_hold_are_no_mismatch():
+    rising = 0.002 * 1.15 ** np.arange(50)
+    held = {"mismatch__push_changed": 0.1, "discrepancy__mean": rising}
+    assert _named(mismatch__push_rounding=1.0, **held) == ["unseen_updates"]
+    # An engine that gets the updates, or a discrepancy that does not grow, as that of rounding alone.
+    assert "unseen_updates" not in _named(mismatch__push_rounding=0.1, **held)
+    assert _named(mismatch__push_rounding=1.0) == []
+
+
+def test_completions_more_alike_than_chance_are_not_independent():
+    assert _named(completion__identical_fraction=1.0, completion__identical_chance=0.01) == ["identical"]
+    # A policy that is sure of itself gives equal completions.
+    assert _named(completion__identical_fraction=0.9, completion__identical_chance=0.9) == []
+
+
 DELTA, C = CLEAN["discrepancy/mean"][1], float(CLEAN["dual/tolerance"][1][-1])
 ENTROPY = CLEAN["policy/entropy"][1]
 

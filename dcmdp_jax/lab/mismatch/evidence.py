@@ -377,8 +377,8 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
     """Values that are not measured, such as 0 or -9999 at the end of completions, and all other tokens.
 
     Where a column is far from the other one, its values are spread out; even rounded ones have neighbors as frequent.
-    A value that 8 tokens of 4 completions there share, five times as many as there are within 5% of it, was filled in. A
-    cut by top-p leaves exact zeros where p is large, which is not far; an engine near temperature 0 on most of its tokens.
+    A value that 8 tokens of 4 completions there share, five times as many as there are within 5% of it, was filled in.
+    The exact zeros of a cut by top-p are where p is large, not far; those of an engine near temperature 0 are most.
     """
     columns = {"engine": pairs.rollout_logprobs, "training stack": pairs.train_logprobs}
     far = np.abs(pairs.train_logprobs - pairs.rollout_logprobs) > _FAR
@@ -466,7 +466,7 @@ def least_unrelated(correlation: float) -> int:
 
 
 def _breaks(pairs: TokenPairs, exchanged: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
-    """[N] bool, broken completions; and the columns' correlation after their breaks and elsewhere, exchanged ones left out.
+    """[N] bool, broken completions; and the columns' correlation after their breaks and elsewhere.
 
     A copied beginning followed by free text looks like a break where weights differ: there the columns go on to agree
     about which tokens are likely. After a real break they have nothing to do with each other.

@@ -345,3 +345,91 @@ def test_our_own_recording_takes_less_than_13_bytes_a_token_and_stays_within_its
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_6.parquet"]
     RolloutWriter(tmp_path, every_steps=5, max_bytes=600_000, resume_step=None)
     assert not (tmp_path / "rollouts").exists() and (tmp_path / "rollouts.previous" / "step_6.parquet").is_file()
+
+
+def _steps(directory, behind, steps=12):
+    """A policy that learns: its logits move a step at a time, and the engine's with them or, `behind`, not at all."""
+    rng = np.random.default_rng(0)
+    start, change = rng.normal(0, 2, (40, 30)), rng.normal(0, 0.3, (40, 30))
+    for step in range(steps):
+        logits = start + step * change
+        p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        q = start - np.log(np.exp(start).sum(axis=1, keepdims=True)) if behind else p
+        q = q + 0.01 * rng.normal(0, 1, q.shape)
+        q -= np.log(np.exp(q).sum(axis=1, keepdims=True))
+        ids = (q + rng.gumbel(size=(16, *q.shape))).argmax(axis=2)
+        of = lambda x: np.take_along_axis(x[None], ids[..., None], 2)[..., 0]  # noqa: B023, E731 - used at once
+        Recorder(directory, "verl").write(step, ids, of(p), of(q))
+
+
+def test_an_engine_that_the_updates_do_not_reach_is_named_from_the_course_over_the_steps(tmp_path, capsys):
+    for behind in (True, False):
+        directory = tmp_path / str(behind)
+        _steps(directory, behind)
+        _, said, _ = _probe(capsys, directory, "--out", tmp_path / "out")
+        [pair] = json.loads((tmp_path / "out" / "probe.json").read_text())["pairs"]
+        alarms = [alarm["name"] for alarm in pair["over_training"]["alarms"]]
+        if behind:
+            assert (pair["findings"][0]["cause"], alarms) == ("unseen_updates", ["unseen_updates"])
+            # One screen does not both refuse and recommend a c.
+            assert pair["recommendation"]["tolerance"] is None and pair["over_training"]["tolerance"] is None
+            assert "(no c)" in said and "raise c" not in said and "noise floor of 0" not in said
+        else:
+            assert (pair["findings"][0]["cause"], alarms) == ("rounding", [])
+            assert pair["findings"][0]["title"].endswith("; sampling not checked")
+
+
+def test_identical_completions_are_named_unless_chance_makes_them(tmp_path, capsys):
+    for name, sharpness in (("seeded", 1.0), ("sure", 8.0)):
+        rng = np.random.default_rng(0)
+        logits = sharpness * rng.normal(0, 1, (4, 40, 30))
+        q = logits - np.log(np.exp(logits).sum(axis=2, keepdims=True))
+        # Four prompts, eight completions each; those of "seeded" share their random numbers.
+        noise = rng.gumbel(size=(1, *q.shape)).repeat(8, 0) if name == "seeded" else rng.gumbel(size=(8, *q.shape))
+        ids = (q + noise).argmax(axis=3).reshape(32, 40)
+        of = np.take_along_axis(np.tile(q, (8, 1, 1)), ids[..., None], 2)[..., 0]
+        Recorder(tmp_path / name, "mine").write(0, ids, of, of)
+        _, said, _ = _probe(capsys, tmp_path / name, "--out", tmp_path / "out")
+        assert ("identical completions" in said) == (name == "seeded")
+        assert name != "seeded" or "32 of 32 completions equal another one token by token" in said
+
+
+def test_columns_of_other_names_are_found_by_their_cells(tmp_path, capsys):
+    row = {"ids": [7, 8], "lp_train": [-0.5, -0.25], "lp_vllm": [-0.5, None], "dialog": "a"}
+    (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
+    code, _, error = _probe(capsys, tmp_path / "r.jsonl", "--out", tmp_path / "out")
+    wanted = "lp_train, lp_vllm hold log-probs: name the training stack's by --train-column, the engine's by"
+    assert code == 2 and wanted in error and "--token-column=ids" in error
+    (tmp_path / "r.jsonl").write_text(json.dumps({"dialog": "a", "token_count": 3}) + "\n")
+    assert "text without log-probs" in _probe(capsys, tmp_path / "r.jsonl", "--out", tmp_path / "out")[2]
+
+
+def test_columns_of_the_recorders_names_are_read_without_flags(tmp_path, capsys):
+    row = {"token_ids": [7, 8], "train_logprobs": [-0.5, -0.25], "rollout_logprobs": [-0.75, -0.25]}
+    (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
+    assert _read(tmp_path / "r.jsonl").pairs.token_ids.tolist() == [7, 8]
+    # |e^-0.5 - e^-0.75| / 2 = 0.0671.
+    arguments = tmp_path / "r.jsonl", "--out", tmp_path / "out"
+    assert _probe(capsys, *arguments, "--fail-above=0.068")[0] == 0
+    code, said, error = _probe(capsys, *arguments, "--fail-above=0.067")
+    assert (code, error) == (1, "mean |dp| above --fail-above=0.067: columns r 0.0671\n") and "wrote" in said
+
+
+def test_the_remedy_names_the_frameworks_own_setting(tmp_path, capsys):
+    for framework, setting in (("verl", "actor_rollout_ref.rollout.temperature"), ("skyrl", "generator.sampling_params.temperature")):
+        pairs = columns(temperature=0.7)
+        cells = [x.reshape(40, 40) for x in (pairs.token_ids, pairs.train_logprobs, pairs.rollout_logprobs)]
+        Recorder(tmp_path / framework, framework).write(0, *cells)
+        assert f"Here: {setting}." in _probe(capsys, tmp_path / framework, "--out", tmp_path / "out")[1]
+
+
+def test_entropies_reach_the_recording_of_each_framework(tmp_path):
+    p, ones = np.log(np.full((1, 2), 0.5)), np.ones((1, 2), int)
+    trl = {"completion_ids": ones, "completion_mask": ones, "old_per_token_logps": p, "sampling_per_token_logps": p}
+    verl = {"responses": ones, "old_log_probs": p, "rollout_log_probs": p, "response_mask": ones}
+    skyrl = {"sequences": ones, "loss_mask": ones, "action_log_probs": p, "rollout_logprobs": p}
+    batches = (record_trl, trl), (record_verl, verl), (record_skyrl, skyrl)
+    for record, batch in batches:
+        directory = tmp_path / record.__name__
+        record(Recorder(directory, "x"), 0, batch | {"advantages": np.ones(1)}, entropies=np.array([[0.5, 0.25]]))
+        assert _read(directory).pairs.entropies.tolist() == [0.5, 0.25]
