@@ -89,7 +89,7 @@ mismatch/merge_rounding | fraction | with adapters: what the engine's rounding o
     from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base
 mismatch/push_changed | fraction | engine weights that the step's update changes, in rollout.precision, of its matrices;
     not with adapters, as the next
-mismatch/push_rounding | fraction | norm of what the engine's rounding adds to or takes from the step's update, over
+mismatch/push_rounding | 1 | norm of what the engine's rounding adds to or takes from the step's update, over
     that of the update; 0: none, 1: none of the update arrives, above 1: the rounding is larger than the update
 mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were replaced
 staleness/log_ratio_mean | nats | log p_train now - log p_train under the weights that sampled, mean over sampled

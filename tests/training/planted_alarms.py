@@ -122,6 +122,15 @@ class Retokenization(Planted):
         )
 
 
+class Identical(Planted):
+    """An engine seeded alike for all completions of a group."""
+
+    def generate(self, prompts, sampling, **options):
+        for groups in self._engine.generate(prompts, sampling, **options):
+            first = {each.group: each for each in reversed(groups)}
+            yield [dataclasses.replace(first[each.group], member=each.member) for each in groups]
+
+
 FAULTS = {
     "noise": (Noise, ()),
     "mismatch": (Mismatch, ()),
@@ -129,6 +138,7 @@ FAULTS = {
     "weight_sync": (WeightSync, ("--config.optimizer.learning_rate=3e-3",)),
     "support": (Support, ("--config.algorithm.tolerance=1",)),
     "retokenization": (Retokenization, ("--config.algorithm.tolerance=1",)),
+    "identical": (Identical, ("--config.algorithm.tolerance=1",)),
     "charge": (Planted, ("--config.algorithm.tolerance=1", "--config.algorithm.multiplier=1000")),
     "clean": (Planted, ()),
 }

@@ -371,8 +371,8 @@ def _misaligned(e: Evidence) -> Iterator[Finding]:
     elif e.columns.exchanged:
         yield _say(
             "misaligned",
-            f"{e.columns.exchanged} of {e.completions} completions have the log-probs of another completion: unrelated "
-            "to their own, correlated with the other's.",
+            f"{e.columns.exchanged} of {e.completions} completions or more have another one's log-probs: unrelated to "
+            "their own, correlated with the other's.",
         )
 
 

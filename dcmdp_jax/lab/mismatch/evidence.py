@@ -27,7 +27,7 @@ _LOG_Q_EDGES = (-6.0, -4.0, -3.0, -2.2, -1.5, -1.0, -0.6, -0.3, -0.1, -0.02)
 _ERRORS, _LOWERED = 3.5, 0.02
 _FAR, _NEAR, _FEWEST_FILLED, _FEWEST_FILLED_ROWS, _TIMES_NEAR = 0.7, 0.05, 8, 4, 5
 _SHIFTS, _FEWEST_LAGGED, _LEAST_GAIN = (-2, -1, 1, 2), 16, 0.1
-_COMPARED, _MOST_SUSPECTS = 64, 64
+_COMPARED, _MOST_SUSPECTS = 64, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Alignment:
     Attributes:
         correlations: shift s -> correlation of log p of a token with log q of the s-th one after it.
         shift: the shift of the largest, if it is significantly above that of shift 0; else 0.
-        exchanged: completions whose log p belongs to the log q of another completion.
+        exchanged: completions found whose log p belongs to the log q of another completion.
     """
 
     correlations: Mapping[int, float]
@@ -414,29 +414,22 @@ def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
 def _exchanged(pairs: TokenPairs) -> np.ndarray:
     """[N] bool, completions whose log p is related to the log q of another one and not to their own.
 
-    Of up to 64 completions whose columns are unrelated, the first 64 tokens are correlated with those of all that are
-    as long. The best of them counts if no chance among so many gives it (Fisher's z).
+    The first 64 tokens of up to 16 completions whose columns are unrelated are correlated with those of all that are as
+    long, and so are their probabilities, in which a few very unlikely tokens weigh less. The best counts if no chance
+    among so many gives it (Fisher's z).
     """
-    d, starts, lengths = pairs.log_ratio, pairs.starts, pairs.lengths
-    cut = np.minimum(lengths, _COMPARED)
-    place = np.arange(_COMPARED)
-    at = np.minimum(starts[:, None] + place, len(d) - 1)
-    there = place < cut[:, None]
-    log_p, log_q = (x[at].astype(np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
-    wild = np.add.reduceat(np.abs(d), starts) / lengths > LARGE_LOG_RATIO
-    found, looked_at = np.zeros(len(lengths), bool), 0
-    for row in np.flatnonzero(wild & (lengths >= _FEWEST_UNRELATED)):
-        n = cut[row]
-        own, least = log_p[row, :n], np.sqrt(_ERRORS**2 + 2 * np.log(len(lengths))) / np.sqrt(n - 3)
-        if _correlation(own, log_q[row, :n]) >= _UNRELATED or not own.std() or looked_at == _MOST_SUSPECTS:
-            continue
-        looked_at += 1
-        others = log_q[there[:, n - 1], :n]
-        spread = others.std(axis=1)
-        centered = (others - others.mean(axis=1, keepdims=True)) / np.where(spread > 0, spread, np.inf)[:, None]
-        best = float((centered @ (own - own.mean()) / (n * own.std())).max())
-        found[row] = best > RELATED and np.arctanh(min(best, 0.999)) > least
-    return found if found.sum() > 1 else np.zeros(len(lengths), bool)
+    log_p, log_q = (np.split(x, pairs.starts[1:]) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
+    wild = np.add.reduceat(np.abs(pairs.log_ratio), pairs.starts) / pairs.lengths > LARGE_LOG_RATIO
+    found, chance = np.zeros(len(wild), bool), _ERRORS**2 + 2 * np.log(len(wild))
+    suspects = [row for row in np.flatnonzero(wild) if _correlation(log_p[row], log_q[row]) < _UNRELATED]
+    for row in suspects[:_MOST_SUSPECTS]:
+        n = min(len(log_p[row]), _COMPARED)
+        ours = log_p[row][:n]
+        likely = [x[:n] for x in log_q if len(x) >= n and _correlation(ours, x[:n]) > RELATED]
+        best = max((min(_correlation(ours, x), _correlation(np.exp(ours), np.exp(x))) for x in likely), default=0.0)
+        found[row] = n > 3 and best > RELATED and np.arctanh(min(best, 0.999)) ** 2 * (n - 3) > chance
+    found[suspects[_MOST_SUSPECTS:]] = 2 * found.sum() > _MOST_SUSPECTS  # where most are, so are the others
+    return found if found.sum() > 1 else np.zeros(len(found), bool)
 
 
 def break_at(log_ratio: np.ndarray) -> int | None:

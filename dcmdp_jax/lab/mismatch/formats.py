@@ -104,17 +104,15 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
 
 def _numbers_of(path: Path, names: list[str], left_out: LeftOut) -> tuple[list[str], list[str]]:
     """Columns whose cells in the first row are lists of log-probs, and of token ids."""
-    row = next(read_rows(path, {}, names, left_out=left_out, first=1), {})
-    lists = {name: np.array(row[name], object) for name in names if isinstance(row.get(name), list | np.ndarray)}
-    flat = {name: cell for name, cell in lists.items() if cell.ndim == 1 and len(cell)}
-    numbers = {name: [x for x in cell if x is not None] for name, cell in flat.items()}
-    numbers = {
-        name: np.array(cell, np.float64)
-        for name, cell in numbers.items()
-        if cell and all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in cell)
-    }
-    logprobs = [name for name, cell in numbers.items() if (cell <= 0).all() and cell.any()]
-    return logprobs, [name for name, cell in numbers.items() if (cell >= 0).all() and (cell == cell // 1).all()]
+    row, logprobs, ids = next(read_rows(path, {}, names, left_out=left_out, first=1), {}), [], []
+    for name in names:
+        cell = row.get(name)
+        values = [x for x in cell if x is not None] if isinstance(cell, list | np.ndarray) else []
+        if values and {type(x) for x in values} <= {int, float, np.float32, np.float64, np.int32, np.int64}:
+            column = np.array(values)
+            logprobs += [name] * bool(column.max() <= 0 > column.min())
+            ids += [name] * bool(column.min() >= 0 and (column % 1 == 0).all())
+    return logprobs, ids
 
 
 def format_of(framework: str) -> Format:

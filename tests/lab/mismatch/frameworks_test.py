@@ -416,7 +416,8 @@ def test_columns_of_the_recorders_names_are_read_without_flags(tmp_path, capsys)
 
 
 def test_the_remedy_names_the_frameworks_own_setting(tmp_path, capsys):
-    for framework, setting in (("verl", "actor_rollout_ref.rollout.temperature"), ("skyrl", "generator.sampling_params.temperature")):
+    settings = {"verl": "actor_rollout_ref.rollout.temperature", "skyrl": "generator.sampling_params.temperature"}
+    for framework, setting in settings.items():
         pairs = columns(temperature=0.7)
         cells = [x.reshape(40, 40) for x in (pairs.token_ids, pairs.train_logprobs, pairs.rollout_logprobs)]
         Recorder(tmp_path / framework, framework).write(0, *cells)
