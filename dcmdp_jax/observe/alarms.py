@@ -274,17 +274,14 @@ def _unseen_updates(series: Series) -> str | None:
     if last < max(_BEHIND * first, _FLOORS * _floor(series)) or _rank_correlation(delta) < _STEADY_BEHIND:
         return None
     kept, surprise = _last(series, _PUSH_ROUNDING), _last(series, "engine/surprise", len(delta))
-    if kept is not None:
-        still, why = np.median(kept) >= _MOSTLY_KEPT, f"rounding keeps back {np.median(kept):.0%} of an update's norm"
-    elif surprise is not None:
-        third = len(surprise) // 3
-        before, now = float(surprise[:third].mean()), float(surprise[-third:].mean())
-        still = abs(now - before) <= _ENGINE_MOVES * before
-        still = still and series["mismatch/median_log_ratio"][1][0] <= _AS_ROUNDING
+    if kept is not None and np.median(kept) >= _MOSTLY_KEPT:
+        why = f"rounding keeps back {np.median(kept):.0%} of an update's norm"
+    elif kept is None and surprise is not None and series["mismatch/median_log_ratio"][1][0] <= _AS_ROUNDING:
+        before, now = (float(part.mean()) for part in np.array_split(surprise, 3)[::2])
+        if abs(now - before) > _ENGINE_MOVES * before:
+            return None
         why = f"its own mean -log q stays at {before:.2g} to {now:.2g} nats"
     else:
-        return None
-    if not still:
         return None
     return (
         f"The discrepancy rose steadily from {first:.2g} to {last:.2g} while the engine stands still: {why}. The "

@@ -85,13 +85,11 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
     ),
     "misaligned": Cause(
         "columns that are not aligned token by token",
-        "Log-probs stand at the token that they describe, and in the row of its completion: look at the recorder.",
-        True,
+        "A log-prob stands at the token that it describes, in the row of its completion: look at the recorder.", True,
     ),
     "unsampled": Cause(
         "engine log-probs that did not sample the tokens",
-        "Record what the engine reported while it sampled (vLLM: logprobs_mode=processed_logprobs), in its order.",
-        True,
+        "Record what the engine reported while sampling (vLLM: logprobs_mode=processed_logprobs), in its order.", True,
     ),
     "stale_weights": Cause(
         "stale weights in the engine",
@@ -104,8 +102,7 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
     ),
     "identical": Cause(
         "identical completions: samples that are not independent",
-        "Seed each completion of a group differently; if the log-probs are equal too, rows may be recorded twice.",
-        True,
+        "Seed each completion of a group differently; with equal log-probs too, rows may be recorded twice.", True,
     ),
     "unsynchronized_tensor": Cause(
         "a tensor that was not synchronized",
@@ -351,22 +348,21 @@ def _course(e: Evidence) -> Iterator[Finding]:
 
 def _filled(e: Evidence) -> Iterator[Finding]:
     if (found := e.filled) is not None:
-        places = {"end with it": found.last, "begin with it": found.first}
-        where = ", ".join(f"{count} completions {said}" for said, count in places.items() if count)
         yield _say(
             "filled",
-            f"The {found.column}'s log-prob is exactly {found.value:g} on {found.tokens:,} tokens, and the other is "
-            f"elsewhere{f'; {where}' if where else ''}.",
+            f"The {found.column}'s log-prob is exactly {found.value:g} on {found.tokens:,} tokens where the other's is "
+            f"not near: {found.last} completions end with such a token, {found.first} completions begin with one.",
         )
 
 
 def _misaligned(e: Evidence) -> Iterator[Finding]:
     if shift := e.columns.shift:
-        early = "earlier" if shift > 0 else "later"
+        said = ", ".join(f"{by:+d}: {value:.2f}" for by, value in sorted(e.columns.correlations.items()))
+        places = f"{abs(shift)} place{'s' * (abs(shift) > 1)} {'earlier' if shift > 0 else 'later'}"
         yield _say(
             "misaligned",
-            f"The training stack's column is shifted: it fits the engine's {abs(shift)} place{'s' * (abs(shift) > 1)} "
-            f"{early}. {_correlations(e)}",
+            f"The training stack's column is shifted: it fits the engine's {places}.",
+            f"Correlation of log p with log q of the same token (+0) and others: {said}.",
         )
     elif e.columns.exchanged:
         yield _say(
@@ -374,11 +370,6 @@ def _misaligned(e: Evidence) -> Iterator[Finding]:
             f"{e.columns.exchanged} of {e.completions} completions or more have another one's log-probs: unrelated to "
             "their own, correlated with the other's.",
         )
-
-
-def _correlations(e: Evidence) -> str:
-    said = ", ".join(f"{by:+d}: {value:.2f}" for by, value in sorted(e.columns.correlations.items()))
-    return f"Correlation of log p with log q of the same token (+0) and others: {said}."
 
 
 def _penalty(e: Evidence) -> Iterator[Finding]:
@@ -404,7 +395,6 @@ def _unsampled(e: Evidence) -> Iterator[Finding]:
         f"Mean p / q = {e.ratio}. It is at most 1 for tokens sampled from q, whatever the weights of p: these were not "
         "sampled from the engine's column.",
         said,
-        _correlations(e),
     )
 
 
