@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from benchmarks import causes, causes_recurrent
-from benchmarks.causes_record import read_kept
 from dcmdp_jax.lab.mismatch.causes import CAUSES, diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, TokenMean, break_at, collect
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.observe.legs import DECODING, Leg
+from research import causes, causes_recurrent
+from research.causes_record import read_kept
 from tests.support.sampled_columns import columns
 
 
@@ -238,7 +238,7 @@ def _misplaced(pairs, fault):
     return dataclasses.replace(pairs, train_logprobs=np.concatenate(train), rollout_logprobs=np.concatenate(rollout))
 
 
-_REAL = read_kept(Path(causes.__file__).with_name("causes_smollm2.npz"))
+_REAL = read_kept(Path(causes.__file__).with_name("kept") / "causes_smollm2.npz")
 _MISPLACED = {"late": "misaligned", "early": "misaligned"}
 _MISPLACED |= dict.fromkeys(("engine ends 0", "engine starts 0", "engine ends -9999", "train ends -9999"), "filled")
 

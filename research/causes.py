@@ -1,9 +1,9 @@
 """Does the probe name the right cause? Recordings with known causes, and what it calls each.
 
-    python -m benchmarks.causes            two minutes; prints the tables and writes them into docs/probe.md
+    python -m research.causes            two minutes; prints the tables and writes them into docs/probe.md
 
 Three kinds of model: a recurrent net of random weights (made here from seeds: 8 to 10,000 completions, with and without
-entropies), the policy that the demo trains, and SmolLM2-135M-Instruct (both kept by `benchmarks.causes_record`). The
+entropies), the policy that the demo trains, and SmolLM2-135M-Instruct (both kept by `research.causes_record`). The
 kept ones are also cut to few completions. A verdict is right if a planted cause is named and no cause that was not
 planted; "cannot tell" is `undetermined`, `too_few`, `unchecked` or, beside a planted defect, a price such as rounding.
 A false defect is a defect that was not planted.
@@ -20,15 +20,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.causes_record import read_kept
-from benchmarks.causes_recurrent import Fault, recording
 from dcmdp_jax.lab.mismatch.causes import CAUSES, diagnose
 from dcmdp_jax.lab.mismatch.evidence import collect
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
+from research.causes_record import read_kept
+from research.causes_recurrent import Fault, recording
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "probe.md"
-_BEGIN, _END = "<!-- causes: written by python -m benchmarks.causes -->", "<!-- causes: end -->"
+_BEGIN, _END = "<!-- causes: written by python -m research.causes -->", "<!-- causes: end -->"
 NO_VERDICT = frozenset({"undetermined", "too_few", "unchecked"})
 
 FAULTS: dict[str, tuple[Fault, frozenset[str]]] = {
@@ -161,7 +161,7 @@ def large() -> Iterator[Case]:
 def kept() -> Iterator[Case]:
     """The recordings of real models: whole, without entropies, and 10 completions of each."""
     for model in ("demo", "smollm2"):
-        for name, pairs in read_kept(HERE / f"causes_{model}.npz").items():
+        for name, pairs in read_kept(HERE / "kept" / f"causes_{model}.npz").items():
             planted = KEPT[name]
             yield Case(model, name, planted, pairs)
             blind = frozenset() if "raw, both" in name else planted

