@@ -195,7 +195,7 @@ def _keep_failures_of_threads() -> None:
     another at exit, and it logs more. The main thread raises the same error and reports it in one line.
     """
 
-    told: set[str] = set()
+    told: dict[str, object] = {}
 
     def keep(what: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
@@ -203,9 +203,8 @@ def _keep_failures_of_threads() -> None:
             short = text if _run_dir is None else one_line(text.splitlines()[-1])
             line = f"{what}:{chr(10) if _run_dir is None else ' '}{short.rstrip()}"
             # A log that can't be written is said once, not by every thread that fails for the same reason.
-            if short not in told:
-                print(line, file=sys.stderr)
-            told.add(short)
+            if told.setdefault(short, mine := object()) is mine:
+                sys.stderr.write(f"{line}\n")
 
     def thread_failed(failure: threading.ExceptHookArgs) -> None:
         name = "a thread" if failure.thread is None else f"thread {failure.thread.name}"

@@ -167,7 +167,9 @@ def test_a_study_by_name_lists_its_runs(dcmdp):
     done = dcmdp("sweep", "--study=methods", "--seeds=0", "--dry_run")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == (
-        "grpo, seed 0: dcmdp train --config=demo --config.algorithm.method=grpo --config.training.seed=0 "
+        "grpo, seed 0: dcmdp train --config=demo --config.algorithm.tolerance_steps=0 "
+        "--config.optimizer.learning_rate=0.0001 --config.training.prompts_per_step=48 "
+        "--config.training.prompts_per_mini_batch=24 --config.algorithm.method=grpo --config.training.seed=0 "
         "--config.run_dir=runs/studies/methods/grpo/seed0"
     )
 
