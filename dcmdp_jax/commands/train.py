@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from dcmdp_jax.config.text import print_config
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
+from dcmdp_jax.parallel.backend import COMPILING
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run, joined_hosts
 from dcmdp_jax.training import loop
@@ -41,6 +45,9 @@ def main(argv: list[str]) -> int:
     try:
         _run(config, show, dry_run=arguments.dry_run)
     except Interrupted as stopped:
+        if any(thread.name == COMPILING for thread in threading.enumerate()):
+            sys.stdout.flush()
+            os._exit(128 + stopped.signal_number)
         return 128 + stopped.signal_number
     return 0
 

@@ -7,12 +7,17 @@ import importlib.util
 import logging
 import os
 import platform
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jaxlib
 
 logger = logging.getLogger(__name__)
+
+COMPILING = "compile a program"
+"""Name of a thread that compiles for later calls; a process that ends need not wait for it."""
 
 CPU_INFO = Path("/proc/cpuinfo")
 """Where Linux tells what the processor can do."""
@@ -71,6 +76,23 @@ def cpu_is_split() -> bool:
 def usable_cores() -> int:
     """Number of cores that this process may run on; all cores where the system doesn't tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compile_beside(program: Callable[[], object]) -> Callable[[], None]:
+    """Compile a program in a thread, as XLA lets others run meanwhile, and return a function that waits for it.
+
+    JAX keeps what was compiled for the call that needs it, which also says what is wrong where this failed.
+    """
+
+    def run() -> None:
+        try:
+            program()
+        except Exception:  # see above
+            logger.debug("a program was not compiled ahead", exc_info=True)
+
+    thread = threading.Thread(target=run, name=COMPILING)
+    thread.start()
+    return thread.join
 
 
 def compiler_options(platform: str) -> dict[str, str] | None:

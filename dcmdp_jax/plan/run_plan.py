@@ -16,15 +16,12 @@ from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.episode import columns_of_run
-from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.kind import DeviceShare, EnginePlan
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import PREEMPTED, Machine
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.lora import trained
-from dcmdp_jax.models.params import declared_shapes, param_shapes
+from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, row_shards
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
 from dcmdp_jax.plan.published import model_of
@@ -32,9 +29,7 @@ from dcmdp_jax.plan.topologies import CHIPS, Topology
 from dcmdp_jax.run.memory_use import CUDNN_WORKSPACE
 from dcmdp_jax.run.model_checks import check_experts, check_lengths, platform_kernel
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.training.build import make_step_programs
-from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state
-from dcmdp_jax.types import TrainState
+from dcmdp_jax.training.build import abstract_arguments, make_step_programs
 
 GIB = 2**30
 _ENGINE_PLATFORM = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
@@ -211,12 +206,7 @@ def plan_step(run: Run) -> StepPlan:
     """The step that `dcmdp train` would run. Nothing is allocated."""
     config, model, mesh, packing = run.asked, run.model, run.mesh, run.packing
     programs = make_step_programs(config, model, run.compute, mesh, run.lora)
-    shapes = declared_shapes(trained(model, run.lora), config.model.param_dtype)
-    dual = initial_dual(config.algorithm)
-    state = jax.eval_shape(lambda params: new_state(params, programs.optimizer, dual, programs.loss_scale), shapes)
-    state: TrainState = sharded(state, programs.shardings)
-    batch = abstract_batch(packing, columns_of_run(config, model))
-    batch = sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))
+    state, batch = abstract_arguments(run, programs)
     params, optimizer = bytes_per_device(state.params), bytes_per_device(state.opt_state)
     held, frozen = {"parameters": params, "optimizer": optimizer}, None
     if run.lora or config.algorithm.kl_coefficient:

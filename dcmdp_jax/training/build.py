@@ -16,11 +16,15 @@ from jax.sharding import Mesh
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.episode import columns_of_run
+from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import merge_rounding, merged, trained
 from dcmdp_jax.models.params import declared_shapes, quantized_leaves
+from dcmdp_jax.parallel.backend import compile_beside
+from dcmdp_jax.parallel.sharding import sharded
 from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.run import Run
@@ -28,6 +32,7 @@ from dcmdp_jax.training.arrival import arrival, watched_columns
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (
     WARMUP_SCALE,
+    batch_shardings,
     initial_dual,
     initial_loss_scale,
     make_optimizer,
@@ -39,7 +44,7 @@ from dcmdp_jax.training.step import StepParts, make_train_step
 from dcmdp_jax.training.step_metrics import Metrics
 from dcmdp_jax.training.stopping import Interrupted, StopSignal
 from dcmdp_jax.training.warmup import warm_up
-from dcmdp_jax.types import LossScale, Params, TrainState
+from dcmdp_jax.types import Batch, LossScale, Params, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +75,19 @@ class StepPrograms(NamedTuple):
     merged: Callable[[Params, Params | None], tuple[Params, Metrics]]
     watched: Callable[[Params], list[jax.Array]]
     arrival: Callable[[list[jax.Array], Params], Metrics]
+
+    def compile_ahead(self, run: Run) -> Callable[[], None]:
+        """Compile the step in a thread, beside the start of the engine, the warm-up and the first batch.
+
+        JAX keeps the program. Not where the step has frozen parameters, whose shapes nobody knows yet.
+
+        Returns:
+            A function that waits for it.
+        """
+        if run.lora or run.config.algorithm.kl_coefficient:
+            return lambda: None
+
+        return compile_beside(lambda: self.train_step.lower(*abstract_arguments(run, self), None).compile())
 
 
 def make_step_programs(
@@ -197,6 +215,16 @@ def start(
             _save_reference(run, params)
     with activity("making the optimizer's state"):
         return create(run.initial_adapters(shardings.params) if run.lora else params), False, 0
+
+
+def abstract_arguments(run: Run, programs: StepPrograms) -> tuple[TrainState, Batch]:
+    """State and batch of the step: shapes, dtypes and shardings."""
+    config, packing, dual = run.asked, run.packing, initial_dual(run.asked.algorithm)
+    shapes = declared_shapes(trained(run.model, run.lora), config.model.param_dtype)
+    state = jax.eval_shape(lambda params: new_state(params, programs.optimizer, dual, programs.loss_scale), shapes)
+    batch = abstract_batch(packing, columns_of_run(config, run.model))
+    placed = batch_shardings(run.mesh, buckets=len(packing.row_lengths))
+    return sharded(state, programs.shardings), sharded(batch, placed)
 
 
 def _warm_up(run: Run, params: Params, stop: StopSignal, show: Callable[[str], None], *, loss_scale: float) -> Params:

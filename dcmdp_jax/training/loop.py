@@ -59,6 +59,7 @@ class Trainer:
         *,
         prompts_taken: int,
         frozen: Params | None,
+        compiled: Callable[[], None] = lambda: None,
     ) -> None:
         """Store the parts; nothing is compiled or loaded yet.
 
@@ -69,9 +70,10 @@ class Trainer:
             stop: says when to leave.
             prompts_taken: positions of the stream of prompts that the finished steps have taken.
             frozen: see `build.frozen_params`.
+            compiled: waits for a step that is being compiled.
         """
         self.run, self.programs, self.config = run, programs, run.config
-        self.hosts, self.checkpoints, self.frozen = run.hosts, checkpoints, frozen
+        self.hosts, self.checkpoints, self.frozen, self.compiled = run.hosts, checkpoints, frozen, compiled
         self._finished: tuple[TrainState, int] | None = None
         # Until the first step is done programs compile; later on the step that runs would be lost.
         first = self.checkpoints.latest_step or 0
@@ -139,6 +141,7 @@ class Trainer:
             made = self.batches.make(state, step, timer)
             rollout = made.rollout
             with timer.phase("step"), jax.transfer_guard("disallow"):
+                self.compiled()
                 watched = self.programs.watched(state.params)
                 state, metrics = self.programs.train_step(state, made.batch, self.frozen)
                 metrics |= self.programs.arrival(watched, state.params)
@@ -285,6 +288,7 @@ def train(run: Run, *, show: Callable[[str], None], programs: StepPrograms | Non
         )
         stack.callback(checkpoints.close)
         programs = programs or make_step_programs(config, run.model, run.compute, run.mesh, run.lora)
+        compiled = programs.compile_ahead(run)
         state, resumed, prompts_taken = start(run, programs, checkpoints, stop, show)
         release_freed_memory()
         step = int(state.step)
@@ -296,7 +300,9 @@ def train(run: Run, *, show: Callable[[str], None], programs: StepPrograms | Non
         with activity("opening the run's records"):
             writer = _open_records(run, stack, step, resumed) if run.hosts.is_writer else NoWriter()
         frozen = frozen_params(run, checkpoints, step)
-        trainer = Trainer(run, programs, checkpoints, stop, prompts_taken=prompts_taken, frozen=frozen)
+        trainer = Trainer(
+            run, programs, checkpoints, stop, prompts_taken=prompts_taken, frozen=frozen, compiled=compiled
+        )
         trainer.train(state, writer, resumed=resumed)
         with activity("writing the last checkpoint"):
             checkpoints.wait()

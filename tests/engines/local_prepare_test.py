@@ -1,5 +1,7 @@
 """Programs of the embedded engine that are compiled beside the first step."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -44,7 +46,6 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
         return {len(ids) for ids in sampled.completion_ids}
 
     assert call(0, tuple(range(37))) == {1}
-    assert "jit_decode" not in compiled
     engine.preparation.wait()
     assert compiled.count("jit_decode") == 3 * 3
     # As many stop tokens: their number is a shape.
@@ -53,6 +54,28 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
         lengths |= call(seed, tuple([2, 3, 4] * 12 + [5]))
     assert min(lengths) < 4 and max(lengths) == 16
     assert compiled.count("jit_decode") == 3 * 3
+    engine.close()
+
+
+def test_the_first_decode_is_compiled_beside_the_prefill(compiled, monkeypatch):
+    """In a thread of its own, begun before the prefill; the call that needs it waits, and compiles nothing again."""
+    began, threads = [], []
+    monkeypatch.setattr(
+        engine_module, "compile_beside", lambda program: began.append(list(compiled)) or beside(program)
+    )
+
+    def beside(program):
+        threads.append(thread := threading.Thread(target=program))
+        thread.start()
+        return thread.join
+
+    monkeypatch.setattr(engine_module, "compile_beside", beside)
+    engine = local_engine(MODEL, precision="float32", max_total_tokens=24, max_rows=4, prepare=True, cache_block=8)
+    engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
+    sample(engine, [np.array([3, 1, 4], np.int32)], SamplingParams(4, 8), seed=0, step=0)
+    engine.preparation.wait()
+    assert began and "jit_prefill" not in began[0] and not threads[0].is_alive()
+    assert compiled.count("jit_decode") == len(set(engine._prepared)) == 1
     engine.close()
 
 

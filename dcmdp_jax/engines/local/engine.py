@@ -31,6 +31,7 @@ from dcmdp_jax.engines.local.weights import conversion_mesh, convert, fingerprin
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import check_finite, checked_prompts, scored_rows
 from dcmdp_jax.models.params import check_params
+from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
 
@@ -55,10 +56,10 @@ class LocalEngine:
 
         Args:
             arguments: checked by `LocalKind.check`. `max_rows` bounds the memory of caches: with more rows than this to
-                sample, up to three times that of a batch of the longest rows. With `prepare`, after the first call all
-                programs of `decode` that more like it can come to are compiled in a thread: for a training run, whose
-                memory stays with the process; without it memory of caches that a call is done with returns to the
-                system.
+                sample, up to three times that of a batch of the longest rows. With `prepare`, the first
+                `decode` is compiled beside the prefill, and after the first call all that more like it can come to, in
+                a thread: for a training run, whose memory stays with the process; without it memory of caches that a
+                call is done with returns to the system.
             mesh: in place of `arguments.mesh`. Rows are split over data, fsdp and expert, weights over tensor and
                 expert. The devices of a mesh with other axes split rows; without any it is the first local device.
             cache_block: initial completion slots of the cache, doubled as rows fill them; each length is a program.
@@ -157,21 +158,28 @@ class LocalEngine:
             waiting = OpenGroups(group)
             for bucket, members in _by_bucket(prompts, -(-size // group)):
                 scheduler = Scheduler(weights, sampled, draw, mode, sizes, members, bucket, **options)
+                shapes, of = scheduler.shapes(), {"prompt_slots": bucket, "mode": mode}
+                if self._is_new(shapes[:1], draw.stop_ids.size, **of):
+                    first = decoding_program(weights, shapes[0], draw.stop_ids.size, program=self.program, **of)
+                    scheduler.compiled = compile_beside(first)
                 for _ in scheduler.sample():
                     yield waiting.add(map(episode, sampled.take_finished()))
-                self._prepare(scheduler.shapes(), weights, draw.stop_ids.size, prompt_slots=bucket, mode=mode)
+                scheduler.compiled()
+                if self._is_new(shapes, draw.stop_ids.size, **of):
+                    self.preparation.add(
+                        decoding_program(weights, shape, draw.stop_ids.size, program=self.program, **of)
+                        for shape in shapes
+                    )
             yield waiting.add(map(episode, sampled.take_finished()))
 
         return groups()
 
-    def _prepare(self, shapes: list[tuple[int, int, int]], weights: Params, stops: int, **options: Any) -> None:
-        """Compile the programs that later calls like this one can need, unless they are already."""
+    def _is_new(self, shapes: list[tuple[int, int, int]], stops: int, **options: Any) -> bool:
+        """Whether programs are to be compiled ahead and none of these was yet."""
         key = (tuple(shapes), stops, *options.values())
-        if self.preparation is not None and key not in self._prepared:
-            self._prepared.add(key)
-            self.preparation.add(
-                decoding_program(weights, shape, stops, program=self.program, **options) for shape in shapes
-            )
+        new = self.preparation is not None and key not in self._prepared
+        self._prepared.add(key)
+        return new
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float

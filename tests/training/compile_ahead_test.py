@@ -1,0 +1,32 @@
+"""The step is compiled once, in a thread, before its first call."""
+
+import threading
+
+import jax
+from jax._src import compiler
+
+from configs import qwen3_8b
+from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.plan.run_plan import planned_run
+from dcmdp_jax.training.build import abstract_arguments, make_step_programs
+
+
+def test_the_step_is_compiled_beside_the_start_and_kept(monkeypatch):
+    found = []
+    library = compiler.compile_or_get_cached
+
+    def counted(backend, computation, *arguments, **options):
+        found.append((str(computation.operation.attributes["sym_name"]), threading.current_thread().name))
+        return library(backend, computation, *arguments, **options)
+
+    monkeypatch.setattr(compiler, "compile_or_get_cached", counted)
+    config = qwen3_8b.get_config("local,debug")
+    config.model.compute_dtype = config.rollout.compute_dtype = config.rollout.precision = "float32"
+    run = planned_run(from_config_dict(config), make_mesh(1, 2, 1, devices=jax.devices()[:2]))
+    programs = make_step_programs(run.asked, run.model, run.compute, run.mesh)
+    programs.compile_ahead(run)()
+    steps = [thread for name, thread in found if "step" in name]
+    assert steps == ["compile a program"]
+    programs.train_step.lower(*abstract_arguments(run, programs), None).compile()
+    assert len([name for name, _ in found if "step" in name]) == 1
