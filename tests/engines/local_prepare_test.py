@@ -60,11 +60,9 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
 def test_the_first_decode_is_compiled_beside_the_prefill(compiled, monkeypatch):
     """In a thread of its own, begun before the prefill; the call that needs it waits, and compiles nothing again."""
     began, threads = [], []
-    monkeypatch.setattr(
-        engine_module, "compile_beside", lambda program: began.append(list(compiled)) or beside(program)
-    )
 
     def beside(program):
+        began.append(list(compiled))
         threads.append(thread := threading.Thread(target=program))
         thread.start()
         return thread.join
