@@ -87,7 +87,7 @@ def test_text_is_colored_by_which_side_finds_it_likelier(tmp_path, capsys):
         (("--model", "none", "--a", "trainer"), "--a: trainer:float32 only scores"),
         (("--model", "none", "--a", "local:fp4"), "precision 'fp4', allowed are exact"),
         (("--model", "none", "--a", "local"), "MODEL none: no such directory"),
-        (("--recording", "R"), "no format knows it. Keys found: token_ids, old, <b>. Formats tried: nemo-rl ("),
+        (("--recording", "R"), "no format knows it. old, <b> hold log-probs: name the training stack's by --"),
         (("R", "--rollout-column", "<b>"), "--train-column is missing"),
         (("R", "R", "--train-column", "old", "--rollout-column", "<b>"), "2 paths with --train-column: give one file"),
         (("R", "--format", "nemo"), "argument --format: invalid choice: 'nemo'"),
