@@ -120,7 +120,7 @@ def test_other_weights_are_not_taken_for_cut_sampling():
 def _kept(name, arm):
     """The five runs of an arm of a study, as alarms see them."""
     runs = {}
-    packed = (Path(__file__).parents[2] / "docs" / "evidence" / name).read_bytes()
+    packed = (Path(__file__).parents[2] / "research" / "kept" / name).read_bytes()
     for row in map(json.loads, gzip.decompress(packed).splitlines()):
         if row["arm"] == arm and "discrepancy/mean" in row:
             runs.setdefault(row["seed"], []).append(row)
