@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import router_replay
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
@@ -21,6 +20,7 @@ from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run.row_logprobs import make_row_logprobs
+from research import router_replay
 from tests.support.sampling import local_engine, sample
 
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)

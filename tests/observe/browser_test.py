@@ -35,4 +35,4 @@ def test_a_report_draws_every_figure_without_errors_or_overflow(report, tmp_path
     facts, console = look_at(page, tmp_path, width)
     assert console == []
     assert facts["wide"] <= width
-    assert facts["svgs"] == len(list(page.parent.glob("plots/*.png"))) >= 3
+    assert facts["figures"] == len(list(page.parent.glob("plots/*.png"))) >= 3

@@ -22,7 +22,9 @@ def look_at(page, tmp_path, width):
         f'<iframe id="f" src="file://{page}" style="width:{width}px;height:800px;border:0"></iframe><pre id="r"></pre>'
         "<script>addEventListener('load', () => setTimeout(() => { const d = document.getElementById('f')"
         ".contentDocument, e = d.documentElement; document.getElementById('r').textContent = JSON.stringify({"
-        "wide: e.scrollWidth, svgs: [...d.querySelectorAll('svg')].filter(s => s.clientWidth > 100).length,"
+        "wide: e.scrollWidth,"
+        "figures: [...d.querySelectorAll('figure')].filter(f => {"
+        "const s = [...f.querySelectorAll('svg')]; return s.length && s.every(one => one.clientWidth > 100); }).length,"
         "shown: d.querySelectorAll('.completion').length}); }, 1000));</script>"
     )
     done = subprocess.run(
