@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import re
 import subprocess
@@ -104,10 +106,9 @@ def listening(root: int) -> set[str]:
         family |= more
     owners = {}
     for process in family:
-        try:
-            owners |= {entry.readlink().name: names.get(process) for entry in Path(f"/proc/{process}/fd").iterdir()}
-        except OSError:
-            continue
+        for entry in glob.glob(f"/proc/{process}/fd/*"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                owners[os.readlink(entry)] = names.get(process)
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -251,7 +251,7 @@ def test_fp8_per_block():
 
 
 def test_environment():
-    """Nothing listens beyond this machine, nothing is fetched or reported."""
+    """What takes an address listens on this machine only; nothing is fetched or reported."""
     common = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",

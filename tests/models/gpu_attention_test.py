@@ -1,6 +1,7 @@
 """cuDNN's packed attention: the arrays that it gets, by a stand-in that reads them as cuDNN does."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,27 @@ def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh, window):
     for have, want in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(have, want, atol=3e-6)
     assert [one.calls for one in stand_ins] == [1, 1]
+
+
+def test_jax_lowers_what_the_packed_layout_binds():
+    """The primitives are private to JAX: a release may move them, or give them other parameters. Needs no GPU."""
+
+    def loss(query, key, value, ids):
+        return jnp.sum(packed_attention(query, key, value, ids, segments=16).astype(jnp.float32))
+
+    query, key = (jax.ShapeDtypeStruct((2, 512, heads, 128), jnp.bfloat16) for heads in (4, 2))
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    try:
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(query, key, key, ids)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        pytest.fail(
+            f"models/ops/gpu.py, whose docstring has ways out: not with jax {jax.__version__} ({why})", pytrace=False
+        )
+    assert re.findall(r"custom_call @__(cudnn\$\w+)", text) == ["cudnn$fmhaSoftmax", "cudnn$fmhaSoftmaxBackward"]
+    for words in ("max_seg_per_batch\\22: 16,", "mask_type\\22: \\22PADDING_CAUSAL"):
+        assert text.count(words) == 2
 
 
 def test_more_segments_than_stated_are_not_left_out_in_silence(stand_ins):

@@ -336,7 +336,7 @@ def environment(arguments: EngineArguments, names: str = "") -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        # What must listen (gloo, NCCL's bootstrap) listens on this machine only.
+        # What takes an address (gloo, NCCL's bootstrap) listens on this machine only; torch's TCPStore takes none.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",

@@ -58,7 +58,7 @@ def choose_ops(platform: str) -> Ops:
     """The operations for "cpu", "gpu" or "tpu".
 
     GPU and TPU run the reference, as nothing else was measured there; but XLA computes `ragged_dot` on GPU, and its
-    weight gradient on TPU, with all experts for each row (compiled, not run: benchmarks/README.md). So experts are
-    computed block by block on GPU, by a kernel on TPU.
+    weight gradient on TPU, with all experts for each row (seen on an H200, compiled for TPUs: benchmarks/README.md).
+    So experts are computed block by block on GPU, by a kernel on TPU.
     """
     return {"cpu": CPU, "gpu": GPU, "tpu": TPU}.get(platform, REFERENCE)

@@ -1,4 +1,10 @@
-"""Kernels of NVIDIA GPUs: cuDNN's attention over packed rows, without a mask in memory. Compiled, not run on a GPU."""
+"""Kernels of NVIDIA GPUs: cuDNN's attention over packed rows, without a mask in memory. Run on one H200 (cuDNN 9.19).
+
+It binds primitives that are private to JAX, as 0.10.2, 0.11.2 and 0.12.0 have them. Where a release moves them a run is
+refused with the way out, `training.segments_per_row=1`. Another, on Python 3.12: `tokamax.dot_product_attention` with
+`mask` = equal segments and `is_causal=True`, which has a boolean mask in memory. Its two XLA implementations (0.0.17)
+gave the plain version's values and gradients on a CPU to 1.5e-6; its GPU kernels were not tried.
+"""
 
 from __future__ import annotations
 
@@ -117,9 +123,9 @@ def _bind(
     """Bind JAX's primitive itself: its public function scales the offsets, and asks for the GPU while tracing."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    abstract = getattr(cudnn, f"_dot_product_attention_{direction}_abstract")
+    lowering = getattr(cudnn, f"_dot_product_attention_{direction}_cuda_lowering")
     # Of jax 0.12.
-    options |= {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in _parameters(abstract)}
+    options |= {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in _parameters(lowering)}
     unused, lengths = jnp.zeros(0, query.dtype), sequences.lengths
     options |= {"scale": 1.0 / math.sqrt(query.shape[-1]), "seed": 42, "dropout_rate": 0.0}
     options |= {"variadic_args": (False, False), "sliding_window_length": window}
