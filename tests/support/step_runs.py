@@ -65,7 +65,12 @@ def make_rollout(seed=0):
 
 
 def make_params(seed=1):
-    return jax.jit(lambda key: init_params(MODEL, key))(jax.random.key(seed))
+    return _initializer(MODEL)(jax.random.key(seed))
+
+
+@functools.cache
+def _initializer(model):
+    return jax.jit(functools.partial(init_params, model))
 
 
 @functools.cache

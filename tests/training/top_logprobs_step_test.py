@@ -51,6 +51,12 @@ def _tables(params, ids):
     return jax.nn.log_softmax(hidden[:, :-1] @ decoder.output_kernel(params) / step_runs.TEMPERATURE)
 
 
+@jax.jit
+def _pull_back(params, ids, slopes):
+    """Gradient of the parameters from that of the tables."""
+    return jax.vjp(lambda p: _tables(p, ids), params)[1](slopes)[0]
+
+
 @functools.cache
 def _rollout(k=V):
     """The tests' rollout with an engine whose logits are the trainer's and noise; log p [T, V] of each completion."""
@@ -110,9 +116,7 @@ def test_the_centred_gradient_is_autodiffs_of_all_logits(shape):
         weight = np.minimum(np.exp(x - y), 1.1)
         one = np.eye(V)[tokens] * weight - np.exp(y) * weight
         slopes[i, a - 1 : b - 1] = -advantages[i] * one / len(tokens) / len(rewards)
-    gradient = jax.jit(lambda p: jax.vjp(lambda p: _tables(p, ids), p)[1](jnp.asarray(slopes, jnp.float32))[0])(
-        step_runs.make_params()
-    )
+    gradient = _pull_back(step_runs.make_params(), ids, jnp.asarray(slopes, jnp.float32))
     norm = np.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(gradient)))
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
     _, (plain,), _ = step_runs.run_steps(settings=dataclasses.replace(settings, corrections="tis(high=1.1)"), **options)
@@ -134,9 +138,7 @@ def test_a_charge_in_the_loss_has_the_gradient_of_the_states_discrepancy(charge)
         p, q = np.exp(x), np.exp(y)
         own = {"state_tv": p * np.sign(p - q) / 2, "state_kl": -q, "state_delta": q * p * np.sign(p - q)}[charge]
         slopes[i, a - 1 : b - 1] = (0.8 * own - advantages[i] * np.eye(V)[tokens]) / len(tokens) / len(rewards)
-    gradient = jax.jit(lambda p: jax.vjp(lambda p: _tables(p, ids), p)[1](jnp.asarray(slopes, jnp.float32))[0])(
-        step_runs.make_params()
-    )
+    gradient = _pull_back(step_runs.make_params(), ids, jnp.asarray(slopes, jnp.float32))
     norm = np.sqrt(sum(float(np.sum(np.square(np.asarray(leaf, np.float64)))) for leaf in jax.tree.leaves(gradient)))
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-4)
     charged, plain = 0.0, 0.0
