@@ -20,11 +20,6 @@ def percent(fraction: float) -> str:
     return "-" if math.isnan(fraction) else f"{round(100 * fraction, 1) + 0.0:.1f}%"
 
 
-def score(value: float) -> str:
-    """Format a held-out score: a share as 12.5%, a reward outside 0 .. 1 as a number."""
-    return percent(value) if math.isnan(value) or 0 <= value <= 1 else number(value)
-
-
 def duration(seconds: float) -> str:
     """Format as 1:02:03 or 2:03; "-" if not finite."""
     if not math.isfinite(seconds):

@@ -96,7 +96,8 @@ def error_place(error: BaseException, place: str) -> str:
     """` (length_reward.py, line 12)`, the last line of the user's file that ran; empty if none did."""
     module = sys.modules.get(place)
     file = place if place.endswith(".py") else getattr(module, "__file__", None)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if file and _same_file(frame.filename, file)]
+    own = Path(file).resolve() if file else None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == own]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
@@ -107,7 +108,3 @@ def callback_error(error: BaseException) -> str:
         return ""
     file, line = frames[-1]
     return f"{one_line(str(error).splitlines()[-1])} ({Path(file).name}, line {line})"
-
-
-def _same_file(one: str, other: str) -> bool:
-    return Path(one).resolve() == Path(other).resolve()

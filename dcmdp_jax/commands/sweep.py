@@ -177,7 +177,8 @@ def resolve(
         if unknown := [arm for arm in arms if arm not in known]:
             raise UserError(f"--arms: got {unknown[0]!r}, which is none of the study's: {', '.join(known)}")
         runs = [run for arm in arms for run in runs if run.arm == arm]
-    base, paper, given = default_values(), arm_values(Arm(_PAPERS_CONFIG)), set(_named(overrides))
+    base, paper = default_values(), arm_values(Arm(_PAPERS_CONFIG))
+    given = {word.removeprefix(_OVERRIDE).partition("=")[0] for word in overrides}
     configs, checked = [], set()
     for run in runs:
         try:
@@ -193,10 +194,6 @@ def resolve(
                 raise UserError(f"study: {error}") from None
     check_collisions(runs, [to_dict(config) for config in configs])
     return runs, configs
-
-
-def _named(overrides: Sequence[str]) -> list[str]:
-    return [word.removeprefix(_OVERRIDE).partition("=")[0] for word in overrides]
 
 
 def default_values() -> Values:

@@ -83,7 +83,7 @@ def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int 
     Raises:
         ValueError: if there is no result.
     """
-    ordered = _in_paper_order(results)
+    ordered = sorted(results, key=lambda result: _place(result.task))
     rows = [
         ["Method", *(column_name(result.task) for result in ordered), "Avg"],
         [
@@ -217,10 +217,6 @@ def _describe_tasks(run: Scores) -> str:
 
 def _place(task: str) -> int:
     return list(BENCHMARKS).index(task.lower()) if task.lower() in BENCHMARKS else len(BENCHMARKS)
-
-
-def _in_paper_order(results: Sequence[EvaluationResult]) -> list[EvaluationResult]:
-    return sorted(results, key=lambda result: _place(result.task))
 
 
 def column_name(task: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
+from dcmdp_jax.number_format import number, percent
 from dcmdp_jax.observe.alarms import ALARMS
 
 
@@ -202,6 +203,19 @@ _PREFIXES = {
     "discrepancy/source/": ("discrepancy", "mean discrepancy of the completions of data source {}, each counted once"),
     "completion/source/": ("tokens", "mean length of the completions of data source {}"),
 }
+
+
+def form_of_score(name: str, values: Iterable[float], recorded: Iterable[str]) -> Callable[[float], str]:
+    """Return how to write a held-out score: `percent` for a share; `number` for a sum of rewards or outside 0 .. 1.
+
+    Args:
+        name: of the metric, `eval/<task>/avg@K` or `eval/<task>/pass@K`.
+        values: all its values.
+        recorded: names of the run's metrics; a run whose reward is a sum has `eval_reward/`.
+    """
+    summed = "/avg@" in name and any(other.startswith("eval_reward/") for other in recorded)
+    return number if summed or any(value < 0 or value > 1 for value in values) else percent
+
 
 STEP_PHASES = ("push", "generate", "verify", "noise_floor", "pack", "step")
 """The parts of `time/total`, in the order a step runs them."""

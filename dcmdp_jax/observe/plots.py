@@ -16,7 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from dcmdp_jax.observe.metric_names import STEP_PHASES
+from dcmdp_jax.number_format import percent
+from dcmdp_jax.observe.metric_names import STEP_PHASES, form_of_score
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, make_figure, style_axes
 
@@ -339,10 +340,9 @@ def _source_panels(runs: Runs) -> Iterable[Panel]:
 
 
 def _evaluation_panels(runs: Runs) -> Iterable[Panel]:
-    """Make a panel of each held-out score; scores from 0 to 1 are in percent."""
+    """Make a panel of each held-out score; shares are in percent."""
     for name in sorted({name for series in runs.values() for name in series if name.startswith("eval/")}):
-        scores = np.concatenate([series[name][1] for series in runs.values() if name in series])
-        share = bool(np.all((scores >= 0) & (scores <= 1) | ~np.isfinite(scores)))
+        share = all(form_of_score(name, each[name][1], each) is percent for each in runs.values() if name in each)
         heading, unit = name.removeprefix("eval/").replace("/", " "), "" if share else "mean reward"
         yield Panel(heading, unit, (name,), percent=share, smoothed=False, marker="o")
 

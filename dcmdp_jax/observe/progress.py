@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dcmdp_jax.activity import displayed, say, terminal_size
-from dcmdp_jax.number_format import duration, number, score
+from dcmdp_jax.number_format import duration, number
 from dcmdp_jax.observe.alarms import spent
+from dcmdp_jax.observe.metric_names import form_of_score
 
 _PLAIN_INTERVAL_SECONDS = 2.0
 _RECENT_STEPS = 20
@@ -79,7 +80,7 @@ class Progress:
         """
         now = self._clock()
         if step > self._step:
-            self._values = {name: value for name, value in self._values.items() if name.startswith("eval/")}
+            self._values = {name: value for name, value in self._values.items() if name.startswith("eval")}
             if self._step >= self._first:
                 self._durations.extend([(now - self._last_step_at) / (step - self._step)] * (step - self._step))
             self._step, self._last_step_at = step, now
@@ -141,7 +142,7 @@ class Progress:
 
     def _evaluation(self) -> str:
         return "  ".join(
-            f"{name.removeprefix('eval/').replace('/', ' ')} {score(value)}"
+            f"{name.removeprefix('eval/').replace('/', ' ')} {form_of_score(name, [value], self._values)(value)}"
             for name, value in sorted(self._values.items())
             if name.startswith("eval/") and "/avg@" in name
         )

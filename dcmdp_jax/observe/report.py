@@ -17,7 +17,6 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import duration, number, percent
-from dcmdp_jax.number_format import score as shown
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, HELD_OUT_FILE, PLOTS_DIRECTORY, REPORT_FILE, SAMPLES_FILE, STARTS_FILE
 from dcmdp_jax.observe.metric_names import METRICS, metric_of
@@ -172,9 +171,9 @@ def _cards(summary: Summary) -> list[tuple[str, str, str]]:
         window = f"mean of the first and last {summary.window} steps" if summary.window > 1 else "first and last step"
         cards.append(("Training reward", f"{summary.first_reward:.3f} → {summary.last_reward:.3f}", window))
     for score in summary.scores:
-        gained = f"{score.points_gained:+.1f} points from step {score.first_step} to {score.last_step}"
-        more = f"{gained}; best {shown(score.best)} at step {score.best_step}"
-        cards.append((f"Held-out {score.name}", f"{shown(score.first)} → {shown(score.last)}", more))
+        gained = f"{score.gained} from step {score.first_step} to {score.last_step}"
+        more = f"{gained}; best {score.form(score.best)} at step {score.best_step}"
+        cards.append((f"Held-out {score.name}", f"{score.form(score.first)} → {score.form(score.last)}", more))
     if not math.isnan(summary.mean_discrepancy):
         over = f"budget c = {number(summary.tolerance)}, exceeded in {percent(summary.share_over_tolerance)} of steps"
         more = "no budget c yet" if math.isnan(summary.tolerance) else over
@@ -264,13 +263,14 @@ def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     return {"header": ["metric", *columns, "unit", "meaning"], "rows": rows}
 
 
-def _bounds(run: RecordedRun, name: str, step: int) -> str:
-    """The 95% interval of a held-out score at a step, where it was recorded."""
-    task, found = name.rpartition("/")[0], []
+def _bounds(run: RecordedRun, summary: Summary, step: int) -> str:
+    """The 95% interval of the first held-out score at a step, where it was recorded."""
+    score, found = summary.scores[0], []
+    task = score.name.rpartition("/")[0]
     for bound in ("low", "high"):
         steps, values = run.series.get(f"eval_interval/{task}/{bound}", (np.zeros(0), np.zeros(0)))
         found += values[steps == step].tolist()
-    return f" (95% interval {shown(found[0])} to {shown(found[1])})" if len(found) == 2 else ""
+    return f" (95% interval {score.form(found[0])} to {score.form(found[1])})" if len(found) == 2 else ""
 
 
 def verdict(run: RecordedRun, summary: Summary) -> str:
@@ -282,7 +282,7 @@ def verdict(run: RecordedRun, summary: Summary) -> str:
     if summary.scores:
         held_out = summary.scores[0]
         first, last = (
-            f"{shown(value)}{_bounds(run, held_out.name, step)}"
+            f"{held_out.form(value)}{_bounds(run, summary, step)}"
             for value, step in ((held_out.first, held_out.first_step), (held_out.last, held_out.last_step))
         )
         said.append(f"held-out {held_out.name} went from {first} to {last}")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 
 from dcmdp_jax.number_format import number, percent
 from dcmdp_jax.observe.alarms import alarms, spent
+from dcmdp_jax.observe.metric_names import form_of_score
 from dcmdp_jax.observe.metrics_io import Series
 
 _TRUNCATED_LIMIT = 0.5
@@ -18,11 +20,12 @@ _STUCK_STEPS = 5
 
 @dataclasses.dataclass(frozen=True)
 class ScoreHistory:
-    """One held-out score, as fractions in [0, 1]; `first` is the initial policy's if that was evaluated.
+    """One held-out score; `first` is the initial policy's if that was evaluated.
 
     Attributes:
         name: `<task>/avg@K` or `<task>/pass@K`.
         first: value at `first_step`; likewise `last` and `best` (ties: the earliest).
+        form: writes a value, as a percentage or a number.
     """
 
     name: str
@@ -32,11 +35,13 @@ class ScoreHistory:
     last: float
     best_step: int
     best: float
+    form: Callable[[float], str]
 
     @property
-    def points_gained(self) -> float:
-        """Last minus first, in percentage points."""
-        return 100 * (self.last - self.first)
+    def gained(self) -> str:
+        """Last minus first, of a share in percentage points."""
+        gain = self.last - self.first
+        return f"{100 * gain:+.1f} points" if self.form is percent else f"{gain:+.4g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,6 +252,7 @@ def _scores(series: Series) -> tuple[ScoreHistory, ...]:
                     last=float(values[-1]),
                     best_step=int(steps[best]),
                     best=float(values[best]),
+                    form=form_of_score(name, values, series),
                 )
             )
     return tuple(scores)

@@ -252,6 +252,11 @@ def test_a_reward_outside_0_to_1_is_no_percentage_and_a_step_axis_has_whole_step
     assert all(step.removeprefix("−").isdigit() for step in steps) and len(set(steps)) == len(steps) > 2
     (axes,) = _draw("evaluation", {"r": {"eval/t/avg@8": (np.array([3, 4]), np.array([0.25, 0.5]))}}).axes
     assert axes.yaxis.get_major_formatter()(0.25).endswith("%")
+    # A sum of rewards that happens to be within 0 .. 1 is no share; pass@K of it, solved or not, is one.
+    run = {"eval/t/avg@8": _series([0.25, 0.5], 0), "eval/t/pass@8": _series([0.5], 0)}
+    figure = _draw("evaluation", {"r": run | {"eval_reward/t/math": _series([0.25], 0)}})
+    written = [axes.yaxis.get_major_formatter()(0.25) for axes in figure.axes]
+    assert [text.endswith("%") for text in written] == [False, True]
 
 
 def test_all_panels_have_one_step_axis_and_c_is_drawn_from_where_it_is_known():

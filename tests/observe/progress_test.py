@@ -93,6 +93,16 @@ def test_evaluations_get_a_line_of_their_own(said):
     assert said() == ["step 0/10  arithmetic avg@8 31.2%"]
 
 
+def test_a_sum_of_rewards_is_a_number_on_the_line_of_an_evaluation(said):
+    progress = Progress(10)
+    several = {"eval_reward/chats/math": 0.3, "eval_reward/chats/short": 0.1}
+    progress.update(0, {"eval/chats/avg@1": 0.4, "eval/chats/pass@1": 0.25} | several)
+    progress.update(1, {"reward/mean": 0.5})
+    progress.update(1, {"eval/chats/avg@1": -0.5})
+    lines = [line for line in said() if "avg@1" in line]
+    assert lines == ["step 0/10  chats avg@1 0.4", "step 1/10  chats avg@1 -0.5"]
+
+
 def test_time_left_is_the_mean_of_the_last_twenty_steps():
     clock = _Clock()
     progress = Progress(1000, start_step=500, clock=clock)

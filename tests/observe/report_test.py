@@ -222,3 +222,22 @@ def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(
     assert said in html.unescape(page)
     assert page.count(" 18 &lt;b&gt;") == 10 and page.count("<pre> 17</pre>") == 10
     assert "before training" in page and "after step 20" in page and page.count("12 + 5 =") == 10
+
+
+@pytest.mark.parametrize(
+    ("values", "more", "said"),
+    [
+        ((0.25, 0.75), {}, ("25.0% → 75.0%", "+50.0 points from", "from 25.0% (95% interval 12.5% to 87.5%) to 75.0%")),
+        # Of two rewards, or of one that is below 0 once: each of its values is a number, those within 0 .. 1 too.
+        ((0.25, 0.75), {"eval_reward/t/math": 0.5}, ("0.25 → 0.75", "+0.5 from", "from 0.25 (95% interval 0.125 to")),
+        ((-0.5, 0.75), {}, ("-0.5 → 0.75", "+1.25 from", "from -0.5 (95% interval 0.125 to 0.875) to 0.75")),
+    ],
+)
+def test_a_share_is_a_percentage_in_the_report_and_a_sum_of_rewards_a_number(tmp_path, values, more, said):
+    run_dir = tmp_path / "run"
+    with MetricsWriter(run_dir) as writer:
+        for step, value in enumerate(values):
+            bounds = {"eval_interval/t/low": 0.125, "eval_interval/t/high": 0.875}
+            writer.write(step, {"eval/t/avg@1": value} | bounds | more | ({"reward/mean": 0.5} if step else {}))
+    page = html.unescape(write_report([run_dir], run_dir).read_text())
+    assert [text for text in said if text not in page] == []

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from dcmdp_jax.number_format import percent
 from dcmdp_jax.observe.metrics_io import without_placeholder
 from dcmdp_jax.observe.run_summary import ScoreHistory, legs, overlap, summarize, warnings, what_the_multiplier_did
 
@@ -31,11 +32,11 @@ def test_headline_by_hand():
     # Two of twenty steps at either end, not the single noisy first and last.
     assert (summary.first_reward, summary.last_reward) == (0.5, 0.75)
     assert summary.scores == (
-        ScoreHistory("math/avg@4", 0, 0.25, 20, 0.5, 10, 0.75),
-        ScoreHistory("math/pass@4", 0, 0.5, 0, 0.5, 0, 0.5),
+        ScoreHistory("math/avg@4", 0, 0.25, 20, 0.5, 10, 0.75, percent),
+        ScoreHistory("math/pass@4", 0, 0.5, 0, 0.5, 0, 0.5, percent),
     )
     # Points are percentage points of last over first: neither the ratio (100 %) nor best over first (50).
-    assert summary.scores[0].points_gained == 25.0
+    assert summary.scores[0].gained == "+25.0 points"
     assert summary.mean_discrepancy == pytest.approx((0.005 + 0.003 + 0.0037 + 0.004) / 4, rel=1e-12)
     # A mean that equals c is within the budget: two of four, not three.
     assert (summary.tolerance, summary.share_over_tolerance) == (0.0037, 0.5)

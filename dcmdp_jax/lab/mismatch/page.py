@@ -64,7 +64,8 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
         for stem, (caption, draw) in _FIGURES.items():
             if (figure := draw(one.pairs, analysis)) is None:
                 continue
-            figure.savefig(plots / f"{_slug(analysis.name)}-{stem}.png", dpi=_DPI)
+            slug = re.sub(r"[^A-Za-z0-9.=_]+", "-", analysis.name).strip("-")
+            figure.savefig(plots / f"{slug}-{stem}.png", dpi=_DPI)
             drawn.append((caption, inline_svg(figure)))
         images.append(drawn)
     write_json(title, analyses, out_dir, finished=True)
@@ -202,10 +203,6 @@ def _color(train: float, rollout: float, full: float) -> str:
     """Orange where the training stack finds the token likelier, blue where the engine does; full from `full` on."""
     strength = min(abs(train - rollout) / full, 1.0) if full > 0 else 0.0
     return f"rgba({'213,94,0' if train > rollout else '0,114,178'},{strength:.2f})"
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.=_]+", "-", name).strip("-")
 
 
 def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> Figure | None:

@@ -135,7 +135,8 @@ class _Refused(Exception):
 
 def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[Measured], None]) -> Measured:
     models = [session.load(Path(each.model)) if each.model else session.run for each in (spec, other)]
-    names = _names(spec, other)
+    # Both may be of one kind.
+    names = (f"{spec} (a)", f"{other} (b)") if spec == other else (str(spec), str(other))
     engines.check_same_tokens(*(model.tokenizer.get_vocab() for model in models), names)
     # Each engine renders the prompts by its own tokenizer, as two frameworks would.
     prompts = [session.prompts(model) for model in models]
@@ -200,11 +201,6 @@ def _lifted(
         except (UserError, EngineError, MemoryError) as error:
             session.show(f"{measured.name}: not scored without its settings: {' '.join(str(error).split())}")
             return []
-
-
-def _names(spec: ProbeSpec, other: ProbeSpec) -> tuple[str, str]:
-    """The names of a pair's engines, which may be two of the same kind."""
-    return (f"{spec} (a)", f"{other} (b)") if spec == other else (str(spec), str(other))
 
 
 def lift(

@@ -244,7 +244,7 @@ def _same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None =
     digits = _DIGITS + 2 * decades
     agree = functools.partial(_agree_at, left, right, digits=digits, exact=exact)
     if not symbols:
-        return _same_infinity(left, right) if left.has(*_INFINITIES) or right.has(*_INFINITIES) else agree({})
+        return bool(left.doit() == right.doit()) if left.has(*_INFINITIES) or right.has(*_INFINITIES) else agree({})
     left, right = _replace_kinks(left, right, seed)
     symbols = sorted(left.free_symbols | right.free_symbols, key=lambda symbol: symbol.name)
     no = None if any(symbol.name.startswith("kink") for symbol in symbols) else False
@@ -261,11 +261,6 @@ def _same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None =
     if False in verdicts:
         return no
     return True if verdicts.count(True) >= _POINTS else None
-
-
-def _same_infinity(left: Any, right: Any) -> bool:
-    r"""Whether two constants with an infinity in them are the same one: `-2\infty` is `-\infty`, and no number."""
-    return bool(left.doit() == right.doit())
 
 
 def _same_integers(left: Any, right: Any) -> bool:
