@@ -123,7 +123,7 @@ $(VENV)/.installed-vllm: pyproject.toml | $(BIN)/python $(VENV)/.installed-torch
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@ $(VENV)/.installed
 
-# Compiled programs are kept, the tests' at most 3 GiB with all others; JAX_COMPILATION_CACHE_DIR names another directory.
+# Compiled programs are kept, 2 GiB at most; JAX_COMPILATION_CACHE_DIR names another directory.
 clean:
 	rm -rf $(VENV) runs build/site
 	@echo "kept: compiled programs, in $${JAX_COMPILATION_CACHE_DIR:-$${XDG_CACHE_HOME:-$$HOME/.cache}/dcmdp_jax/programs}"

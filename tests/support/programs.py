@@ -12,7 +12,7 @@ import jax
 
 from dcmdp_jax.parallel.backend import program_directory
 
-LIMIT_BYTES = 3 << 30
+LIMIT_BYTES = 2 << 30
 """All kinds of processors and versions of jaxlib together, and what runs outside the tests have kept."""
 
 _PAGE = 4096
