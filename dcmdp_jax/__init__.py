@@ -66,13 +66,14 @@ __all__ = ["__version__", *_MODULES]
 
 _OTHER_WORDS = MappingProxyType(
     {
+        "DcGrpoAux": "aux",
         "penalized_advantages": "penal charge",
         "clipped_surrogate": "clip ppo surrogate",
+        "group_advantages": "advantage normaliz statistic",
         "dc_grpo_loss": "loss grpo",
-        "group_advantages": "advantage",
-        "token_discrepancy": "discrepan delta mismatch",
-        "importance_ratio": "ratio importance",
-        "dual_update": "dual lambda multiplier lagrang",
+        "token_discrepancy": "discrepan delta mismatch kl",
+        "importance_ratio": "ratio importance tis icepop",
+        "dual_update": "dual lambda multiplier lagrang toleran budget",
         "read_metrics": "metric",
         "write_report": "report plot",
         "load_config": "config preset",
