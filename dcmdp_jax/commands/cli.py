@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
-from dcmdp_jax.activity import command_started
+from dcmdp_jax.activity import command_started, terminal_size
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.user_code import callback_error
 
@@ -100,6 +100,8 @@ def run_main(
     arguments = [word for place, word in enumerate(arguments) if not (0 < place < end and word == _DEBUG)]
     if argv is None:
         sys.stdout, sys.stderr = _Console(sys.stdout), _Console(sys.stderr)
+        if not terminal_size():  # a log, where `say` writes date and time too
+            logging.lastResort.setFormatter(logging.Formatter("%(asctime)s  %(message)s", "%Y-%m-%d %H:%M:%S"))
         if not debug:
             _keep_failures_of_threads()
             # It prints the traceback of an error in a callback, which the error holds too.

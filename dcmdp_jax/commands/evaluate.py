@@ -54,7 +54,7 @@ from dcmdp_jax.evaluation.table import (
 )
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.process_memory import release_freed_memory
-from dcmdp_jax.run.model_run import PAPERS_EVALUATION, ModelRun, SavedModel, find_model, fingerprint
+from dcmdp_jax.run.model_run import PAPERS_EVALUATION, ModelRun, find_model, fingerprint
 
 _ROUNDS = 4
 """Completions of a part, in rows of the engine: more would lose more, fewer leave more rows idle at a part's end."""
@@ -75,7 +75,8 @@ def main(argv: list[str]) -> None:
     config = for_sampling(saved.settings, PAPERS_EVALUATION | overrides)
     with contextlib.closing(ModelRun.of(saved, config)) as run:
         overlaps = read_tasks(run, arguments)
-        out, log = open_output(arguments.out, *_default_output(saved), _header(run, arguments))
+        stem = f"evaluation-{saved.name if saved.step is None else saved.step}"
+        out, log = open_output(arguments.out, saved.run_dir or Path.cwd(), stem, _header(run, arguments))
         run.directory = out.with_suffix(f".{run.engine_kind.name or 'engine'}")
         with log:
             results = _evaluate(run, arguments, log)
@@ -215,11 +216,6 @@ def _describe_overlaps(
             rest = [place for place in range(len(prompts.problems)) if place not in shared]
             alone = shown_score(result, result.select(rest).average) if rest else "no problem"
             yield f"{said}; avg@{result.samples} is {shown_score(result, result.average)}, without them {alone}"
-
-
-def _default_output(saved: SavedModel) -> tuple[Path, str]:
-    """Directory and stem of the output's name."""
-    return saved.run_dir or Path.cwd(), f"evaluation-{saved.name if saved.step is None else saved.step}"
 
 
 def _settings(config: Config, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in, run_main
 from dcmdp_jax.errors import UserError
+from tests.support.terminal import run_in_terminal
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -263,7 +265,7 @@ def main(argv):
         print("to stdout", line, flush=True)
         print("to stderr", line, file=sys.stderr, flush=True)
         Console(file=sys.stderr).print("by rich")
-        logging.warning("logged")
+        logging.getLogger("dcmdp_jax").warning("logged")
     open(argv[1], "w").write("went on")
     return 7
 
@@ -279,6 +281,15 @@ def test_a_pipe_that_nobody_reads_any_more_ends_nothing(tmp_path):
     )
     os.close(writer)
     assert done.returncode == 7 and (tmp_path / "end").read_text() == "went on"
+
+
+def test_a_warning_has_date_and_time_in_a_log_and_none_on_a_terminal(tmp_path):
+    command = [sys.executable, "-c", _TALKS, str(tmp_path / "end")]
+    said = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=HANGS_S).stderr.splitlines()
+    dated = [line for line in said if re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d  logged", line)]
+    assert len(dated) == 3 and sum("logged" in line for line in said) == 3
+    screen, _ = run_in_terminal(f"import sys; sys.argv[1:] = [{str(tmp_path / 'end')!r}]\n{_TALKS}")
+    assert [line for line in screen.text() if "logged" in line] == ["logged"] * 3
 
 
 def test_an_argument_of_another_encoding_is_in_the_log(tmp_path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ import dcmdp_jax
 from dcmdp_jax.commands import main as main_module
 from dcmdp_jax.commands.flags import call_function, load_config
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.observe.metrics_io import MetricsWriter, read_metrics
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -276,6 +276,19 @@ def test_the_readme_s_python_trains(tmp_path, monkeypatch):
     assert (found["run_dir"] / "report.html").exists()
     steps, multipliers = found["metrics"]["dual/multiplier"]
     assert steps.tolist() == [1, 2] and multipliers[0] == pytest.approx(0.1)
+
+
+def test_the_documented_table_of_metrics_is_one_of_pandas(tmp_path):
+    """An evaluation at step 0, two steps: rows 0, 1, 2, and nothing where a metric was not recorded."""
+    pandas = pytest.importorskip("pandas", reason="pandas is installed with datasets, extra hub")
+    [expression] = re.findall(r"^# (pandas\..*)$", (_ROOT / "docs" / "start.md").read_text(), re.M)
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"eval/t/avg@1": 0.25})
+        for step in (1, 2):
+            writer.write(step, {"reward/mean": step / 4})
+    table = eval(expression, {"pandas": pandas, "metrics": dcmdp_jax.read_metrics(tmp_path)})
+    assert table.index.tolist() == [0, 1, 2]
+    assert table["reward/mean"].tolist()[1:] == [0.25, 0.5] and table["eval/t/avg@1"].count() == 1
 
 
 def test_train_takes_a_config_dict_and_refuses_what_is_none(tmp_path):

@@ -254,10 +254,6 @@ def _own_row(row: dict[str, Any]) -> None:
     row["lag"] = np.where(np.asarray(row["mask"], bool), row["step"] - 1 - versions, 0)
 
 
-def _nothing(row: dict[str, Any]) -> None:
-    del row
-
-
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         "nemo-rl": Format(
@@ -307,7 +303,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             optional={"mask": "mask", "entropy": "entropies", "advantage": "advantage", "lag": "lag", "top": "top"},
             source="source",
             place=_in_row,
-            prepare=_nothing,
+            prepare=lambda row: None,
             writer="dcmdp_jax.record, or columns of its names, from TRL, verl, SkyRL or any other trainer",
         ),
     }
