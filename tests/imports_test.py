@@ -28,7 +28,7 @@ _MAY_IMPORT = {
     "integrations": "",
     "plan": "config data engines models parallel run training",
     "lab": "algorithm config data engines evaluation models observe parallel rewards run training",
-    "commands": "config data engines evaluation lab models observe plan run training",
+    "commands": "config data engines evaluation lab models observe parallel plan run training",
 }
 _BESIDE = "modules beside the rooms"
 

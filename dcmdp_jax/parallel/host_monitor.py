@@ -112,7 +112,7 @@ def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinat
     def explain(number: int) -> None:
         del number
         said = (
-            f"a process has given no sign of life for {timeout_s:g} s (hosts.timeout_s raises it); JAX's lines "
+            f"a process has given no sign of life for {timeout_s:g} s (the hosts' timeout_s raises it); JAX's lines "
             f"above have its number: {known}{', ...' * (len(names) > _LISTED)}; the same commands resume the run"
         )
         try:

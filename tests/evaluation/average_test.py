@@ -11,7 +11,7 @@ from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.evaluation.average import describe, evaluate, join
+from dcmdp_jax.evaluation.average import evaluate, join
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import MATH, Problem, Reward
 from dcmdp_jax.rewards.scoring import RewardScorer
@@ -86,14 +86,6 @@ def test_scores_lengths_and_truncation_against_a_hand_count(judged):
     # pass@2 of 2 right among 4: 1 - 1/6; the others are 0 and 1.
     assert result.pass_at[1] == pytest.approx((5 / 6 + 0 + 1) / 3) and result.pass_at[3] == result.pass_at_k
     assert (result.verifier_timeouts, result.verifier_errors, result.verifier_over_budget) == (0, 0, 0)
-
-
-def test_completions_that_an_earlier_version_did_not_keep_are_no_examples(judged):
-    result, _ = judged([["hm", r"\boxed{5}"]], ["4"])
-    texts = result.texts.copy()
-    texts[0, 0] = None
-    said = describe(dataclasses.replace(result, texts=texts), ["2+2?"], ["4"])
-    assert len(said) == 2 and said[1].startswith("  wrong: '2+2?'") and said[0].startswith("t: 50.0% without an answer")
 
 
 def test_a_single_problem_has_no_standard_error(judged):
