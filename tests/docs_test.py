@@ -1,7 +1,10 @@
 """README.md, BUILD.md, docs/ and benchmarks/README.md name existing settings, files, modules, metrics and links."""
 
+import json
 import re
 from pathlib import Path
+
+import pytest
 
 from configs import base
 from dcmdp_jax.commands.main import COMMANDS
@@ -66,3 +69,21 @@ def test_the_files_of_jobs_exist_and_the_slow_ones_slowest_first():
     jobs = [line.split() for line in (_ROOT / "tests" / "jobs.txt").read_text().splitlines()[1:]]
     assert all(job in ("engines", "pages") and (_ROOT / name).is_file() for job, name in jobs)
     assert [int(seconds) for seconds, _ in lines] == sorted((int(seconds) for seconds, _ in lines), reverse=True)
+
+
+@pytest.mark.parametrize("notebook", sorted((_ROOT / "docs" / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_installs_the_checkout_around_it_and_says_what_to_do_without_one(
+    notebook, tmp_path, monkeypatch, capsys
+):
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    [code] = ["".join(cell["source"]) for cell in cells if "skip-execution" in cell["metadata"].get("tags", [])]
+    [installed] = re.findall(r"^ +%pip install --quiet (.*)$", code, re.M)
+    code = re.sub(r"%pip .*$", f"print({installed!r})", code, count=1, flags=re.M)  # a command of IPython
+    monkeypatch.chdir(notebook.parent)
+    exec(code, {})
+    assert capsys.readouterr().out == f"{installed}\n" and Path(installed).resolve() == _ROOT
+    (tmp_path / "alone").mkdir()
+    monkeypatch.chdir(tmp_path / "alone")
+    exec(code, {})
+    said = capsys.readouterr().out
+    assert said == "no checkout around this notebook: upload it whole, or run %pip install PATH_OF_A_CHECKOUT\n"
