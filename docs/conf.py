@@ -40,7 +40,7 @@ pygments_style = "friendly"
 
 # Notebooks run at each build, without network and without the cell that installs the package (tagged skip-execution).
 nb_execution_mode = os.environ.get("DCMDP_NOTEBOOKS", "force")
-nb_execution_timeout = 600
+nb_execution_timeout = 1800
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_merge_streams = True

@@ -91,3 +91,28 @@ def test_a_browser_shows_them_a_few_at_a_time(tmp_path, width):
     )
     facts, console = look_at(page, tmp_path, width)
     assert console == [] and facts["shown"] == 20 and facts["wide"] <= width
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_browser_groups_identical_completions_and_hides_control_tokens_when_asked(tmp_path, hidden):
+    """Two are alike token by token; of the other two one has another step, the other another text."""
+    tokens = ("4", "2", "<|im_end|>")
+    four = [
+        *(_completion(tokens=tokens, step=1, prompt="<|im_start|>user\n6 * 7?") for _ in range(2)),
+        _completion(tokens=tokens, step=2, prompt="<|im_start|>user\n6 * 7?"),
+        _completion(tokens=("4", "1", "<|im_end|>"), step=1, prompt="<|im_start|>user\n6 * 7?"),
+    ]
+    data, page = completions_data(four), tmp_path / "view.html"
+    page.write_text(render_page("view.html", scripts=["completions.js"], title="t", completions=data, **_EMPTY))
+    tick = "d.getElementById('plain').click()" if hidden else ""
+    # innerText is what can be seen; the first entry is open.
+    seen = "[...d.querySelectorAll('.completion')].map(c => c.innerText)"
+    facts, console = look_at(page, tmp_path, 1280, first=tick, more=seen)
+    texts = facts["more"]
+    assert console == [] and len(texts) == 3
+    assert [("2 identical" in text) for text in texts].count(True) == 1
+    opened = [text for text in texts if "completion" in text.split()]
+    assert len(opened) == 1 and "6 * 7?" in opened[0]
+    assert [mark in opened[0] for mark in ("<|im_start|>", "<|im_end|>")] == [not hidden] * 2

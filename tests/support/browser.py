@@ -1,5 +1,6 @@
 """A page in a real browser without a window, at a given width."""
 
+import html
 import json
 import re
 import shutil
@@ -15,17 +16,21 @@ _FLAGS = """
 """.split()
 
 
-def look_at(page, tmp_path, width):
-    """(facts of the page laid out at that width, what the browser's console says)."""
+def look_at(page, tmp_path, width, first="", more="null"):
+    """(facts of the page laid out at that width, what the browser's console says).
+
+    JavaScript with the page's document as `d`: `first` runs before the facts are taken, `more` is one of them.
+    """
     frame = tmp_path / f"frame{width}.html"
     frame.write_text(
         f'<iframe id="f" src="file://{page}" style="width:{width}px;height:800px;border:0"></iframe><pre id="r"></pre>'
         "<script>addEventListener('load', () => setTimeout(() => { const d = document.getElementById('f')"
-        ".contentDocument, e = d.documentElement; document.getElementById('r').textContent = JSON.stringify({"
+        f".contentDocument, e = d.documentElement; {first}; setTimeout(() => {{"
+        "document.getElementById('r').textContent = JSON.stringify({"
         "wide: e.scrollWidth,"
         "figures: [...d.querySelectorAll('figure')].filter(f => {"
         "const s = [...f.querySelectorAll('svg')]; return s.length && s.every(one => one.clientWidth > 100); }).length,"
-        "shown: d.querySelectorAll('.completion').length}); }, 1000));</script>"
+        f"shown: d.querySelectorAll('.completion').length, more: {more}}}); }}, 500); }}, 1000));</script>"
     )
     done = subprocess.run(
         [CHROMIUM, *_FLAGS, f"--user-data-dir={tmp_path}/profile{width}", "--window-size=1400,900", f"file://{frame}"],
@@ -35,4 +40,4 @@ def look_at(page, tmp_path, width):
     )
     found = re.search(r'<pre id="r">(.*?)</pre>', done.stdout, re.S)
     assert found and found[1], done.stderr[-2000:]
-    return json.loads(found[1]), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return json.loads(html.unescape(found[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
