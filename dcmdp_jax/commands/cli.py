@@ -26,7 +26,7 @@ _UNEXPECTED = 1
 _INTERRUPTED = 130
 _DEBUG = "--debug"
 _DISK_FULL = "No space left on device"  # in an OSError, and at the end of Orbax's long message
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA's errors begin
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY"  # in XLA's errors
 ERROR_LOG = "error.log"
 _run_dir: Path | None = None
 
@@ -164,8 +164,9 @@ def _fail(error: Exception, debug: bool, expected: tuple[type[Exception], ...]) 
     names_file = isinstance(error, OSError) and (error.filename is not None or error.errno is None)
     if not (names_file or isinstance(error, (UserError, *expected)) or _DISK_FULL in str(error)):
         line, code = f"{type(error).__name__}: {line}", _UNEXPECTED
-        if _OUT_OF_MEMORY in str(error):
+        if any(words in str(error) for words in _OUT_OF_MEMORY):
             hints.insert(0, "for sampling, make max_rows smaller; for training, training.micro_batch_tokens")
+            hints.insert(1, "where another program holds a GPU's memory, XLA_CLIENT_MEM_FRACTION")
         else:
             hints = ["unexpected", *(hints or ["traceback above"])]
             debug = debug or log is None

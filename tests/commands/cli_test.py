@@ -51,7 +51,15 @@ def _of_jax(_):
             RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."),
             1,
             "error: RuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes. (for sampling, "
-            "make max_rows smaller; for training, training.micro_batch_tokens)\n",
+            "make max_rows smaller; for training, training.micro_batch_tokens; where another program holds a GPU's "
+            "memory, XLA_CLIENT_MEM_FRACTION)\n",
+        ),
+        (
+            RuntimeError("INTERNAL: cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY"),
+            1,
+            "error: RuntimeError: INTERNAL: cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY (for sampling, make "
+            "max_rows smaller; for training, training.micro_batch_tokens; where another program holds a GPU's memory, "
+            "XLA_CLIENT_MEM_FRACTION)\n",
         ),
         (
             ValueError("RESOURCE_EXHAUSTED: Error writing ...\nFailed to write: No space left on device"),
