@@ -308,8 +308,9 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path,
     # 8 devices: a run takes a mesh from the settings; the machine says what it has.
     config.mesh.data, config.mesh.fsdp = -1, 1
     monkeypatch.setattr(memory_plan, "free_host_bytes", lambda: 1000)
-    # As in a process that no run was in before.
-    memory_plan._first_resident_bytes.cache_clear()
+    # As in a process that no run was in before, and that gives nothing back.
+    for held in ("_resident_bytes", "_first_resident_bytes"):
+        monkeypatch.setattr(memory_plan, held, lambda: 10**9)
     monkeypatch.setattr(Run, "initial_params", lambda *_: pytest.fail("parameters were made"))
     with pytest.raises(
         ValueError, match=r"^memory: this machine has \d+\.\d GiB and the phase '.*' takes at least \d+\.\d, of which"
