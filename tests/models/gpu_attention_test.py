@@ -62,6 +62,18 @@ def test_each_segment_is_a_sequence_of_its_own(stand_ins, heads, mesh, window):
     assert [one.calls for one in stand_ins] == [1, 1]
 
 
+@pytest.mark.parametrize("slides", [False, True])
+def test_a_layer_of_a_scan_has_its_window_or_none(stand_ins, slides):
+    """Families whose layers differ: the flag is traced, cuDNN's window is not."""
+    *inputs, _ = _inputs(4, 10, 4, 2, 8)
+    ids = jnp.asarray(_ROWS, jnp.int32)
+    attend = functools.partial(row_attention, *inputs, ids, one_segment=False)
+    ours = jax.jit(lambda flag: attend(kernel="cudnn", ops=GPU, segments=3, window=2, slides=flag))(jnp.asarray(slides))
+    theirs = attend(kernel="xla", ops=REFERENCE, window=2 if slides else 0)
+    np.testing.assert_allclose(ours, jnp.where((ids > 0)[..., None, None], theirs, 0), atol=3e-6)
+    assert stand_ins[0].calls == 2
+
+
 def test_jax_lowers_what_the_packed_layout_binds():
     """The primitives are private to JAX: a release may move them, or give them other parameters. Needs no GPU."""
 
