@@ -1,6 +1,6 @@
 """Tables and figures of the paper's own regime, from kept metrics; paper_regime.md has the rules they follow.
 
-    python -m research.paper_regime [--kept=FILE] [--out=DIR]
+    python -m research paper_regime
 
 Primary: the last policy's score by an exact engine and by its own, Welch's test against GRPO and its replicate pooled,
 Holm over the arms. Secondary: the largest fall of the reward from its peak, and the share of runs that ended by one
@@ -9,27 +9,24 @@ yardstick for every arm.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
-from scipy import stats
 
 from dcmdp_jax.lab.studies.results import Table
-from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, DPI, color_of
+from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, color_of
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import make_figure, style_axes
-from research.long_tables import ended, read, yardstick
+from research.dose_tables import holm
+from research.long_tables import BASELINE, CONTROLS, RESPONSES, ended, pooled, yardstick
 
 KEPT = Path(__file__).parent / "kept" / "paper_regime.jsonl.gz"
-BASELINES = ("grpo", "grpo_shaken")
-"""GRPO and its replicate, pooled."""
 SMALLEST = 17.0
 """Points of score below which a difference is said not to matter."""
 _WINDOW = 4
@@ -37,7 +34,7 @@ _WINDOW = 4
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """An arm's mean less the pooled baselines', points: Welch's interval and two-sided p.
+    """An arm's mean less that of GRPO and its replicate, points: Welch's interval and two-sided p.
 
     Attributes:
         mean, low, high: the difference and its 95% interval.
@@ -52,17 +49,7 @@ class Difference:
     held: bool = False
 
 
-def score(kind: str) -> Callable[[Series], float]:
-    """The last held-out score, %: `eval` by the run's own engine, `evaluation` by an exact one."""
-
-    def last(series: Series) -> float:
-        [name] = [each for each in series if each.startswith(f"{kind}/") and "/avg@" in each]
-        return 100 * float(series[name][1][-1])
-
-    return last
-
-
-SCORES = {"exact engine": score("evaluation"), "own engine": score("eval")}
+EXACTLY, OWN = "held-out, exact engine, %", "held-out, own engine, %"
 
 
 def smoothed(series: Series) -> np.ndarray:
@@ -76,28 +63,12 @@ def fall(series: Series) -> float:
     return float(np.max(np.maximum.accumulate(means) - means))
 
 
-def welch(values: Sequence[float], others: Sequence[float]) -> Difference:
-    """Difference of two means with unequal variances (Welch 1947)."""
-    found = stats.ttest_ind(values, others, equal_var=False)
-    interval = found.confidence_interval()
-    return Difference(
-        float(np.mean(values) - np.mean(others)), float(interval.low), float(interval.high), float(found.pvalue)
-    )
-
-
-def differences(runs: Table, of: Callable[[Series], float]) -> dict[str, Difference]:
-    """Arm -> its difference to the pooled baselines; Holm's over all arms."""
-    pooled = [of(series) for name in BASELINES for series in runs.get(name, {}).values()]
-    found = {
-        arm: welch([of(series) for series in seeds.values()], pooled)
-        for arm, seeds in runs.items()
-        if arm not in BASELINES and len(seeds) > 1
-    }
-    order, holds = sorted(found, key=lambda arm: found[arm].p), True
-    for place, arm in enumerate(order):
-        holds = holds and found[arm].p * (len(order) - place) <= 0.05
-        found[arm] = dataclasses.replace(found[arm], held=holds)
-    return found
+def differences(runs: Table, heading: str) -> dict[str, Difference]:
+    """Arm -> its difference to GRPO and its replicate pooled, of one of `RESPONSES`; Holm's over all arms."""
+    arms = [arm for arm in runs if arm not in (BASELINE, CONTROLS[-1]) and len(runs[arm]) > 1]
+    found = {arm: pooled(runs, heading, arm) for arm in arms}
+    held = holm({arm: p for arm, (_, _, p) in found.items()})
+    return {arm: Difference(mean, mean - half, mean + half, p, arm in held) for arm, (mean, half, p) in found.items()}
 
 
 def outcome(found: Difference) -> str:
@@ -113,13 +84,13 @@ def outcome(found: Difference) -> str:
 
 def table(runs: Table) -> str:
     """Markdown: scores and their differences, falls, ends, delta and lambda of every arm."""
-    found, over = {name: differences(runs, of) for name, of in SCORES.items()}, ended(runs)
+    found, over = {name: differences(runs, name) for name in (EXACTLY, OWN)}, ended(runs)
     rows = []
     for arm, seeds in runs.items():
         each = list(seeds.values())
         cells = [f"`{arm}`", str(len(each))]
-        for name, of in SCORES.items():
-            values = [of(series) for series in each]
+        for name in found:
+            values = [RESPONSES[name](series) for series in each]
             cells.append(f"{np.mean(values):.1f}")
             one = found[name].get(arm)
             cells.append(
@@ -158,7 +129,7 @@ def draw(runs: Table, name: str) -> Figure:
     if name == "held out":
         figure, [axes] = make_figure(8, 3, "Held out by an exact engine, each run's last policy", rows=1, columns=1)
         for place, arm in enumerate(arms):
-            values = [SCORES["exact engine"](series) for series in runs[arm].values()]
+            values = [RESPONSES[EXACTLY](series) for series in runs[arm].values()]
             axes.plot([place] * len(values), values, "o", color=color_of(arm), alpha=0.6)
         axes.set_xticks(range(len(arms)), arms, rotation=30)
         style_axes(axes, "%", x="")
@@ -168,7 +139,7 @@ def draw(runs: Table, name: str) -> Figure:
         2.6 * columns, 2.3 * -(-len(arms) // columns), f"{name} by run", rows=-(-len(arms) // columns), columns=columns
     )
     for axes, arm in zip(places, arms, strict=False):
-        for of, color in ((BASELINES[0], BASELINE_COLOR), (arm, color_of(arm))):
+        for of, color in ((BASELINE, BASELINE_COLOR), (arm, color_of(arm))):
             for series in runs[of].values():
                 axes.plot(*FIGURES[name](series), color=color, linewidth=0.9)
         style_axes(axes, arm, x="training step")
@@ -178,7 +149,7 @@ def draw(runs: Table, name: str) -> Figure:
 def text(runs: Table) -> str:
     """The table, and what the rule says of DC-GRPO's arms."""
     lines = [table(runs), f"ended: mean reward of the last four steps below {yardstick(runs):.3f}"]
-    for arm, found in differences(runs, SCORES["exact engine"]).items():
+    for arm, found in differences(runs, EXACTLY).items():
         if arm.startswith("dc_grpo") and math.isfinite(found.low):
             lines.append(f"{arm}: {outcome(found)}")
     return "\n".join(lines) + "\n"
@@ -188,21 +159,3 @@ def figures(runs: Table) -> dict[str, Figure]:
     """The six figures by the stem of their file."""
     stems = {name: f"paper_regime_{re.sub('[^a-z]+', '_', name)}" for name in (*FIGURES, "held out")}
     return {stem: draw(runs, name) for name, stem in stems.items()}
-
-
-def main() -> None:
-    """Print the table and what the rule says, draw the six figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kept", type=Path, default=KEPT, help="default: %(default)s")
-    parser.add_argument("--out", type=Path, help="draw the figures into this directory")
-    arguments = parser.parse_args()
-    runs = read(arguments.kept)
-    print(text(runs))
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        for stem, figure in figures(runs).items():
-            figure.savefig(arguments.out / f"{stem}.png", dpi=DPI)
-
-
-if __name__ == "__main__":
-    main()

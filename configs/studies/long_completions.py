@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from configs.studies.base import DEMO
 from configs.studies.dose_response import FIXED, SETTING
 from configs.studies.mismatch_map import LONG
+from configs.studies.paper_regime import PROBLEMS, SCORED_EXACTLY
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.lab.studies.study import Arm, Study
 
-PROBLEMS = "arithmetic:difficulty=6,count=128,split=heldout"
 STEPS = 32
 SIZES = {"diff": 8.7e-4, "log": 2.43e-3, "ratio": 1.57e-3, "logit": 0.319}
 """Mean discrepancy of GRPO over its last 16 steps by measure, of a run with seed 100."""
@@ -36,13 +36,6 @@ RARE = 0.1
 """p of a token that the trainer finds unlikely."""
 _MOVE = 0.3
 """What the ascent moves lambda by in `STEPS` steps where the discrepancy is a tenth above c."""
-SCORED_EXACTLY = (
-    "--config.rollout.precision=float32",
-    f"--config.evaluation.task={PROBLEMS}",
-    "--config.evaluation.samples=(4,)",
-    "--config.evaluation.temperature=1.0",
-    f"--config.rollout.max_completion_tokens={LONG['rollout.max_completion_tokens']}",
-)
 
 
 def _gap(tokens: Tokens) -> jax.Array:

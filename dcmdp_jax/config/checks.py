@@ -87,7 +87,7 @@ def may_change(name: str, config: Any) -> bool:
         # The learning rate ends with the last step.
         return False
     if name == "algorithm.tolerance_factor" and not config.algorithm.tolerance_steps:
-        return True  # c is given: it does nothing, and an earlier version had another default
+        return True  # c is given: it does nothing
     return declared(type(config))[name].about.free
 
 

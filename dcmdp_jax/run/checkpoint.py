@@ -297,7 +297,7 @@ class Checkpoints:
         return None
 
     def check_problems(self, step: int, *, may_change: bool) -> None:
-        """Compare the problems to train on with those of a saved step; an earlier version's has no record of them.
+        """Compare the problems to train on with those of a saved step.
 
         Args:
             step: step of the checkpoint that the run goes on from.
@@ -306,7 +306,7 @@ class Checkpoints:
         Raises:
             CheckpointError: in one line, if they differ and may not.
         """
-        before = self._meta(step).get("problems") or self._problems
+        before = self._meta(step)["problems"]
         if before == self._problems:
             return
         said = (
@@ -398,10 +398,7 @@ def _read_score(checkpoint: Path) -> PolicyScore | None:
     """
     try:
         saved = json.loads((checkpoint / "metrics" / "metrics").read_text(encoding="utf-8"))
-        if saved == {}:  # as earlier versions wrote none; their scores have no checksum
-            return None
-        if saved.keys() != {"name", "score"}:
-            _check_record(saved, int(checkpoint.name))
+        _check_record(saved, int(checkpoint.name))
         if not (isinstance(saved["name"], str) and isinstance(saved["score"], float)):
             raise ValueError("no score")
         return PolicyScore(saved["name"], saved["score"])

@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from research.paper_regime import Difference, differences, ended, fall, outcome, table, welch, yardstick
+from research.paper_regime import EXACTLY, Difference, differences, ended, fall, outcome, table, yardstick
 
 
 def _run(rewards, exact, own=0.5, multiplier=0.0):
@@ -38,14 +39,14 @@ def test_one_yardstick_ends_runs_of_every_arm_and_grpos_own():
 
 
 def test_welch_by_hand():
-    found = welch([1.0, 2.0, 3.0], [1.0, 5.0])
-    # Means 2 and 3; variances 1 / 3 and 8 / 2: standard error sqrt(13 / 3), (13/3)^2 / ((1/3)^2 / 2 + 4^2 / 1) = 1.17
-    # degrees of freedom. Pooled variances would have three.
+    runs = {"grpo": {0: _run(_RISES, 0.01)}, "grpo_shaken": {0: _run(_RISES, 0.05)}}
+    runs["tis"] = {seed: _run(_RISES, score) for seed, score in enumerate((0.01, 0.02, 0.03))}
+    found = differences(runs, EXACTLY)["tis"]
+    # In %: means 2 and 3; variances 1 / 3 and 8 / 2: standard error sqrt(13 / 3), (13/3)^2 / ((1/3)^2 / 2 + 4^2 / 1)
+    # = 1.17 degrees of freedom. Pooled variances would have three.
     error, freedom = math.sqrt(13 / 3), (13 / 3) ** 2 / ((1 / 3) ** 2 / 2 + 16)
     assert freedom == pytest.approx(1.17, abs=0.01)
-    from scipy import stats
-
-    assert found.mean == -1 and found.p == pytest.approx(2 * stats.t.sf(1 / error, freedom))
+    assert found.mean == pytest.approx(-1) and found.p == pytest.approx(2 * stats.t.sf(1 / error, freedom))
     assert found.high == pytest.approx(-1 + stats.t.ppf(0.975, freedom) * error)
 
 
@@ -57,7 +58,7 @@ def test_baselines_are_pooled_and_holm_counts_the_arms():
         "exact": {s: _run(_RISES, 0.9 + x) for s, x in enumerate(spread)},
         "tis": {s: _run(_RISES, 0.6 + x) for s, x in enumerate(spread)},
     }
-    found = differences(runs, lambda series: 100 * float(series["evaluation/arithmetic/avg@4"][1][-1]))
+    found = differences(runs, EXACTLY)
     # GRPO alone would be 50 + 1, pooled it is 61; exact is at 91, TIS at 61.
     assert set(found) == {"exact", "tis"}
     assert found["exact"].mean == pytest.approx(30) and found["tis"].mean == pytest.approx(0)

@@ -384,7 +384,7 @@ def test_a_spoilt_score_is_no_score_and_later_saves_go_on(opened, tmp_path, spoi
     assert _on_disk(tmp_path) == [1, 4]
 
 
-def test_a_score_of_an_earlier_version_has_no_checksum_and_counts(opened, tmp_path):
+def test_a_score_without_its_checksum_is_damaged(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, score in ((1, 0.2), (2, 0.1)):
         _scored(checkpoints, step, score)
@@ -392,7 +392,8 @@ def test_a_score_of_an_earlier_version_has_no_checksum_and_counts(opened, tmp_pa
     checkpoints = opened(keep_last=1, keep_best=1)
     _scored(checkpoints, 3, 0.15)
     checkpoints.close()
-    assert _on_disk(tmp_path) == [1, 3]
+    # 0.2 would have kept step 1.
+    assert _on_disk(tmp_path) == [3]
 
 
 def test_a_checkpoint_under_another_number_is_not_taken_for_that_one(opened, two, tmp_path, caplog):
