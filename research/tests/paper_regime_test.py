@@ -70,6 +70,8 @@ def test_baselines_are_pooled_and_holm_counts_the_arms():
     ("low", "mean", "high", "said"),
     [
         (3, 20, 37, "the claim is reproduced"),
+        (3, 15, 27, "open"),
+        (-27, -15, -3, "open"),
         (-3, 20, 43, "open"),
         (-16, 1, 16, "neither help nor harm"),
         (-18, 0, 16, "open"),

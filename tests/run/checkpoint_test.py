@@ -392,8 +392,8 @@ def test_a_score_without_its_checksum_is_damaged(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     _scored(checkpoints, 3, 0.15)
     checkpoints.close()
-    # 0.2 would have kept step 1.
-    assert _on_disk(tmp_path) == [3]
+    # As step 3 is saved step 2 has the best score that counts; 0.2 would have kept step 1 in its place.
+    assert _on_disk(tmp_path) == [2, 3]
 
 
 def test_a_checkpoint_under_another_number_is_not_taken_for_that_one(opened, two, tmp_path, caplog):
