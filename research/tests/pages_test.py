@@ -320,15 +320,34 @@ def test_the_runs_that_were_tried_first_are_on_the_page():
     assert sum(len(seeds) for seeds in runs.values()) == 25
 
 
-@pytest.mark.parametrize(("argument", "name", "arms"), [("", "lag", 12), ("corrections", "lag_corrections", 10)])
-def test_the_runs_with_a_lag_are_on_their_page(argument, name, arms):
+def _cells(table):
+    """(arm, column) -> cell of a table of Markdown."""
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table.strip().splitlines()]
+    return {(row[0], column): cell for row in rows for column, cell in zip(head, row, strict=True)}
+
+
+def _lag(argument, name, arms):
+    """Cells of the study's means, and of its differences to GRPO without a lag."""
     study = runpy.run_path(str(_ROOT / "configs" / "studies" / "lag.py"))["get_study"](argument)
     runs = read_kept_metrics(_KEPT / f"{name}.jsonl.gz", list(study.arms))
     runs = {arm: seeds for arm, seeds in runs.items() if seeds}
     assert len(runs) == arms and all(sorted(seeds) == list(range(5)) for seeds in runs.values())
-    page = (_ROOT / "docs" / "overlap.md").read_text()
-    blocks = [block for block in tables(study.title, runs, study.baseline, []).split("\n\n") if block.startswith("|")]
-    assert len(blocks) == 2 and all(block.strip() in page for block in blocks)
+    return map(_cells, tables(study.title, runs, study.baseline, []).strip().split("\n\n")[2::2])
+
+
+def test_the_figures_of_runs_with_a_lag_are_on_their_page():
+    page = " ".join((_ROOT / "docs" / "overlap.md").read_text().split())
+    means, changes = _lag("", "lag", 12)
+    columns = ("staleness, last tenth, nats", "mismatch, last tenth, nats", "discrepancy, last tenth")
+    for lag in (0, 1, 2, 4):
+        arm = f"lag{lag}_grpo"
+        change = changes[arm, "reward, last tenth"] if lag else "-"
+        assert " | ".join([f"| {lag}", *(means[arm, column] for column in columns), f"{change} |"]) in page
+    held_out = changes["lag1_grpo", "held-out avg@K, %"]
+    assert f"GRPO's held-out score at lag 1 is {held_out.removeprefix('+')} points above lag 0" in page
+    _, changes = _lag("corrections", "lag_corrections", 10)
+    found = [changes[f"lag{lag}_{arm}", "reward, last tenth"] for arm in ("icepop", "tis") for lag in (0, 4)]
+    assert "IcePop's reward differs by {} at lag 0 and {} at lag 4, TIS's by {} and {}.".format(*found) in page
 
 
 def test_the_tables_of_long_completions_are_those_of_the_kept_metrics():
