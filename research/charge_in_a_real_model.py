@@ -10,7 +10,7 @@ charge (gamma = 1, nothing is clipped), so both parts come from one forward pass
     g_A = d/dtheta [-sum_t w_t A_i log p_t],    g_C = d/dtheta [+sum_t w_t lambda |p_t - q_t| log p_t],  lambda = 0.1,
 
 with w_t = 1 / (N |o_i|) (the paper's mean over completions) and 1 / (all tokens) (token mean). Each batch's ratio
-|g_C| / |g_A| and cosine are kept; lengths are those of `sketch`, right to 0.4%.
+|g_C| / |g_A| and cosine are kept.
 """
 
 from __future__ import annotations
@@ -18,18 +18,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.evaluation.estimators import t_half_width
 from dcmdp_jax.number_format import markdown_table
+
+if TYPE_CHECKING:
+    import jax
+
+    from dcmdp_jax.types import Array, Params, Rows
 
 KEPT = Path(__file__).parent / "kept" / "charge_in_a_real_model.json"
 ENGINES = ("vllm:bfloat16", "vllm:bfloat16,cache=fp8", "local:int8")
@@ -80,17 +86,20 @@ def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
     return found
 
 
-def slopes_of(advantages: np.ndarray, delta: np.ndarray, mask: np.ndarray, mean: str) -> tuple[np.ndarray, np.ndarray]:
+def slopes_of(
+    advantages: np.ndarray, delta: np.ndarray, mask: np.ndarray, lengths: np.ndarray, mean: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Derivatives of the loss in each token's log-prob, of the advantages' part and the charge's.
 
     Args:
-        advantages: [N].
-        delta: [N, L], |p - q|, 0 outside.
-        mask: [N, L] bool.
+        advantages: [R], of some rows of the batch.
+        delta: [R, L], |p - q|, 0 outside.
+        mask: [R, L] bool.
+        lengths: [N], tokens of every completion of the batch.
         mean: one of `MEANS`.
     """
-    lengths = mask.sum(axis=1, keepdims=True)
-    weights = mask / (lengths * len(mask)) if mean == MEANS[0] else mask / lengths.sum()
+    own = mask.sum(axis=1, keepdims=True) * len(lengths) if mean == MEANS[0] else lengths.sum()
+    weights = mask / own
     return -weights * advantages[:, None], weights * LAMBDA * delta
 
 
@@ -101,40 +110,81 @@ def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> It
     from dcmdp_jax.algorithm.advantages import group_advantages
     from dcmdp_jax.config.algorithm import AlgorithmSettings
     from dcmdp_jax.config.settings import for_sampling
-    from dcmdp_jax.lab.probe.training_stack import one_a_row
     from dcmdp_jax.models.decoder import Compute
     from dcmdp_jax.parallel.mesh import one_device_mesh
     from dcmdp_jax.run.model_run import ModelRun, find_model
     from dcmdp_jax.run.row_logprobs import make_row_logprobs
-    from research.oracle.gradients import Gradients
 
     jax.config.update("jax_default_matmul_precision", "highest")
     saved = find_model(Path(MODEL))
     run, usual = ModelRun.of(saved, for_sampling(saved.settings, {})), AlgorithmSettings()
     compute = Compute(dtype="float32", logprob_chunk=1024)
     forward = make_row_logprobs(run.model, compute, temperature=1.0, mesh=one_device_mesh())
-    gradients = Gradients(lambda params, rows: forward(params, rows).logprobs, run.params, rows=rows_at_a_time)
-    longest = max(len(p) + len(c) for one in batches for p, c in zip(one["prompts"], one["completions"], strict=True))
+    score = jax.jit(lambda rows: forward(run.params, rows).logprobs)
+    add = functools.partial(add_gradients, lambda params, rows: forward(params, rows).logprobs)
+    pull_back = jax.jit(add, donate_argnums=0)
     for number, one in enumerate(batches[done:], start=done):
-        rows = one_a_row(one["prompts"], one["completions"], -(-longest // 16) * 16)
-        mask, rollout = rows.completion_mask, np.zeros(rows.completion_mask.shape, np.float32)
-        rollout[mask] = np.concatenate(one["rollout"])
-        advantages = group_advantages(
-            one["rewards"], one["groups"], np.ones(len(mask), bool), epsilon=usual.std_epsilon, normalize_std=True
-        )
-        train = gradients.score(rows)
-        delta = np.where(mask, np.abs(np.exp(train) - np.exp(rollout)), 0.0)
-        parts = {mean: slopes_of(np.asarray(advantages), delta, mask, mean) for mean in MEANS}
-        every = {f"{mean} {part}": slope for mean, both in parts.items() for part, slope in enumerate(both)}
-        of = {name: x.astype(np.float64) for name, x in gradients.of(rows, every).items()}
-        row = {"tokens": int(mask.sum()), "delta": float(delta[mask].mean()), "reward": float(one["rewards"].mean())}
-        for mean in MEANS:
-            plain, charge = of[f"{mean} 0"], of[f"{mean} 1"]
-            lengths = np.linalg.norm(plain), np.linalg.norm(charge)
-            row[f"{mean} advantages"], row[f"{mean} charge"] = map(float, lengths)
-            row[f"{mean} cosine"] = float(plain @ charge / max(math.prod(lengths), 1e-300))
+        parts = list(by_length(one, rows_at_a_time))
+        advantages = np.asarray(
+            group_advantages(
+                one["rewards"], one["groups"], np.ones(len(one["groups"]), bool),
+                epsilon=usual.std_epsilon, normalize_std=True,
+            )
+        )  # fmt: skip
+        lengths = np.array([len(each) for each in one["completions"]])
+        total = jax.tree.map(lambda leaf: np.zeros((2 * len(MEANS), *leaf.shape), np.float32), run.params)
+        charged = 0.0
+        for rows, chosen, rollout in parts:
+            mask = rows.completion_mask
+            delta = np.where(mask, np.abs(np.exp(np.asarray(score(rows))) - np.exp(rollout)), 0.0)
+            charged += float(delta.sum())
+            slopes = [part for mean in MEANS for part in slopes_of(advantages[chosen], delta, mask, lengths, mean)]
+            total = pull_back(total, run.params, rows, np.stack(slopes).astype(np.float32))
+        products = grams(total)
+        row = {
+            "tokens": int(lengths.sum()),
+            "delta": charged / int(lengths.sum()),
+            "reward": float(one["rewards"].mean()),
+        }
+        for place, mean in enumerate(MEANS):
+            plain, charge = 2 * place, 2 * place + 1
+            norms = [math.sqrt(products[each, each]) for each in (plain, charge)]
+            row[f"{mean} advantages"], row[f"{mean} charge"] = norms
+            row[f"{mean} cosine"] = float(products[plain, charge] / max(math.prod(norms), 1e-300))
         print(f"batch {number}: {row}", flush=True)
         yield {name: float(f"{value:.5g}") for name, value in row.items()}
+
+
+def by_length(batch: dict[str, Any], rows_at_a_time: int) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
+    """Rows of like lengths, one completion each: the rows, which completions they are, the engine's log-probs."""
+    from dcmdp_jax.lab.probe.training_stack import one_a_row
+
+    lengths = [len(p) + len(c) for p, c in zip(batch["prompts"], batch["completions"], strict=True)]
+    order = np.argsort(lengths, kind="stable")
+    for chosen in np.split(order, range(rows_at_a_time, len(order), rows_at_a_time)):
+        picked = [[batch[name][each] for each in chosen] for name in ("prompts", "completions", "rollout")]
+        rows = one_a_row(*picked[:2], -(-lengths[chosen[-1]] // 16) * 16)
+        rollout = np.zeros(rows.completion_mask.shape, np.float32)
+        rollout[rows.completion_mask] = np.concatenate(picked[2])
+        yield rows, chosen, rollout
+
+
+def add_gradients(
+    logprobs: Callable[[Params, Rows], jax.Array], total: Params, params: Params, rows: Rows, slopes: Array
+) -> Params:
+    """Add to `total` the gradient of sum(slopes[k] * logprobs) for each k; leaves [K, ...]."""
+    import jax
+
+    pull = jax.vjp(lambda p: logprobs(p, rows), params)[1]
+    return jax.tree.map(jax.numpy.add, total, jax.lax.map(lambda one: pull(one)[0], slopes))
+
+
+def grams(gradients: Params) -> np.ndarray:
+    """Inner products [K, K] of gradients with leaves [K, ...], summed in float64."""
+    import jax
+
+    flat = (np.asarray(leaf, np.float64).reshape(len(leaf), -1) for leaf in jax.tree.leaves(gradients))
+    return sum(each @ each.T for each in flat)
 
 
 def table(kept: dict[str, list[dict[str, float]]]) -> str:
