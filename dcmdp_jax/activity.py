@@ -129,8 +129,12 @@ class _Painter:
 
 
 def terminal_size() -> os.terminal_size | None:
-    """Size of the terminal that standard error is; None for a log, or without room for lines of our own."""
-    if os.environ.get("TERM", "dumb") in ("dumb", "unknown") or not sys.stderr.isatty():
+    """Size of the terminal that standard error is; None for a log, or without room for lines of our own.
+
+    A notebook's `!command` has a pseudo-terminal, but what it prints is kept as text: a log.
+    """
+    unable = os.environ.get("TERM", "dumb") in ("dumb", "unknown") or "JPY_PARENT_PID" in os.environ
+    if unable or not sys.stderr.isatty():
         return None
     with contextlib.suppress(OSError, ValueError):
         size = os.get_terminal_size(sys.stderr.fileno())

@@ -7,7 +7,7 @@ import pytest
 
 from dcmdp_jax import activity
 from dcmdp_jax.activity import Activity
-from tests.support.terminal import run_in_terminal
+from tests.support.terminal import Screen, run_in_terminal
 
 
 @pytest.fixture
@@ -75,6 +75,25 @@ def test_lines_of_all_writers_stay_above_the_display(lines):
     ways = ["by print", "WARNING:root:by a logger", "by the system", "by the system again", "by a child", "during"]
     assert written[:-2] == [*(f"filled {line}" for line in range(lines)), *ways]
     assert written[-2].startswith("step 3/10") and written[-1].startswith("reward 0.500")
+
+
+_IN_A_CELL = """
+import os, time
+from dcmdp_jax.activity import activity
+with activity("starting") as doing:
+    doing.began -= 4
+    time.sleep(1.2)
+"""
+
+
+@pytest.mark.parametrize(("kernel", "sequences"), [({}, True), ({"JPY_PARENT_PID": "1"}, False)])
+def test_a_command_in_a_notebook_s_cell_writes_lines_and_no_escapes(kernel, sequences, monkeypatch):
+    """IPython gives `!command` a pseudo-terminal and keeps each byte in the notebook."""
+    received = []
+    monkeypatch.setattr(Screen, "feed", lambda screen, text: received.append(text))
+    _, code = run_in_terminal(_IN_A_CELL, environment=kernel.items())
+    assert code == 0 and ("\x1b[" in "".join(received)) == sequences
+    assert "starting: " in "".join(received)
 
 
 _INTERRUPTED = """
