@@ -1,4 +1,4 @@
-"""The recipes of docs/extending.md, and the example of README.md, work as they are written."""
+"""The recipes of docs/extending.md and the commands of docs/start.md work as they are written."""
 
 import os
 import re

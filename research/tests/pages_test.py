@@ -557,7 +557,7 @@ def test_what_the_first_screens_say_of_the_papers_ascent_is_what_the_kept_runs_d
     assert f"costs {-mean:.0f} points ({-mean - half:.0f} to {-mean + half:.0f}, pooled" in _PAGE.read_text()
     readme = (_ROOT / "README.md").read_text()
     for said in (
-        "0 of 10 runs\nat 0.03, in 1 of 10 at 0.1 (p 0.3 against 0 of 25",
+        "0 of 10 runs at lambda 0.03, 1 of 10 at 0.1\n   (p 0.3 against 0 of 25",
         "80 times above c; at 1.5 to 1.8 times c it ended learning or left under 5% in six of seven runs",
         "one of ten runs ended",
     ):
