@@ -1,6 +1,6 @@
 """Does the probe name the right cause? Recordings with known causes, and what it calls each.
 
-    python -m research.causes            two minutes; prints the tables and writes them into docs/probe.md
+    python -m research.causes            two minutes; prints the tables and writes kept/causes.txt
 
 Three kinds of model: a recurrent net of random weights (made here from seeds: 8 to 10,000 completions, with and without
 entropies), the policy that the demo trains, and SmolLM2-135M-Instruct (both kept by `research.causes_record`). The
@@ -12,7 +12,6 @@ A false defect is a defect that was not planted.
 from __future__ import annotations
 
 import argparse
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,8 +26,7 @@ from research.causes_record import read_kept
 from research.causes_recurrent import Fault, recording
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "probe.md"
-_BEGIN, _END = "<!-- causes: written by python -m research.causes -->", "<!-- causes: end -->"
+OUT = HERE / "kept" / "causes.txt"
 NO_VERDICT = frozenset({"undetermined", "too_few", "unchecked"})
 
 FAULTS: dict[str, tuple[Fault, frozenset[str]]] = {
@@ -212,9 +210,9 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Judge all recordings, print the tables, write them into the page."""
+    """Judge all recordings, print the tables, write them into a file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: docs/probe.md")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="FILE", help="default: research/kept/causes.txt")
     arguments = parser.parse_args()
     verdicts = []
     for cases in (kept(), recurrent(), recurrent((30, 150), seed=1), large()):
@@ -225,9 +223,7 @@ def main() -> None:
                 print(f"{verdicts[-1].outcome}: {where}: {', '.join(verdicts[-1].named)}", flush=True)
     written = tables(verdicts)
     print(written)
-    text = arguments.page.read_text(encoding="utf-8")
-    pattern = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
-    arguments.page.write_text(pattern.sub(f"{_BEGIN}\n\n{written}\n\n{_END}", text), encoding="utf-8")
+    arguments.out.write_text(f"{written}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -569,6 +569,13 @@ def _exactly(runs):
     return [100 * float(series["evaluation/arithmetic/avg@4"][1][-1]) for series in runs.values()]
 
 
+def test_the_probe_names_no_false_defect_in_the_kept_recordings():
+    *_, last = (_KEPT / "causes.txt").read_text().splitlines()
+    assert last == "329 recordings, false defects 0 (0.0%)."
+    assert "329 recordings with known causes the columns name no false defect" in (_ROOT / "docs/probe.md").read_text()
+    assert "**329 recordings, no false defect.**" in (_ROOT / "research" / "causes.md").read_text()
+
+
 def test_what_countdowns_page_says_is_what_the_kept_runs_did():
     path, page = _KEPT / "countdown.jsonl.gz", (_ROOT / "research" / "countdown.md").read_text()
     found = countdown(read(path))

@@ -14,9 +14,9 @@ from dcmdp_jax.observe.legs import DECODING
 FEWEST_TOKENS, FEWEST_COMPLETIONS = 200, 8
 """With fewer, the columns alone give no verdict."""
 FLOAT32_ROUNDING = 1e-5
-"""Mean |p - q| of two float32 programs of one model: below 5e-6 in every pair measured (docs/probe.md)."""
+"""Mean |p - q| of two float32 programs of one model: below 5e-6 in every pair measured."""
 _TIMES = 3.0
-# SmolLM2-135M in bfloat16: median 0.021 to 0.031 nats, root mean square up to 0.06 (docs/probe.md).
+# SmolLM2-135M in bfloat16: median 0.021 to 0.031 nats, root mean square up to 0.06 (research/causes.md).
 _ROUNDING_LOG_RATIO, _ROUNDING_SQUARE = 0.04, 0.15**2
 _EXPLAINED, _EXPLAINED_ALONE = 0.5, 0.9
 _LIFTED_AT_ALL = 0.1
