@@ -26,6 +26,7 @@ from research import (
     kept_studies,
     long_tables,
     paper_regime,
+    theory_tables,
 )
 from research.kept_studies import KEPT, STUDIES
 from research.oracle import table as oracle
@@ -82,6 +83,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     **{name: functools.partial(_by_arm, name) for name in _BY_ARM},
     "frozen": _frozen,
     "oracle": oracle.text,
+    "theory": theory_tables.text,
     "charge_gradients": _charge_gradients,
     **({"charge_in_a_real_model": _charge_in_a_real_model} if charge_in_a_real_model.KEPT.exists() else {}),
     **({"paper_regime": lambda: paper_regime.text(long_tables.read(paper_regime.KEPT))} if _REGIME else {}),

@@ -1,7 +1,5 @@
 """Charges of a state's discrepancy: by hand, against torch in float64, and beside the paper's in closed form."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ from scipy.special import softmax
 from dcmdp_jax.algorithm.charges import STATE_CHARGES, charge_loss
 from dcmdp_jax.algorithm.distribution import Head
 from dcmdp_jax.algorithm.remedies import Tokens
-from docs.theory_tables import charge_direction, discrepancy_slope, random_states, state_direction, state_page
+from research.theory_tables import charge_direction, discrepancy_slope, random_states, state_direction
 
 try:
     import torch
@@ -86,8 +84,3 @@ def test_it_falls_where_the_papers_charge_rises(charge):
     assert (slope < 0).all() and (
         discrepancy_slope(policy, engine, charge_direction(policy, engine), follows=False) > 0
     ).all()
-
-
-def test_the_page_has_the_table():
-    page = (Path(__file__).parents[2] / "docs" / "theory.md").read_text()
-    assert "\n".join(state_page()) in page

@@ -1,6 +1,6 @@
-"""The tables of theory.md: the direction of the token's charge, two steps with a way out, budgets and confidence.
+"""The tables behind docs/theory.md: the direction of the token's charge, two steps with a way out, budgets.
 
-    python -m docs.theory_tables          # prints both
+    python -m research theory          # writes tables/theory.txt
 
 **Does the token's charge descend the discrepancy? One state, every action, exact sums and derivatives in float64.**
 
@@ -314,11 +314,11 @@ PAGE_START = TwoSteps(theta=-1.0, phi=0.0, shift=1.5, price=0.1)
 PAGE_OPTIONS: Mapping[str, Any] = MappingProxyType(
     {"multiplier": 3.0, "steps": 200, "size": 0.5, "runs": 1000, "prompts": 8}
 )
-"""What the documentation's table is made with."""
+"""What the table is made with."""
 
 
 def way_out_page() -> list[str]:
-    """The documentation's table, lines of Markdown."""
+    """The table of two steps with a way out, lines of Markdown."""
     heading = ["charge", "takes the way out", "least lambda", "theta, theory", "theta, simulated"]
     heading += ["phi, theory", "phi, simulated", "delta at the end"]
     rows = [heading, ["---"] * len(heading), *way_out_table(PAGE_START, **PAGE_OPTIONS)]
@@ -364,7 +364,7 @@ SURE_START = TwoSteps(theta=0.0, phi=2.5, shift=1.0, price=0.1)
 
 
 def budget_page() -> list[str]:
-    """The documentation's table of budgets, lines of Markdown; means of the second half of 4,000 steps."""
+    """The table of budgets, lines of Markdown; means of the second half of 4,000 steps."""
     rows = [["budget", "c", "lambda", "clean way", "delta", "\\|eps\\|"], ["---"] * 6]
     for name, (measure, budget, tolerance, rate) in BUDGETS.items():
         path = budget_path(SURE_START, measure, budget, tolerance, rate=rate, steps=4000)
@@ -379,17 +379,8 @@ def _check(charge: str) -> None:
         raise ValueError(f"charge = {charge!r}: allowed are {', '.join(CHARGES)}")
 
 
-def direction_page() -> list[str]:
-    """The documentation's table of the charge's direction, lines of Markdown."""
-    rows = [["actions", "noise of the logits", "the engine stays", "the engine follows"], ["---"] * 4]
-    for actions, noise in ((2, 0.1), (2, 1.0), (8, 0.1), (8, 1.0)):
-        shares = [f"{falling_share(noise, follows=follows, actions=actions):.0%}" for follows in (False, True)]
-        rows.append([str(actions), f"{noise:g}", *shares])
-    return [f"| {' | '.join(row)} |" for row in rows]
-
-
 def state_page() -> list[str]:
-    """The documentation's table of the directions of charges in the loss, lines of Markdown."""
+    """The table of the directions of charges in the loss, lines of Markdown."""
     names = "token", "state_delta", "state_tv", "state_kl"
     rows = [["actions", "noise of the logits", "engine", *names], ["---"] * 7]
     for actions, noise in ((2, 0.1), (2, 1.0), (8, 0.1), (8, 1.0)):
@@ -400,5 +391,7 @@ def state_page() -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-if __name__ == "__main__":
-    print("\n".join([*direction_page(), "", *state_page(), "", *way_out_page(), "", *budget_page()]))
+def text() -> str:
+    """The three tables."""
+    pages = ("lowers E_q[delta]", state_page()), ("a way out", way_out_page()), ("budgets", budget_page())
+    return "\n\n".join("\n".join((title, "", *page)) for title, page in pages) + "\n"
