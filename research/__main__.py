@@ -19,6 +19,7 @@ from dcmdp_jax.lab.studies.results import tables
 from dcmdp_jax.lab.studies.study_figures import DPI
 from research import (
     ascents,
+    certificates,
     charge_gradients,
     charge_in_a_real_model,
     dose_tables,
@@ -83,6 +84,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     **{name: functools.partial(_by_arm, name) for name in _BY_ARM},
     "frozen": _frozen,
     "oracle": oracle.text,
+    "certificates": certificates.text,
     "theory": theory_tables.text,
     "charge_gradients": _charge_gradients,
     **({"charge_in_a_real_model": _charge_in_a_real_model} if charge_in_a_real_model.KEPT.exists() else {}),

@@ -138,29 +138,18 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
     }  # fmt: skip
 
 
-def page() -> str:
-    """The page, from the kept files."""
-    records = [json.loads(path.read_text()) for path in sorted(KEPT.glob("*.json"))]
-    records.sort(key=lambda record: (record["weights"] != "checkpoint", record["family"]))
-    heading = ("model", "family", "weights", "engine", "tokens", *COLUMNS)
+def text() -> str:
+    """Every number of the kept files, as tables."""
+    records = _records()
     rows = [
         (record["model"], record["family"], record["weights"], f"`{row['engine']}`", f"{row['tokens']:,}")
         + tuple(f"{row[name]:.2g}" for name in COLUMNS.values())
         for record in records
         for row in record["engines"]
     ]
-    against = (
-        "model",
-        "tokens",
-        "largest \\|log p - log p'\\|, nats",
-        "equal greedy tokens",
-        "tokenizer",
-        "transformers",
-    )
-    other = [
+    against = [
         (record["model"], f"{record['tokens']:,}", f"{record['log_probs']:.2g}")
-        + (f"{record['greedy']} of {record['greedy_of']}", "equal" if record["tokenizer"] else "differs")
-        + (record["transformers"],)
+        + (_greedy(record), _tokenizer(record), record["transformers"])
         for record in records
         if "transformers" in record
     ]
@@ -169,17 +158,56 @@ def page() -> str:
         + (", ".join(f"{name} {version}" for name, version in record["versions"].items()),)
         for record in records
     ]
-    text = _TEXT.replace("ENGINES", ", ".join(f"`{spec}`" for spec in ENGINES)).replace("BAR", f"{BAR}")
+    parts = (
+        _markdown([_bars(("model", "family", "weights", "engine", "tokens", *COLUMNS)), *rows]),
+        _markdown([_bars(("model", "tokens", LARGEST, "equal greedy tokens", "tokenizer", "transformers")), *against]),
+        _markdown([("model", "date", "command", "versions"), *made]),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def page() -> str:
+    """The page, from the kept files: a row for each model."""
+    records = _records()
+    rows = []
+    for record in records:
+        found = {row["engine"]: row for row in record["engines"]}
+        means = tuple(f"{found[name]['mean']:.2g}" if name in found else "" for name in _SHOWN)
+        other = (f"{record['log_probs']:.2g}", _greedy(record)) if "transformers" in record else ("", "")
+        worst = max(row["k3"] for row in record["engines"])
+        rows.append((record["model"], record["family"], *means, f"{worst:.2g}", *other))
+    heading = ("model", "family", *(f"`{name}`" for name in _SHOWN), "largest KL", LARGEST, "equal greedy tokens")
+    differs = [record["model"] for record in records if not record.get("tokenizer", True)]
     missing = [family for family in TOYS if not (KEPT / f"random_{family}.json").is_file()]
     missing += [f"{record['model']} against transformers" for record in records if "transformers" not in record]
-    for mark, table in (
-        ("MISSING", f"Not made yet: {', '.join(missing)}.\n" if missing else ""),
-        ("TABLE", _markdown([_bars(heading), *rows])),
-        ("AGAINST", _markdown([against, *other])),
-        ("MADE", _markdown([("model", "date", "command", "versions"), *made])),
-    ):
-        text = text.replace(mark, table)
-    return text
+    filled = {
+        "ENGINES": ", ".join(f"`{spec}`" for spec in ENGINES),
+        "BAR": f"{BAR}",
+        "TABLE": _markdown([_bars(heading), *rows]),
+        "DIFFERS": " and ".join(differs) or "none",
+        "MISSING": f"\nNot made yet: {', '.join(missing)}.\n" if missing else "",
+    }
+    made = _TEXT
+    for mark, value in filled.items():
+        made = made.replace(mark, value)
+    return made
+
+
+_SHOWN = tuple(str(spec) for spec in ENGINES)
+LARGEST = "largest |log p - log p'|"
+
+
+def _records() -> list[dict[str, Any]]:
+    records = [json.loads(path.read_text()) for path in sorted(KEPT.glob("*.json"))]
+    return sorted(records, key=lambda record: (record["weights"] != "checkpoint", record["family"]))
+
+
+def _greedy(record: dict[str, Any]) -> str:
+    return f"{record['greedy']} of {record['greedy_of']}"
+
+
+def _tokenizer(record: dict[str, Any]) -> str:
+    return "equal" if record["tokenizer"] else "differs"
 
 
 def _bars(heading: tuple[str, ...]) -> tuple[str, ...]:
@@ -191,35 +219,30 @@ def _markdown(rows: list[tuple[str, ...]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-_TEXT = """# Certificates of families and engines
+_TEXT = """# Certificates: is my family computed alike, and what mismatch is usual?
 
-    dcmdp probe --certify --model=DIR --config.task.train=FILE              ENGINES
+    dcmdp probe --certify --model=DIR --config.task.train=FILE            ENGINES
     python -m research.certificates --model=DIR                           the same, and against transformers; keeps it
     python -m research.certificates --random                              every family at toy size
 
-An engine samples and the training stack in float32 scores: p is its probability of a sampled token, q the engine's.
-eps = logit p - logit q, with a probability of 1 taken as 1 - 2^-24 (the largest float32 below 1) and log-probs below
--10^4 as -10^4. KL is the estimate k3 of KL(q || p): the mean of e^d - 1 - d with d = log p - log q. prime-rl's bar for
-a new model is a KL below BAR over 20 steps. Random weights are drawn with a standard deviation of 0.12, in the pattern
-of layers of a published model (windows, rope, norms) and the sizes of a toy: they say that a family is computed alike,
-not how large a real model's mismatch is. This page is written from `docs/certificates/*.json`.
+An engine samples, the training stack in float32 scores. The engines' columns are mean \\|p - q\\|: p is the trainer's
+probability of a sampled token, q the engine's. KL is the estimate k3 of KL(q || p), the mean of e^d - 1 - d with
+d = log p - log q, in nats, and the largest of the engines. prime-rl's bar for a new model is a KL below BAR over 20
+steps. 4 prompts x 4 completions of 64 tokens.
+
+"Like" a model: random weights of standard deviation 0.12, in the model's pattern of layers (windows, rope, norms) and
+a toy's sizes. They show that a family is computed alike, not how large a real model's mismatch is.
 
 TABLE
 
-## Against transformers
-
-In float32: log-probs of tokens that the embedded engine sampled, by the training stack and by transformers, which reads
-our export; 64 tokens of greedy text of 4 prompts, by the embedded engine and by `generate`; ids of a text in seven
-scripts by our tokenizer and the export's, which give the text back. The toys have the built-in task's tokenizer, which
-knows sums alone; in a directory of Qwen2 transformers reads it with that family's own pre-tokenizer.
-
-AGAINST
-
-## How they were made
-
-MADE
-
-MISSING"""
+The last two columns compare with transformers in float32, which reads our export: log-probs (nats) of tokens that the
+embedded engine sampled, and 64 tokens of greedy text of 4 prompts. Our tokenizer and the export's give equal ids of a
+text in seven scripts. Exceptions: DIFFERS. The toys have the built-in task's tokenizer, which transformers reads with
+Qwen2's own pre-tokenizer in a directory of that family.
+MISSING
+The tail (p99), the displacement eps = logit p - logit q (1 taken as 1 - 2^-24, log-probs below -10^4 as -10^4), dates,
+commands and versions: `research/tables/certificates.txt`, from `docs/certificates/*.json`.
+"""
 
 
 def main(argv: list[str] | None = None) -> None:
