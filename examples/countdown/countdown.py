@@ -14,7 +14,7 @@ answers half of which are wrong. All its runs begin with one policy:
     dcmdp convert export runs/countdown/start runs/countdown/policy --dtype float32
     dcmdp sweep --study=examples/countdown/countdown.py:small --config.model.path=runs/countdown/policy
 
-docs/countdown.md says what is equal to the published sweeps and what is not.
+research/countdown.md says what is equal to the published sweeps and what is not.
 """
 
 from __future__ import annotations

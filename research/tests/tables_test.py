@@ -43,7 +43,7 @@ def test_the_readme_lists_every_page():
 
 
 _ARMS_OF = {"research/long.md": "long_completions", "research/regimes.md": "regimes", "research/real.md": "smollm2"}
-_ARMS_OF["docs/countdown.md"] = "countdown"
+_ARMS_OF["research/countdown.md"] = "countdown"
 """Pages with a table of arms, and the kept study that has them."""
 
 
