@@ -17,9 +17,9 @@ from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.params import draw_params, init_params, num_params
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import training_mesh
 from dcmdp_jax.parallel.sharding import replicated
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import (
     batch_shardings,
     initial_dual,

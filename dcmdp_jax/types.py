@@ -63,6 +63,10 @@ class TrainState(NamedTuple):
     loss_scale: LossScale | None = None
 
 
+TOP_IDS = "top_ids"
+"""Column of the engine's likeliest token ids, see `data.episode.COLUMNS`."""
+
+
 class Rows(NamedTuple):
     """Packed rows of one length, `[M, A, R, L]` each, or `[R, L]` inside a micro-batch.
 

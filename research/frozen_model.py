@@ -282,8 +282,8 @@ def score(run: Any, rows: Any) -> list[np.ndarray]:
 
     from dcmdp_jax.lab.probe.training_stack import LOGPROB_CHUNK
     from dcmdp_jax.models.decoder import Compute
+    from dcmdp_jax.models.row_logprobs import make_row_logprobs
     from dcmdp_jax.parallel.mesh import one_device_mesh
-    from dcmdp_jax.run.row_logprobs import make_row_logprobs
 
     compute = Compute(dtype="float32", logprob_chunk=LOGPROB_CHUNK)
     row_logprobs = make_row_logprobs(run.model, compute, temperature=1.0, mesh=one_device_mesh())

@@ -32,9 +32,9 @@ from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
+from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.types import Params
 
 PROMPTS, TOKENS, PROMPT_TOKENS, ALONE = 64, 64, 16, 16

@@ -36,7 +36,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.moe import router_metrics
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.run.row_logprobs import make_row_logprobs, without_replay
+from dcmdp_jax.models.row_logprobs import make_row_logprobs, without_replay
 from dcmdp_jax.types import Params, Rows
 from research.mismatch import Regime
 

@@ -123,7 +123,7 @@ def _reached(module):
 def test_the_walk_finds_every_kind_of_import():
     """The test's own eyes: were it blind, everything below would pass."""
     assert "dcmdp_jax.algorithm.masked" in set(_imports(_SOURCES["dcmdp_jax.algorithm.losses"]))
-    assert "dcmdp_jax.models.decoder" in set(_imports(_SOURCES["dcmdp_jax.run.row_logprobs"]))
+    assert "dcmdp_jax.models.decoder" in set(_imports(_SOURCES["dcmdp_jax.models.row_logprobs"]))
     tree = ast.parse(
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\ndef f():\n    import b\nimport c"
     )

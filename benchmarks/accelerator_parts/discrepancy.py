@@ -19,9 +19,9 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.products import products_in
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.run import compute_on, packing_on
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs
 from dcmdp_jax.training.state import batch_shardings

@@ -9,8 +9,8 @@ from benchmarks.compiled_parts.hlo import TripCounts, in_scope
 from dcmdp_jax.models.logprobs import CHUNKS, token_blocks
 from dcmdp_jax.models.ops.blocks import BLOCKS
 from dcmdp_jax.models.ops.blockwise import KEY_BLOCKS, QUERY_BLOCKS
+from dcmdp_jax.models.row_logprobs import kernel_axes
 from dcmdp_jax.plan.run_plan import StepPlan, predicted_tokens
-from dcmdp_jax.run.row_logprobs import kernel_axes
 from dcmdp_jax.training.accumulate import MICRO_BATCHES, bucket_scope
 from dcmdp_jax.training.step import RECOMPUTE
 

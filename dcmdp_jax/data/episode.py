@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.types import TOP_IDS
 
 Shape = tuple[int, ...]
 
@@ -42,7 +43,7 @@ class Column:
     present: Callable[[Any], bool] | None = None
 
 
-TOP_IDS, TOP_LOGPROBS, OLD_TOP_LOGPROBS = "top_ids", "top_logprobs", "old_top_logprobs"
+TOP_LOGPROBS, OLD_TOP_LOGPROBS = "top_logprobs", "old_top_logprobs"
 
 
 def _top(doc: str, dtype: type[np.generic], fill: int | float, *, lags: bool = False) -> Column:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from dcmdp_jax.engines.protocol import Engine
-    from dcmdp_jax.engines.sidecar.weights import Probe
     from dcmdp_jax.machine import Machine, MemoryPart
     from dcmdp_jax.models.config import ModelConfig
+    from dcmdp_jax.models.row_logprobs import Probe
     from dcmdp_jax.parallel.sharding import Lowerable
 
 

@@ -26,12 +26,12 @@ from dcmdp_jax.models.hf_hub import is_fetched, model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.params import num_params
+from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh, sampling_mesh
 from dcmdp_jax.run import files
 from dcmdp_jax.run.directory import read_config
 from dcmdp_jax.run.memory_use import free_host_bytes, loaded_parameters
-from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.types import Params
 

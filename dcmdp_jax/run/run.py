@@ -41,6 +41,7 @@ from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.lora import SavedAdapters, adapter_declarations, load_base, trained
 from dcmdp_jax.models.params import draw_params, init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.models.peft_files import Adapter, base_checksum
+from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.observe.jsonl import rewards_log
 from dcmdp_jax.observe.metrics_io import require_tracker
 from dcmdp_jax.parallel.backend import prepare_jax
@@ -62,7 +63,6 @@ from dcmdp_jax.run.model_checks import (
     check_reductions,
     segments_of,
 )
-from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.types import Params
 
 _CPU_UNROLL = 8

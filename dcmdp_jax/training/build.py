@@ -23,10 +23,10 @@ from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import merge_rounding, merged, trained
 from dcmdp_jax.models.params import declared_shapes, quantized_leaves
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.sharding import sharded
 from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.arrival import arrival, watched_columns
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore

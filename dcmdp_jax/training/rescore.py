@@ -15,8 +15,8 @@ from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TOP_LOGPROBS
+from dcmdp_jax.models.row_logprobs import RowLogprobs
 from dcmdp_jax.parallel.backend import compiler_options
-from dcmdp_jax.run.row_logprobs import RowLogprobs
 from dcmdp_jax.training.accumulate import map_rows
 from dcmdp_jax.types import Batch, Params, Rows
 

@@ -26,9 +26,9 @@ from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.lora import adapted
 from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.products import products_in
+from dcmdp_jax.models.row_logprobs import RowLogprobs, RowOutputs, without_replay
 from dcmdp_jax.parallel.backend import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
-from dcmdp_jax.run.row_logprobs import RowLogprobs, RowOutputs, without_replay
 from dcmdp_jax.training import loss_terms
 from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS, START_TOP_LOGPROBS, lags, with_logprobs

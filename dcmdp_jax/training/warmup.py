@@ -16,10 +16,10 @@ from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.stats import Sum
 from dcmdp_jax.config.settings import WarmupSettings
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.row_logprobs import RowLogprobs
 from dcmdp_jax.parallel.backend import MAX_IN_FLIGHT_PROGRAMS, compiler_options
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import replicated
-from dcmdp_jax.run.row_logprobs import RowLogprobs
 from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.types import Params, Rows
 

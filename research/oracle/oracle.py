@@ -34,11 +34,11 @@ from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.lab.probe.training_stack import in_places, one_a_row
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.named_functions import Call, needed_parameters
 from dcmdp_jax.number_format import number
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rewards.protocol import NEED_ANSWERS, Problem
-from dcmdp_jax.run.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.types import Rows
 from research.oracle.gradients import (
     Gradients,

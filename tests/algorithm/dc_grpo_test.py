@@ -14,7 +14,7 @@ import dcmdp_jax
 from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
-from dcmdp_jax.run.row_logprobs import RowOutputs
+from dcmdp_jax.models.row_logprobs import RowOutputs
 from dcmdp_jax.training.rescore import OLD_LOGPROBS
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.training.step import StepParts, make_train_step

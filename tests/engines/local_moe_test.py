@@ -18,8 +18,8 @@ from dcmdp_jax.models.decoder import Compute, hidden_states, hidden_states_and_a
 from dcmdp_jax.models.moe import router_metrics
 from dcmdp_jax.models.params import init_params, quantized_leaves
 from dcmdp_jax.models.quantize import QuantizedKernel
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from research import router_replay
 from tests.support.sampling import local_engine, sample
 

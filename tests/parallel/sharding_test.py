@@ -16,6 +16,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.logprobs import CHUNKS
 from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import (
     ACTIVATION_AXES,
@@ -29,7 +30,6 @@ from dcmdp_jax.parallel.sharding import (
     shard_rows,
     state_shardings,
 )
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Rows
 from tests.support.our_log import our_log
 

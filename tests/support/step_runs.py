@@ -17,8 +17,8 @@ from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import row_shards
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.rescore import make_rescore
 from dcmdp_jax.training.state import (
     batch_shardings,

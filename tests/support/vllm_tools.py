@@ -14,15 +14,14 @@ import numpy as np
 
 from configs.base import get_config
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.engines.sidecar.weights import Probe
 from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.engines.vllm_common import request_seeds
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
+from dcmdp_jax.models.row_logprobs import Probe, make_probe
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.types import Params
 from tests.support.sampling import Rollout
 from tests.support.waiting import HANGS_S

@@ -9,7 +9,7 @@ import pytest
 
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import (
     INITIAL_SCALE,
     initial_dual,

@@ -14,9 +14,9 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
 from dcmdp_jax.models.attention import SKIP_SEGMENTS
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import make_mesh, row_shards
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.training.state import batch_shardings
 from tests.support.packed_attention import stand_in_for_cudnn

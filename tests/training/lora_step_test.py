@@ -14,9 +14,9 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import adapter_declarations, merged
 from dcmdp_jax.models.params import declared_tree, logical_axes, quantized_leaves
 from dcmdp_jax.models.quantize import quantize_tree
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.state import initial_dual, make_optimizer, make_schedule, new_state, train_state_shardings
 from dcmdp_jax.training.step import StepParts, make_train_step
 from tests.support.step_runs import (

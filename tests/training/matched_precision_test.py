@@ -13,8 +13,8 @@ import pytest
 from dcmdp_jax.models import decoder, quantize
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, quantized_leaves
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.models.scheme import FULL, Scheme, weights_alone
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from tests.support.sampling import local_engine
 from tests.support.step_runs import LENGTH, PROMPT, make_model, unpacked_rows
 from tests.support.waiting import HANGS_S

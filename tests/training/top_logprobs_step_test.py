@@ -10,8 +10,8 @@ import pytest
 
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.rescore import make_old_logprobs
 from tests.support import step_runs
 from tests.support.sampling import Rollout

@@ -13,9 +13,9 @@ from dcmdp_jax.config.settings import WarmupSettings
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import replicated
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.training.warmup import warm_up
 from tests.support.waiting import HANGS_S
 

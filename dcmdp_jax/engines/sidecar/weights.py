@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,12 +23,8 @@ from dcmdp_jax.engines.sidecar.segments import ALIGNMENT, Segment, Tensor, avail
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import HFTensor, check_params, hf_tensors
 from dcmdp_jax.models.quantize import QuantizedKernel, quantize_kernel
+from dcmdp_jax.models.row_logprobs import Probe
 from dcmdp_jax.types import Array, Params
-
-Probe = Callable[[Params, np.ndarray], Array]
-"""(params, [rows, tokens] int32) -> [rows, tokens - 1] log-probs of each token after the first, temperature 1.
-
-A jax array that is still being computed will do: it is waited for when the engine has loaded the weights."""
 
 # Fixed sequences on which the engine's log-probs are compared with the trainer's own after each push.
 _PROBE_ROWS, _PROBE_TOKENS = 2, 32

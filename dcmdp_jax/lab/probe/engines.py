@@ -24,11 +24,11 @@ from dcmdp_jax.lab.probe.training_stack import LOGPROB_CHUNK, TrainingStack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_weights import save_params
+from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.process_memory import show_torch
 from dcmdp_jax.run.model_run import ModelRun
-from dcmdp_jax.run.row_logprobs import make_probe
 from dcmdp_jax.types import Params
 
 _MIN_ROWS = 32

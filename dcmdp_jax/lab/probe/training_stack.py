@@ -13,9 +13,9 @@ import numpy as np
 from dcmdp_jax.data.episode import TOP_IDS
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.run.row_logprobs import make_row_logprobs
 from dcmdp_jax.types import Params, Rows
 
 LOGPROB_CHUNK = 256

@@ -12,8 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.data.episode import TOP_IDS
-from dcmdp_jax.engines.sidecar.weights import Probe
 from dcmdp_jax.models import decoder, logprobs, quantize
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
@@ -31,7 +29,7 @@ from dcmdp_jax.parallel.sharding import (
     shard_map_over_data,
     shard_map_over_model_axes,
 )
-from dcmdp_jax.types import Params, Rows
+from dcmdp_jax.types import TOP_IDS, Array, Params, Rows
 
 
 class RowOutputs(NamedTuple):
@@ -54,6 +52,11 @@ class RowOutputs(NamedTuple):
 
 RowLogprobs = Callable[[Params, Rows], RowOutputs]
 """(params, rows [R, L]) -> `RowOutputs`."""
+
+Probe = Callable[[Params, np.ndarray], Array]
+"""(params, [rows, tokens] int32) -> [rows, tokens - 1] log-probs of each token after the first, temperature 1.
+
+May return a jax array that is still being computed: it is read after the engine has loaded the weights."""
 
 
 def make_row_logprobs(
