@@ -23,7 +23,7 @@ from benchmarks.peers.rounds import cpu_seconds
 from benchmarks.timing import machine
 from configs.base import get_config
 from dcmdp_jax.data.episode import Episode, collect
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.engines.vllm import VllmSettings

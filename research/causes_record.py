@@ -60,7 +60,7 @@ def record_demo(run: Path) -> dict[str, Columns]:
     """The demo's policy after its last step, sampled by the embedded engine in several precisions."""
     from dcmdp_jax.data.problems import load_problems
     from dcmdp_jax.data.prompts import encode_prompts
-    from dcmdp_jax.engines.kind import EngineArguments
+    from dcmdp_jax.engines.engine_kind import EngineArguments
     from dcmdp_jax.engines.local.engine import LocalEngine
     from dcmdp_jax.engines.protocol import SamplingParams
     from dcmdp_jax.lab.probe.engines import sample

@@ -22,7 +22,7 @@ from configs.base import get_config
 from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import collect
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.engines.validation import sample_alone

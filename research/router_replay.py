@@ -26,7 +26,7 @@ from configs.base import get_config
 from dcmdp_jax.data.episode import Episode, collect
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.engines.validation import check_routed_experts

@@ -12,7 +12,7 @@ import pytest
 
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.commands.sweep import main as sweep
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import make_mesh

@@ -14,7 +14,7 @@ import pytest
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.config.algorithm import check_own_remedies
-from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.rewards.reward_pool import RewardPool
 from tests.support.waiting import HANGS_S
 
@@ -114,7 +114,7 @@ def test_all_recipes_of_code_together(tmp_path):
 
 
 def test_the_recipe_of_an_engine():
-    """Its file is the one that tests/engines/outside_engine_test.py trains with; its commands parse."""
+    """Its file is the one that tests/engines/conformance_test.py trains with; its commands parse."""
     assert f"```python\n{(_ROOT / 'tests/engines/stub_engine.py').read_text()}```" in _RECIPES
     [line] = re.findall(r"^ {4}dcmdp train (.*my_engine.*)$", _RECIPES, re.MULTILINE)
     words = shlex.split(line.replace("my_engine.py", "tests/engines/stub_engine.py"))

@@ -166,6 +166,18 @@ def test_no_two_rooms_import_each_other_in_a_circle():
         reachable(room)
 
 
+def test_no_files_import_each_other_in_a_circle():
+    """Inside rooms too, imports in functions included; the package's public names are imported at their first use."""
+    waiting = {
+        name: {other for other in _imports(tree, top_level=name == "dcmdp_jax") if other in _SOURCES} - {name}
+        for name, tree in _SOURCES.items()
+    }
+    while leaves := [name for name, imported in waiting.items() if not imported & waiting.keys()]:
+        for name in leaves:
+            del waiting[name]
+    assert {name: sorted(imported & waiting.keys()) for name, imported in waiting.items()} == {}
+
+
 def test_the_package_does_not_import_its_commands():
     outside = {"bin", "configs", "benchmarks", "tests", "examples"}
     found = [
@@ -178,11 +190,14 @@ def test_the_package_does_not_import_its_commands():
 
 
 def test_an_engine_knows_no_other_engine():
-    kinds = ("local", "vllm", "http")
+    kinds = ("local", "vllm", "http", "sidecar")
     found = []
     for module, tree in _SOURCES.items():
         kind = module.removeprefix("dcmdp_jax.engines.").partition(".")[0]
-        others = tuple(f"dcmdp_jax.engines.{other}." for other in (*kinds, "registry") if other != kind)
+        others = tuple(
+            f"dcmdp_jax.engines.{other}." for other in ("local", "vllm", "http", "registry") if other != kind
+        )
+        others += ("dcmdp_jax.engines.vllm_common.",) * (kind == "sidecar")
         if kind in kinds:
             found += [f"{module} imports {name}" for name in _imports(tree) if f"{name}.".startswith(others)]
     assert found == []
@@ -267,7 +282,7 @@ def test_library_code_prints_nothing_and_unpickles_nothing():
 
 # Names that several classes or files still have. A command's module is named as its command, and is not counted.
 _SHARED_CLASSES = {"Sampled"}
-_SHARED_FILES = {"engine", "page", "protocol", "weights", "worker"}
+_SHARED_FILES = {"engine", "memory", "page", "protocol", "weights", "worker"}
 
 
 def test_no_two_classes_and_no_two_files_share_a_name():

@@ -11,7 +11,7 @@ import pytest
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import collect
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.params import init_params
 from tests.support.sampling import local_engine

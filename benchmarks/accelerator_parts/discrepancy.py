@@ -12,7 +12,7 @@ from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
 from dcmdp_jax.config.settings import Config, from_config_dict
 from dcmdp_jax.data.episode import Episode, collect
 from dcmdp_jax.data.packing import pack
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig

@@ -17,7 +17,7 @@ from configs.base import get_config
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.episode import Episode, collect, in_prompt_order
 from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.models import hf_weights

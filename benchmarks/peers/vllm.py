@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.peers.ours import sampler
 from benchmarks.peers.rounds import Job, Rounds, work
 from configs.base import get_config
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.parallel.backend import prepare_jax

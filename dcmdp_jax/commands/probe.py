@@ -179,7 +179,7 @@ def open_session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) ->
         raise UserError("config.task.train: empty; --config.task.train=TASK names a file, arithmetic:... or a Hub name")
     for kind, spec in {spec.record: spec for spec in (*first, arguments.b) if spec.record}.items():
         count = max(spec.record is kind for spec in first) + (arguments.b.record is kind)
-        kind.share_devices(settings_of(settings_for(spec, rollout), kind), count)
+        kind.reserve_device_share(settings_of(settings_for(spec, rollout), kind), count)
     if rollout.temperature == 0 and arguments.score_temperature is None:
         raise UserError(
             "config.rollout.temperature: got 0 (greedy), whose log-probs are those at 1; give --score-temperature=1"

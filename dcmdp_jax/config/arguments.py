@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from dcmdp_jax.config.rollout import RolloutSettings
-from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.errors import ArgumentError, EngineError, UserError
 

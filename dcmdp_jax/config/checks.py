@@ -13,7 +13,7 @@ from dcmdp_jax.config.algorithm import algorithm_rules
 from dcmdp_jax.config.arguments import as_settings
 from dcmdp_jax.config.engine import check_engine, find_trainable, forward_scheme
 from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE
-from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import INT32_MAX, check_choice, check_range, declared, get_value

@@ -8,7 +8,7 @@ from typing import Any
 
 from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind
+from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import find_engine, unknown_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import build, check_choice, check_range, declared, get_value, nearest_name

@@ -7,7 +7,7 @@ import functools
 import inspect
 
 from dcmdp_jax.engines import http, local, vllm
-from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.fields import declared
 from dcmdp_jax.inputs import shorten
@@ -34,7 +34,7 @@ def find_engine(name: str) -> EngineKind:
         raise ArgumentError("engine", f"{error}") from error
     kind = found() if inspect.isclass(found) and issubclass(found, EngineKind) else found
     if not isinstance(kind, EngineKind):
-        raise ArgumentError("engine", f"{name} is {shorten(found)}, must be a dcmdp_jax.engines.kind.EngineKind")
+        raise ArgumentError("engine", f"{name} is {shorten(found)}, must be a dcmdp_jax.engines.engine_kind.EngineKind")
     for attribute, default in vars(EngineKind).items():
         value = getattr(kind, attribute)
         if inspect.isfunction(default) and not callable(value):

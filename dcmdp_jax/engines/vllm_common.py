@@ -9,6 +9,7 @@ import numpy as np
 
 # The first version that works, and the first that was not tried.
 _SUPPORTED = ((0, 32), (0, 34))
+FP8_CACHES = ("fp8", "fp8_e5m2")
 VLLM_TEMPERATURES = (0.01, 2.0)
 """The smallest and the largest that vLLM samples at as they are, besides 0."""
 
@@ -20,6 +21,11 @@ def unsupported_version(version: str) -> str:
         return ""
     low, high = (".".join(map(str, bound)) for bound in _SUPPORTED)
     return f">={low},<{high}"
+
+
+def cache_rounding(cache: str, platform: str) -> str:
+    """Rounding of a cache, of `scheme.CACHES`, "" for none: the CPU build rounds FP8 towards zero."""
+    return cache + "_truncated" * (platform == "cpu") if cache in FP8_CACHES else ""
 
 
 def request_seeds(seed: int, step: int, rows: Sequence[int] | np.ndarray) -> np.ndarray:

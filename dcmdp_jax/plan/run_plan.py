@@ -17,7 +17,7 @@ from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.row_layout import RowShapes
-from dcmdp_jax.engines.kind import DeviceShare, EnginePlan
+from dcmdp_jax.engines.engine_kind import DeviceShare, EnginePlan
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import PREEMPTED, Machine
 from dcmdp_jax.models.config import ModelConfig

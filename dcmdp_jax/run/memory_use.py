@@ -24,7 +24,7 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.episode import COLUMNS, columns_of_run
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload
+from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import LOGITS_HELD, MEMORY_PHASES, MORE_DEVICES, Machine, MemoryPart, certain, exact

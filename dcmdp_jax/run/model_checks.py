@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig

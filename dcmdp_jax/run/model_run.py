@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from dcmdp_jax.config.arguments import as_settings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.prompts import EncodedPrompts, end_token_ids, load_tokenizer
-from dcmdp_jax.engines.kind import EngineKind, Workload
+from dcmdp_jax.engines.engine_kind import EngineKind, Workload
 from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOutTask

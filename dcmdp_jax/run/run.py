@@ -26,7 +26,7 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.mixtures import PromptStream
 from dcmdp_jax.data.prompts import EncodedPrompts, end_token_ids, template_variables
 from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind, Workload
+from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import TurnLimits, TurnSampler

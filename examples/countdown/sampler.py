@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local import LocalKind, LocalSettings
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.fields import setting

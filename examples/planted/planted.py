@@ -34,7 +34,7 @@ from ml_collections import ConfigDict
 from configs import base, demo
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import Episode, single_turn
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind
+from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.fields import setting
 from dcmdp_jax.lab.studies.study import Arm, Study

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.models.config import ModelConfig
 from tests.support.vllm_tools import (

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh
 from scipy import stats
 
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.layout import check_mesh

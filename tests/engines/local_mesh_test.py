@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local import engine as engine_module
 from dcmdp_jax.engines.local import weights as weights_module

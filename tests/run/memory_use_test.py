@@ -14,7 +14,7 @@ import pytest
 
 from configs import base, demo, qwen3_8b, qwen3_30b_a3b
 from dcmdp_jax.config.settings import from_config_dict
-from dcmdp_jax.engines.kind import EngineArguments, Workload
+from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.machine import Machine, MemoryPart
@@ -327,7 +327,7 @@ from pathlib import Path
 from configs import base
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import from_config_dict
-from dcmdp_jax.engines.kind import EngineArguments, Workload
+from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.machine import Machine

@@ -7,7 +7,7 @@ import jax
 
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import from_config_dict
-from dcmdp_jax.engines.kind import Workload
+from dcmdp_jax.engines.engine_kind import Workload
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
 from dcmdp_jax.run.memory_use import training_memory, with_engine

@@ -8,9 +8,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dcmdp_jax.data.episode import Episode, in_prompt_order, single_turn
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.http import HttpSettings
 from dcmdp_jax.engines.http.engine import RemoteEngine
-from dcmdp_jax.engines.kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.models.config import ModelConfig

@@ -87,7 +87,7 @@ class OverlappingEngine:
 if __name__ == "__main__":
     _serve()
 else:
-    from dcmdp_jax.engines.kind import EngineKind
+    from dcmdp_jax.engines.engine_kind import EngineKind
 
     class OverlappingKind(EngineKind):
         name, precisions = "overlapping", ("float32",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind
+from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES
 from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting

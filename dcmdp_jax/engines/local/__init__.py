@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from dcmdp_jax.engines.kind import EngineArguments, EngineKind, EnginePlan, Workload
+from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, EnginePlan, Workload
 from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting
 

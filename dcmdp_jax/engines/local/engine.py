@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.decode import Draw
 from dcmdp_jax.engines.local.forward import score as score_program
 from dcmdp_jax.engines.local.layout import Program, engine_mesh

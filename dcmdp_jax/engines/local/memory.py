@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.engines.kind import EngineArguments, Workload
+from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import sizes
 from dcmdp_jax.engines.local.layout import TENSOR, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes

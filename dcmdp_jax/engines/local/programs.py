@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.engines.kind import EngineArguments, EnginePlan, Workload
+from dcmdp_jax.engines.engine_kind import EngineArguments, EnginePlan, Workload
 from dcmdp_jax.engines.local import decode, sizes
 from dcmdp_jax.engines.local.cache import abstract
 from dcmdp_jax.engines.local.forward import score

@@ -28,7 +28,7 @@ from dcmdp_jax.engines.sidecar.segments import Segment
 logger = logging.getLogger(__name__)
 
 _LOG, _TEMPORARY = "sidecar.log", "tmp"
-# A socket's name has at most 107 bytes; vLLM's begin with this directory and end with 37 more.
+# A socket's name has at most 107 bytes; an engine's begin with this directory and end with up to 37 more.
 _LONGEST_TEMPORARY = 64
 _LAST_LINES = 20
 STALL_TIMEOUT_S = 300.0

@@ -15,10 +15,6 @@ from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
 from dcmdp_jax.engines.sidecar.segments import differing
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
-from dcmdp_jax.engines.vllm_common import request_seeds
-
-# vLLM's second level of sleep discards the weights.
-_DISCARDS = 2
 
 
 class Replica:
@@ -34,7 +30,9 @@ class Replica:
         weights: SharedWeights,
         *,
         probe_tolerance: float,
+        request_seeds: Callable[[int, int, Sequence[int]], np.ndarray],
         sleep_level: int,
+        drops_weights: bool,
         routed_experts: bool = False,
         top_logprobs: int = 0,
     ) -> None:
@@ -44,12 +42,15 @@ class Replica:
             supervisor: keeps the sidecar running.
             weights: shared memory to load from.
             probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
-            sleep_level: level of vLLM's sleep mode after each call; 0 leaves the engine awake.
+            request_seeds: (seed, step, rows) -> [n] integers, the seed of each row's request.
+            sleep_level: level of the engine's sleep after each call; 0 leaves it awake.
+            drops_weights: whether it drops its weights at that level.
             routed_experts: the sidecar was asked for the experts of each token, so it must return them.
             top_logprobs: k, the likeliest tokens to ask for wherever the draw is not greedy; 0: none.
         """
         self.supervisor = supervisor
-        self._weights, self._probe_tolerance, self._sleep_level = weights, probe_tolerance, sleep_level
+        self._weights, self._probe_tolerance, self._request_seeds = weights, probe_tolerance, request_seeds
+        self._sleep_level, self._drops_weights = sleep_level, drops_weights
         self._routed_experts, self._top_logprobs = routed_experts, top_logprobs
 
     def load(self, calls: Calls, publication: Publication) -> float | None:
@@ -104,7 +105,7 @@ class Replica:
             self._load(sidecar, calls, publication)
 
     def _fell_asleep(self, sidecar: Sidecar) -> None:
-        if self._sleep_level == _DISCARDS:
+        if self._drops_weights:
             sidecar.serial = None
 
     def sample(
@@ -153,7 +154,7 @@ class Replica:
             "prompt_ids": np.concatenate(list(prompts.values())),
             "prompt_lengths": np.array([prompt.size for prompt in prompts.values()], np.int32),
             "prompt_of_row": np.repeat(np.arange(len(groups), dtype=np.int32), group_size),
-            "seeds": request_seeds(
+            "seeds": self._request_seeds(
                 seed, step, [(first_prompt + g) * group_size + member for g in groups for member in range(group_size)]
             ),
         }

@@ -75,7 +75,7 @@ class SharedWeights:
         """Size of a segment."""
         if 2 * self.num_bytes > (available := available_bytes()):
             raise MemoryError(
-                f"vLLM sidecar: two copies of the weights in shared memory need {2 * self.num_bytes / 2**30:.2f} GiB, "
+                f"two copies of the weights in shared memory need {2 * self.num_bytes / 2**30:.2f} GiB, "
                 f"{available / 2**30:.2f} GiB are free; free some, or choose a smaller model or `compute_dtype`"
             )
         self.left_bytes: int = available - 2 * self.num_bytes

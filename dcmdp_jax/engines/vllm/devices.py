@@ -1,13 +1,12 @@
-"""The GPUs of the sidecars, the memory of GPUs that the trainer has too, and the memory of vLLM's CPU build."""
+"""The GPUs of the sidecars, and the memory of GPUs that the trainer has too."""
 
 from __future__ import annotations
 
 import os
 
-from dcmdp_jax.engines.kind import DeviceShare, EngineArguments
-from dcmdp_jax.engines.vllm import VllmSettings
+from dcmdp_jax.engines.engine_kind import DeviceShare
+from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.errors import ArgumentError, UserError
-from dcmdp_jax.machine import Machine, MemoryPart, exact
 from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
 
 _MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
@@ -65,7 +64,7 @@ def memory_fraction() -> tuple[str, str]:
     return next(iter(said.items()), (_FRACTION_NAMES[0], ""))
 
 
-def share_devices(settings: VllmSettings) -> None:
+def reserve_device_share(settings: VllmSettings) -> None:
     """Divide the memory of GPUs that trainer and sidecar share; must run before JAX starts its backend.
 
     JAX takes its share when it starts. Where the user says nothing (`memory_fraction`) it gets what the sidecar leaves,
@@ -129,24 +128,3 @@ def check_shares(settings: VllmSettings, fraction: float) -> None:
             f"same GPU ({_FRACTION_NAMES[0]}); lower one, or give the sidecar GPUs of its own with "
             "`visible_devices` and the trainer others with CUDA_VISIBLE_DEVICES",
         )
-
-
-def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPart]:
-    """Two copies of the weights in shared memory, and the memory of vLLM's CPU build, whose cache has a fixed size."""
-    from dcmdp_jax.engines.sidecar.weights import WeightBridge
-    from dcmdp_jax.engines.vllm.launch import engine_arguments
-
-    dtype = arguments.compute_dtype
-    weights = WeightBridge(arguments.model, dtype=dtype, int8=arguments.precision == "int8").num_bytes
-    lower = "a smaller model" + ", or `compute_dtype`=bfloat16" * (dtype == "float32")
-    found = [exact("two copies of the weights for vLLM", host=2 * weights, lower=lower)]
-    if arguments.platform != "cpu":
-        return found
-    count, available = arguments.settings.replicas or 1, max(0, (machine.host_bytes or 0) - 2 * weights)
-    cache = engine_arguments(arguments, available=available)["kv_cache_memory_bytes"]
-    fewer = "`replicas`, " * (count > 1)
-    return [
-        *found,
-        exact("vLLM's weights", host=count * weights, lower=fewer + lower),
-        exact("vLLM's key-value cache", host=count * cache, lower=f"{fewer}`kv_cache_gib` or `max_rows`"),
-    ]

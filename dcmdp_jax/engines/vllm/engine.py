@@ -13,28 +13,31 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.data.episode import Episode
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 from dcmdp_jax.engines.validation import check_finite, checked_prompts, checked_sequences, scored_rows
-from dcmdp_jax.engines.vllm import ENGINE, devices, launch
+from dcmdp_jax.engines.vllm import devices, launch
+from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES, cache_rounding, request_seeds
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
+# The level of vLLM's sleep mode that drops the weights.
+_DROPS_WEIGHTS = 2
 SCRIPT = Path(__file__).with_name("sidecar.py")
 
 
 class VllmEngine:
     """Keeps the `Engine` protocol with stock vLLM in processes of its own: `rollout.vllm.replicas` sidecars.
 
-    Sampling is a function of (seed, step, row): each completion is a request with its own seed (`seeds.request_seeds`).
-    Log-probs depend on batch composition too, by rounding. So the same prompts go to the same replica each time, the
-    prefix cache is emptied before each call, and a replica that is interrupted samples its part of the call again
-    whole: the same call gives the same bits, whichever sidecar was started again in the middle of it.
+    Sampling is a function of (seed, step, row): each completion is a request with its own seed
+    (`vllm_common.request_seeds`). Log-probs depend on batch composition too, by rounding. So the same prompts go to the
+    same replica each time, the prefix cache is emptied before each call, and an interrupted replica samples its whole
+    part of the call again: the same call gives the same bits, whichever sidecar was restarted during it.
 
     All replicas load from one copy of the weights. A sidecar that fails is restarted alone (`replica.Replica`), while
     the others go on.
@@ -60,8 +63,7 @@ class VllmEngine:
             arguments = dataclasses.replace(arguments, platform=launch.check_machine(arguments))
             launch.check_planned(arguments)
         settings, platform = arguments.settings, arguments.platform
-        cache = arguments.kv_cache_dtype if arguments.kv_cache_dtype in ENGINE.emulated_caches else "full"
-        self.cache_rounding = ENGINE.scheme(arguments, "full", cache, platform).cache
+        self.cache_rounding = cache_rounding(arguments.kv_cache_dtype, platform)
         self.config, self.max_total_tokens = arguments.model, arguments.max_total_tokens
         if platform == "cpu" and settings.sleep:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
@@ -97,7 +99,9 @@ class VllmEngine:
                         self._supervisor(one),
                         self.weights,
                         probe_tolerance=launch.probe_tolerance(arguments),
+                        request_seeds=request_seeds,
                         sleep_level=settings.sleep,
+                        drops_weights=settings.sleep == _DROPS_WEIGHTS,
                         routed_experts=arguments.routed_experts,
                         top_logprobs=arguments.top_logprobs,
                     )
@@ -151,7 +155,7 @@ class VllmEngine:
         what was yielded is not yielded again. An empty list comes every half second.
         """
         publication = self._published("generate")
-        ENGINE.check_temperature(sampling.temperature)
+        check_temperature("vllm", sampling.temperature, VLLM_TEMPERATURES)
         prompts = checked_prompts(self, prompts, sampling)
         dealt = [range(first, len(prompts), len(self.replicas)) for first in range(len(self.replicas))]
         place = {"seed": seed, "step": step, "first_prompt": first_prompt}

@@ -11,8 +11,9 @@ import sys
 from typing import Any
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.engines.kind import EngineArguments
-from dcmdp_jax.engines.vllm import VllmSettings, devices
+from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.vllm import devices
+from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models.config import to_hf
@@ -88,7 +89,7 @@ def check_machine(arguments: EngineArguments) -> str:
     extra_arguments(settings.engine_args)
     devices.devices_of_replicas(settings, platform)
     if platform == "cuda":
-        devices.share_devices(settings)
+        devices.reserve_device_share(settings)
     return platform
 
 
@@ -121,7 +122,7 @@ def check_planned(arguments: EngineArguments) -> None:
     engine_arguments(arguments)
 
 
-def share_memory(settings: VllmSettings, sidecars: int) -> None:
+def reserve_device_share(settings: VllmSettings, sidecars: int) -> None:
     """Divide the memory of GPUs between this process and sidecars that it will start. Must run before JAX does.
 
     Does nothing without vLLM's CUDA build: an engine that can't start says so itself.
@@ -138,7 +139,7 @@ def share_memory(settings: VllmSettings, sidecars: int) -> None:
     except UserError:
         return
     if platform == "cuda" and sidecars:
-        devices.share_devices(dataclasses.replace(settings, memory_share=sidecars * settings.memory_share))
+        devices.reserve_device_share(dataclasses.replace(settings, memory_share=sidecars * settings.memory_share))
 
 
 def installed_vllm(python: str) -> tuple[str, str]:

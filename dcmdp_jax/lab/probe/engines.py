@@ -14,7 +14,7 @@ from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, collect
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.engines.validation import check_top_logprobs

@@ -6,7 +6,7 @@ import dataclasses
 from importlib.util import find_spec
 
 from dcmdp_jax.config.rollout import TRAINABLE
-from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.registry import ENGINES, find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten

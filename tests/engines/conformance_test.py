@@ -15,8 +15,8 @@ from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.config.engine import find_trainable
 from dcmdp_jax.data.episode import COLUMNS, single_turn
-from dcmdp_jax.engines.kind import EngineKind
-from dcmdp_jax.engines.outside import check_engine
+from dcmdp_jax.engines.conformance import check_engine
+from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import EngineError, UserError
 
@@ -117,7 +117,7 @@ def test_it_trains_evaluates_and_is_probed(server, tmp_path, capsys):
 
 _FILE = """
 import dataclasses
-from dcmdp_jax.engines.kind import EngineKind
+from dcmdp_jax.engines.engine_kind import EngineKind
 {more}
 class Kind(EngineKind):
     name = "x"
@@ -134,7 +134,7 @@ ENGINE = Kind
         (
             "EngineKind = dict",
             "",
-            "PATH:ENGINE is <class 'user_file_engine.Kind'>, must be a dcmdp_jax.engines.kind.En",
+            "PATH:ENGINE is <class 'user_file_engine.Kind'>, must be a dcmdp_jax.engines.engine_kind.En",
         ),
         ("", "build = None", "PATH:ENGINE: build=None, must be a method"),
         ("", "precisions = 'float32'", "PATH:ENGINE: precisions='float32', must be a tuple"),
@@ -163,7 +163,7 @@ def test_what_is_no_kind_of_engine_is_one_line(more, attribute, said, tmp_path):
         ("http", "got 'http', allowed are local, vllm, module:NAME and path.py:NAME"),
         ("none.py:ENGINE", "none.py:ENGINE: can't import none.py: FileNotFoundError"),
         ("tests/engines/stub_engine.py:KIND", "tests/engines/stub_engine.py:KIND: no 'KIND' there; it has "),
-        ("tests/engines/stub_engine.py:Settings", "Settings'>, must be a dcmdp_jax.engines.kind.EngineKind"),
+        ("tests/engines/stub_engine.py:Settings", "Settings'>, must be a dcmdp_jax.engines.engine_kind.EngineKind"),
     ],
 )
 def test_a_name_that_is_no_engine_is_one_line(name, said):

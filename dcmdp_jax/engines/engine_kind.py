@@ -193,12 +193,12 @@ class EngineKind:
         """
         return weights_alone(precision or "full", cache or "full")
 
-    def share_devices(self, settings: Any, count: int) -> None:
-        """Leave devices' memory to `count` such engines, before JAX starts."""
-
     def device_share(self, arguments: EngineArguments) -> DeviceShare | None:
         """How it shares the trainer's devices; None where it does not compute on them."""
         return None
+
+    def reserve_device_share(self, settings: Any, engines: int) -> None:
+        """Leave the share of so many such engines free on the devices, before JAX starts."""
 
     def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[MemoryPart]:
         """Parts of memory with `rows` completions decoded at a time."""
@@ -248,11 +248,16 @@ class EngineKind:
             raise ArgumentError("top_logprobs", f"got {count}, {self.name} returns {most}")
 
     def check_temperature(self, temperature: float) -> None:
-        """Refuse a temperature that the engine would change or refuse.
+        """See the function `check_temperature`."""
+        check_temperature(self.name, temperature, self.temperatures)
 
-        Raises:
-            UserError: naming `temperature` and what is allowed.
-        """
-        low, high = self.temperatures
-        if temperature and not low <= temperature <= high:
-            raise ArgumentError("temperature", f"got {temperature}, {self.name} takes 0 (greedy) or {low} .. {high}")
+
+def check_temperature(engine: str, temperature: float, allowed: tuple[float, float]) -> None:
+    """Refuse a temperature that the engine would change or refuse.
+
+    Raises:
+        UserError: naming `temperature` and what is allowed.
+    """
+    low, high = allowed
+    if temperature and not low <= temperature <= high:
+        raise ArgumentError("temperature", f"got {temperature}, {engine} takes 0 (greedy) or {low} .. {high}")
