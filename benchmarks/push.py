@@ -53,12 +53,12 @@ def _resident(field: str) -> int:
 
 def _temporary(config: ModelConfig, params: object, mesh: jax.sharding.Mesh) -> int:
     """The most temporary memory on a device of a program of a push."""
-    programs = weights._converters(config, _PRECISION, mesh)
+    programs = conversion(config, _PRECISION, mesh)
     rest = {name: leaf for name, leaf in params.items() if name != "layers"}
     lowered = (
         programs.layer.lower(params["layers"], np.int32(0)),
         programs.outside.lower(rest),
-        weights._source_checksums.lower(params, config, _PRECISION, mesh.size == 1),
+        programs.source_checksums.lower(params, mesh.size == 1),
         programs.layer_checksums.lower(jax.eval_shape(programs.layer, params["layers"], np.int32(0))),
     )
     return max(each.compile().memory_analysis().temp_size_in_bytes for each in lowered)

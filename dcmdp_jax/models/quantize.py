@@ -115,12 +115,6 @@ def quantize_tree(tree: Params, quantized: Params, precision: str) -> Params:
     return jax.tree.map(lambda x, chosen: quantize_kernel(x, precision) if chosen else x, tree, quantized)
 
 
-def quantize_output(params: Params, precision: str) -> Params:
-    """`params` with a quantized "output" [D, V]: of its own output matrix, or a copy of the tied embedding."""
-    output = params["output"] if "output" in params else params["embedding"].T
-    return {**params, "output": quantize_kernel(output, precision)}
-
-
 def straight_through(tree: Params, quantized: Params, precision: str) -> Params:
     """Marked leaves with the values that a quantized engine multiplies by, and the gradient of the leaves themselves.
 

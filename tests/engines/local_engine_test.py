@@ -12,6 +12,7 @@ from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.layout import check_mesh
+from dcmdp_jax.engines.local.weights import Conversion
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import unusable_completions
 from dcmdp_jax.models.config import ModelConfig, layer_pattern
@@ -330,18 +331,16 @@ def test_quantized_weights_are_kept_in_a_byte_each(precision):
 
 
 def test_a_copy_that_differs_is_refused(monkeypatch):
-    from dcmdp_jax.engines.local import engine as module
-
-    def swapped(*arguments: object) -> Params:
-        copied = original(*arguments)
+    def swapped(self: Conversion, params: Params) -> Params:
+        copied = original(self, params)
         # Two rows of W_gate and W_up change places: the plain sum of their values stays.
         kernel = copied["layers"][1]["mlp"]["gate_up"]["kernel"]
         copied["layers"][1]["mlp"]["gate_up"]["kernel"] = kernel[jnp.array([1, 0, *range(2, 32)])]
         return copied
 
-    original = module.convert
+    original = Conversion.weights
     made = engine()
-    monkeypatch.setattr(module, "convert", swapped)
+    monkeypatch.setattr(Conversion, "weights", swapped)
     with pytest.raises(EngineError, match="weights of version 3: 2 of 24 checksums differ"):
         made.push_weights(params(), 3)
     with pytest.raises(EngineError, match="no weights"):

@@ -13,11 +13,10 @@ from jax.sharding import Mesh
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local import engine as engine_module
-from dcmdp_jax.engines.local import weights as weights_module
 from dcmdp_jax.engines.local.decode import Draw, Limits, RowState, decode
 from dcmdp_jax.engines.local.forward import score
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
-from dcmdp_jax.engines.local.weights import engine_shapes
+from dcmdp_jax.engines.local.weights import conversion, engine_shapes
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
@@ -187,13 +186,13 @@ def test_a_push_gathers_no_leaf_in_the_trainers_precision():
         param_shapes(config),
         shardings,
     )
-    programs = weights_module._converters(config, "bfloat16", sampling_mesh(training, tensor=8))
+    programs = conversion(config, "bfloat16", sampling_mesh(training, tensor=8))
     compiled = programs.layer.lower(shapes["layers"], np.int32(0)).compile()
     layer = 2 * 32 * (3 * 64 + 64 + 3 * 64)
     memory = compiled.memory_analysis()
     assert memory.output_size_in_bytes < layer / 8 + 2000
     assert memory.temp_size_in_bytes < layer
-    sums = weights_module._source_checksums.lower(shapes, config, "bfloat16", False).compile()
+    sums = programs.source_checksums.lower(shapes, False).compile()
     assert not [line for line in sums.as_text().splitlines() if "all-gather(" in line]
 
 

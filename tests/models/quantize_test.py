@@ -4,17 +4,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.local.weights import ENGINE_PRECISIONS
+from dcmdp_jax.engines.local.weights import ENGINE_PRECISIONS, in_precision
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.params import init_params, quantized_leaves
+from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.quantize import (
     PRECISIONS,
     QuantizedKernel,
     dequantize,
     quantize_kernel,
-    quantize_output,
-    quantize_tree,
     quantized_matmul,
 )
 
@@ -136,8 +134,7 @@ def test_tree_has_every_matrix_quantized_per_layer_and_nothing_else(precision, t
     params["layers"] = jax.tree.map(
         lambda x: x * jnp.array([1.0, 10.0]).reshape(2, *[1] * (x.ndim - 1)), params["layers"]
     )
-    tree = quantize_output(params, precision)
-    tree["layers"] = quantize_tree(params["layers"], quantized_leaves(config)["layers"], precision)
+    tree = in_precision(params, config, precision)
     np.testing.assert_array_equal(tree["embedding"], params["embedding"])
     np.testing.assert_array_equal(tree["norm"]["scale"], params["norm"]["scale"])
     layers, original = tree["layers"], params["layers"]

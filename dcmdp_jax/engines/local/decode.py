@@ -53,7 +53,7 @@ def prefill(
     """Run each prompt once.
 
     Args:
-        weights: the engine's tree, see `weights.convert`.
+        weights: the engine's tree, see `weights.Conversion.weights`.
         prompts: [P, prompt_slots] int32, right-padded.
         lengths: [P] int32.
         program: static arguments.

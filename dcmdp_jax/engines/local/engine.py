@@ -27,7 +27,7 @@ from dcmdp_jax.engines.local.sizes import (
     score_rows,
     smallest_batch,
 )
-from dcmdp_jax.engines.local.weights import conversion_mesh, convert, fingerprint, share_copies, source_fingerprint
+from dcmdp_jax.engines.local.weights import conversion, conversion_mesh, share_copies
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import check_finite, checked_prompts, scored_rows
 from dcmdp_jax.models.params import check_params
@@ -79,13 +79,13 @@ class LocalEngine:
         self.weights: Params | None = None
         self._policy_version: int | None = None
         self.weights_fingerprint: int | None = None
-        """CRC-32 of the checksums of the weights in use (`weights.fingerprint`); None without weights."""
+        """CRC-32 of the checksums of the weights in use (`weights.Conversion.proof`); None without weights."""
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Copy the trainer's parameters in the engine's precision and verify the copy by checksums.
 
         Quantized precisions quantize again at every push. The trainer may donate or delete `params` afterwards. Layers
-        are copied one by one, each part to the devices that use it (see `weights.convert`).
+        are copied one by one, each part to the devices that use it (see `weights.Conversion`).
 
         Returns:
             An empty dict: no metrics.
@@ -95,14 +95,15 @@ class LocalEngine:
             EngineError: if the checksums of the engine's weights differ from the trainer's.
         """
         check_params(params, self.config)
-        mesh, made_of = conversion_mesh(params, self._mesh), (self.config, self.precision)
+        mesh = conversion_mesh(params, self._mesh)
         if mesh.size == 1:
             own = jax.tree.map(lambda leaf: to_local(leaf, NamedSharding(mesh, P())), params)
             params = jax.device_put(own, mesh.devices.flat[0])
         # Free the old weights first: two copies may not fit.
         self.release_weights()
-        weights = convert(params, *made_of, mesh)
-        expected, consumed = source_fingerprint(params, *made_of), fingerprint(weights, *made_of, mesh)
+        convert = conversion(self.config, self.precision, mesh)
+        weights = convert.weights(params)
+        expected, consumed = convert.proof(params, weights)
         if not np.array_equal(expected, consumed):
             wrong = np.flatnonzero(expected != consumed)
             raise EngineError(f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums differ")

@@ -1,4 +1,4 @@
-"""Conversion of the trainer's parameters to the engine's precision and mesh, with checksums of the result.
+"""Conversion of the trainer's parameters to the engine's precision and mesh, with checksums of both.
 
 One layer at a time: parts of a leaf are cast or quantized where the trainer has them, travel in the engine's precision,
 and arrive where the engine wants them. No device and no host holds more of the trainer's tree than its own part.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,81 +28,22 @@ from dcmdp_jax.types import Params
 ENGINE_PRECISIONS = ("exact", "float32", "bfloat16", "float16", *quantize.PRECISIONS)
 
 
-def _cast(tree: Params, precision: str) -> Params:
-    return jax.tree.map(lambda leaf: leaf if precision == "exact" else leaf.astype(precision), tree)
+def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
+    """The trainer's parameters, or a part of them, in the engine's precision; layers stacked or one.
 
-
-def _layer_of(layers: Params, config: ModelConfig, precision: str) -> Params:
-    """A layer, or all of them stacked, in the engine's precision. Scales are per output channel: fusing before or after
-    quantization gives the same values."""
-    if precision in quantize.PRECISIONS:
-        return quantize.quantize_tree(layers, quantized_leaves(config)["layers"], precision)
-    return _cast(layers, precision)
-
-
-def _without_layers(params: Params, precision: str) -> Params:
-    rest = {name: leaf for name, leaf in params.items() if name != "layers"}
-    if precision in quantize.PRECISIONS:
-        return quantize.quantize_output(rest, precision)
-    if "output" not in rest:
-        rest["output"] = output_kernel(rest)
-        del rest["embedding"]
-    return _cast(rest, precision)
-
-
-class _Converters(NamedTuple):
-    """Compiled programs of a conversion.
-
-    Attributes:
-        layer: (stacked layers, index) -> the engine's layer.
-        outside: parameters without layers -> the engine's leaves outside layers.
-        layer_checksums: the engine's layer -> checksums of its leaves before fusing.
+    Scales are per output channel: fusing before or after quantization gives the same values. Tied embeddings become an
+    "output" [D, V] of its own, and tokens are looked up in its columns: a transposed second factor slows a product on
+    XLA:CPU 1.2 to 5 times. If quantized, that matrix is a copy and "embedding" stays.
     """
-
-    layer: Callable[[Params, int], Params]
-    outside: Callable[[Params], Params]
-    layer_checksums: Callable[[Params], jax.Array]
-
-
-@functools.lru_cache(maxsize=32)
-def _converters(config: ModelConfig, precision: str, mesh: Mesh) -> _Converters:
-    split = mesh.shape[TENSOR] > 1
-    spec = functools.partial(weight_specs, config=config, mesh=mesh)
-    shapes = engine_shapes(config, precision)
-    fused = spec({"layers": shapes["layers"]})["layers"]
-    cast = jax.eval_shape(lambda layers: _layer_of(layers, config, precision), _one_layer(config))
-    unfused = spec({"layers": cast})["layers"]
-
-    def shardings(specs: Any) -> Any:
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
-
-    def on_parts(function: Callable[[Params], Params], before: Any, after: Any) -> Callable[[Params], Params]:
-        """Devices fuse their own heads: the fused matrix of a tensor group is not the fused matrix of one device."""
-        if not split:
-            return function
-        return jax.shard_map(function, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)
-
-    def layer(layers: Params, index: jax.Array) -> Params:
-        own = _layer_of(jax.tree.map(lambda leaf: leaf[index], layers), config, precision)
-        if split:
-            own = jax.lax.with_sharding_constraint(own, shardings(unfused))
-        return on_parts(functools.partial(fuse_projections, mlp=True), unfused, fused)(own)
-
-    def outside(params: Params) -> Params:
-        # A result that is an argument would be the trainer's own buffer.
-        return jax.tree.map(jnp.copy, _without_layers(params, precision))
-
-    def layer_checksums(engine_layer: Params) -> jax.Array:
-        separate = functools.partial(_separated, config=config, ways=mesh.shape[TENSOR])
-        return _checksums(on_parts(separate, fused, unfused)(engine_layer), flat=mesh.size == 1)
-
-    return _Converters(
-        layer=jax.jit(layer, out_shardings=shardings(fused)),
-        outside=jax.jit(
-            outside, out_shardings=shardings(spec({name: leaf for name, leaf in shapes.items() if name != "layers"}))
-        ),
-        layer_checksums=jax.jit(layer_checksums),
-    )
+    made, quantized = dict(params), precision in quantize.PRECISIONS
+    if "embedding" in made and "output" not in made:
+        made["output"] = output_kernel(made)
+        if not quantized:
+            del made["embedding"]
+    if quantized:
+        marks = quantized_leaves(config) | {"output": True}
+        return quantize.quantize_tree(made, {name: marks[name] for name in made}, precision)
+    return made if precision == "exact" else jax.tree.map(lambda leaf: leaf.astype(precision), made)
 
 
 def _one_layer(config: ModelConfig, dtype: str = "float32") -> Params:
@@ -111,13 +52,121 @@ def _one_layer(config: ModelConfig, dtype: str = "float32") -> Params:
 
 
 def engine_shapes(config: ModelConfig, precision: str, param_dtype: str = "float32") -> Params:
-    """Shapes of the engine's tree, as `convert` makes it, but with one layer in place of the list: all are alike."""
+    """Shapes of the engine's tree, as `Conversion` makes it, but with one layer in place of the list: all are alike."""
 
-    def made(params: Params, layer: Params) -> Params:
-        fused = fuse_projections(_layer_of(layer, config, precision), mlp=True)
-        return {**_without_layers(params, precision), "layers": fused}
+    def made(params: Params) -> Params:
+        tree = in_precision(params, config, precision)
+        return {**tree, "layers": fuse_projections(tree["layers"], mlp=True)}
 
-    return jax.eval_shape(made, param_shapes(config, param_dtype), _one_layer(config, param_dtype))
+    return jax.eval_shape(made, {**param_shapes(config, param_dtype), "layers": _one_layer(config, param_dtype)})
+
+
+class Conversion:
+    """Conversion of a model's parameters to one precision and mesh. Values are the same on every mesh.
+
+    Two small compiled programs make the weights, one of them run for each layer, so compilation time does not depend on
+    depth.
+
+    Attributes:
+        layer: (stacked layers, index) -> the engine's layer.
+        outside: parameters without layers -> the engine's leaves outside layers.
+        source_checksums: (parameters, whether one device has them) -> the checksums that the weights should have.
+        layer_checksums, outside_checksums: checksums of a layer of the engine before fusing, and of the other leaves.
+    """
+
+    def __init__(self, config: ModelConfig, precision: str, mesh: Mesh) -> None:
+        """Declare the programs; each is compiled when it first runs.
+
+        Args:
+            config: the model.
+            precision: "exact" (the dtype of the parameters), "float32", "bfloat16", "float16", or of
+                `quantize.PRECISIONS`.
+            mesh: see `conversion_mesh`.
+        """
+        self._config, self._mesh, ways = config, mesh, mesh.shape[TENSOR]
+        specs = weight_specs(engine_shapes(config, precision), config, mesh)
+        fused = specs.pop("layers")
+
+        def cast(layers: Params) -> Params:
+            return in_precision({"layers": layers}, config, precision)["layers"]
+
+        unfused = weight_specs({"layers": jax.eval_shape(cast, _one_layer(config))}, config, mesh)["layers"]
+
+        def shardings(specs: Any) -> Any:
+            return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+        def on_parts(function: Callable[[Params], Params], before: Any, after: Any) -> Callable[[Params], Params]:
+            """Devices fuse their own heads: the fused matrix of a tensor group is not that of one device."""
+            if ways == 1:
+                return function
+            return jax.shard_map(function, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)
+
+        def layer(layers: Params, index: jax.Array) -> Params:
+            own = cast(jax.tree.map(lambda leaf: leaf[index], layers))
+            if ways > 1:
+                own = jax.lax.with_sharding_constraint(own, shardings(unfused))
+            return on_parts(functools.partial(fuse_projections, mlp=True), unfused, fused)(own)
+
+        def outside(params: Params) -> Params:
+            # A result that is an argument would be the trainer's own buffer.
+            return jax.tree.map(jnp.copy, in_precision(params, config, precision))
+
+        def source_checksums(params: Params, one_device: bool) -> list[jax.Array]:
+            made = in_precision(params, config, precision)
+            layers = _checksums(made.pop("layers"), flat=one_device, stacked=True)
+            return [layers.reshape(-1), _checksums(made, flat=one_device)]
+
+        def layer_checksums(engine_layer: Params) -> jax.Array:
+            separate = functools.partial(_separated, config=config, ways=ways)
+            return _checksums(on_parts(separate, fused, unfused)(engine_layer), flat=mesh.size == 1)
+
+        self.layer = jax.jit(layer, out_shardings=shardings(fused))
+        self.outside = jax.jit(outside, out_shardings=shardings(specs))
+        self.source_checksums = jax.jit(source_checksums, static_argnames="one_device")
+        self.layer_checksums = jax.jit(layer_checksums)
+        self.outside_checksums = jax.jit(functools.partial(_checksums, flat=mesh.size == 1))
+
+    def weights(self, params: Params) -> Params:
+        """The engine's tree, new arrays, sharded by `layout.weight_specs`.
+
+        `layers` is a list of one dict per layer with fused projections (see `decoder.fuse_projections`); of a tensor
+        group each device has its own heads' parts fused. None of the arrays aliases `params`, as of
+        `params.init_params` and on any mesh, whose buffers may be donated afterwards.
+        """
+        rest = {name: leaf for name, leaf in params.items() if name != "layers"}
+        layers, count = params["layers"], self._config.num_layers
+        if _devices(rest["norm"]["scale"]) == list(self._mesh.devices.flat):
+            made = [self.layer(layers, np.int32(index)) for index in range(count)]
+            return {**self.outside(rest), "layers": made}
+        # Other devices: each leaf of a layer goes there by itself, to the devices that will have a part of it.
+        specs = weight_specs({**rest, "layers": _one_layer(self._config)}, self._config, self._mesh)
+
+        def move(leaf: jax.Array, spec: P) -> jax.Array:
+            sharding = NamedSharding(self._mesh, spec)
+            return jax.device_put(to_local(leaf, sharding), sharding)
+
+        def layer(index: int) -> Params:
+            own = jax.tree.map(lambda leaf, spec: move(leaf[index][None], P(None, *spec)), layers, specs["layers"])
+            return self.layer(own, np.int32(0))
+
+        moved = {name: jax.tree.map(move, leaf, specs[name]) for name, leaf in rest.items()}
+        return {**self.outside(moved), "layers": [layer(index) for index in range(count)]}
+
+    def proof(self, params: Params, weights: Params) -> tuple[np.ndarray, np.ndarray]:
+        """The `array_checksum`s that the engine's weights should have, and those they have, [leaves] uint32 each.
+
+        Layers come first, in order. Fused matrices count as the parts that the trainer has. Each side is read where it
+        is, each device its own part only.
+        """
+        expected = self.source_checksums(params, len(_devices(params["norm"]["scale"])) == 1)
+        expected = np.concatenate(jax.device_get(expected))
+        rest = {name: leaf for name, leaf in weights.items() if name != "layers"}
+        found = [*map(self.layer_checksums, weights["layers"]), self.outside_checksums(rest)]
+        return expected, np.concatenate(jax.device_get(found))
+
+
+conversion = functools.lru_cache(maxsize=32)(Conversion)
+"""The `Conversion` of these arguments, with programs that an earlier push may have compiled."""
 
 
 def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
@@ -154,50 +203,6 @@ def conversion_mesh(params: Params, mesh: Mesh) -> Mesh:
     return mesh
 
 
-def convert(params: Params, config: ModelConfig, precision: str, mesh: Mesh) -> Params:
-    """Convert the trainer's parameters to the engine's tree, with matrices in `precision`.
-
-    `layers` is a list of one dict per layer with fused projections (see `decoder.fuse_projections`); of a tensor group
-    each device has its own heads' parts fused. Tied embeddings become "output" [D, V] only, and tokens are looked up in
-    its columns: a transposed second factor slows a product on XLA:CPU 1.2 to 5 times. If quantized, the output matrix
-    is a copy and "embedding" stays.
-
-    Uses two small compiled programs, one of them run for each layer, so compilation time does not depend on depth.
-    Values are the same on every mesh.
-
-    Args:
-        params: parameters as of `params.init_params`, on any mesh.
-        config: the model.
-        precision: "exact" (the dtype of `params`), "float32", "bfloat16", "float16", or of
-            `quantize.PRECISIONS`.
-        mesh: see `conversion_mesh`.
-
-    Returns:
-        New arrays, sharded by `weight_specs`. None aliases `params`, whose buffers may be donated afterwards.
-    """
-    programs, count = _converters(config, precision, mesh), config.num_layers
-    rest = {name: leaf for name, leaf in params.items() if name != "layers"}
-    if _devices(rest["norm"]["scale"]) == list(mesh.devices.flat):
-        layers = [programs.layer(params["layers"], np.int32(index)) for index in range(count)]
-        return {**programs.outside(rest), "layers": layers}
-    # Other devices: each leaf of a layer goes there by itself, to the devices that will have a part of it.
-    moved = {"layers": _one_layer(config)}
-    specs = weight_specs({**rest, **moved}, config, mesh)
-
-    def move(leaf: jax.Array, spec: P) -> jax.Array:
-        sharding = NamedSharding(mesh, spec)
-        return jax.device_put(to_local(leaf, sharding), sharding)
-
-    def layer(index: int) -> Params:
-        own = jax.tree.map(
-            lambda leaf, spec: move(leaf[index][None], P(None, *spec)), params["layers"], specs["layers"]
-        )
-        return programs.layer(own, np.int32(0))
-
-    outside = {name: jax.tree.map(move, leaf, specs[name]) for name, leaf in rest.items()}
-    return {**programs.outside(outside), "layers": [layer(index) for index in range(count)]}
-
-
 def share_copies(weights: Params, mesh: Mesh) -> Params:
     """Replicate `weights` from the devices of `conversion_mesh` to all of `mesh`.
 
@@ -232,33 +237,3 @@ def _checksums(tree: Params, *, flat: bool, stacked: bool = False) -> jax.Array:
         return array_checksum(x.reshape(-1) if flat else x)
 
     return jnp.stack([(jax.vmap(checksum) if stacked else checksum)(x) for x in jax.tree.leaves(tree)], axis=-1)
-
-
-_rest_checksums = jax.jit(_checksums, static_argnames=("flat",))
-
-
-def fingerprint(weights: Params, config: ModelConfig, precision: str, mesh: Mesh) -> np.ndarray:
-    """Compute the `array_checksum` of each leaf of the engine's tree, [leaves] uint32. Layers come first, in order.
-
-    Fused matrices count as the parts that the trainer has. Each device reads its own part of the weights only.
-
-    Args:
-        weights: engine tree, see `convert`.
-        config, precision, mesh: its arguments.
-    """
-    programs = _converters(config, precision, mesh)
-    rest = {name: leaf for name, leaf in weights.items() if name != "layers"}
-    sums = [*map(programs.layer_checksums, weights["layers"]), _rest_checksums(rest, flat=mesh.size == 1)]
-    return np.concatenate(jax.device_get(sums))
-
-
-@functools.partial(jax.jit, static_argnames=("config", "precision", "flat"))
-def _source_checksums(params: Params, config: ModelConfig, precision: str, flat: bool) -> tuple[jax.Array, jax.Array]:
-    layers = _checksums(_layer_of(params["layers"], config, precision), flat=flat, stacked=True)
-    return layers.reshape(-1), _checksums(_without_layers(params, precision), flat=flat)
-
-
-def source_fingerprint(params: Params, config: ModelConfig, precision: str) -> np.ndarray:
-    """Compute the `fingerprint` that `convert` should produce, from the trainer's parameters where they are."""
-    flat = len(_devices(params["norm"]["scale"])) == 1
-    return np.concatenate(jax.device_get(_source_checksums(params, config, precision, flat)))
