@@ -21,7 +21,8 @@ from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.models import hf_weights
-from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh, training_mesh

@@ -18,8 +18,9 @@ from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import has_tokenizer
-from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.gguf_convert import convert_gguf
+from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, push
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import directory_digest, load_params, save_params

@@ -28,9 +28,15 @@ class Family(NamedTuple):
         full_every: every n-th layer sees all tokens before it, the others a sliding window. 0: all layers slide where
             config.json has a window; None: none does.
         rope_free_every: every n-th layer has no rotary embedding; 0: all have it.
+        experts: each layer has a mixture of experts in place of the MLP.
+        qkv_bias: q, k and v always have biases, and o none; else config.json's `attention_bias` says it of all four.
+        own_head_dim: config.json's `head_dim` counts everywhere; vLLM's class of another family takes the model's width
+            divided by its heads.
         sliding_rope: sliding layers have an unscaled rotary embedding of their own.
         rope_theta: rotary base where config.json has none.
         defaults: other fields of config.json -> the value of one that is absent, as in transformers.
+        written: what config.json says where no layer slides.
+        gguf: its name in GGUF files; "": not read from them.
     """
 
     architecture: str
@@ -42,16 +48,26 @@ class Family(NamedTuple):
     scaled_embedding: bool = False
     full_every: int | None = None
     rope_free_every: int = 0
+    experts: bool = False
+    qkv_bias: bool = False
+    own_head_dim: bool = True
     sliding_rope: bool = False
     rope_theta: float = 10000.0
     defaults: Mapping[str, Any] = {}
+    written: Mapping[str, Any] = {"use_sliding_window": False}
+    gguf: str = ""
 
 
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", defaults={"num_key_value_heads": None, "max_position_embeddings": 2048}),
-    "qwen2": Family("Qwen2ForCausalLM"),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", defaults={"head_dim": 128}),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head"),
+    "llama": Family(
+        "LlamaForCausalLM",
+        defaults={"num_key_value_heads": None, "max_position_embeddings": 2048},
+        written={"mlp_bias": False},
+        gguf="llama",
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, own_head_dim=False, gguf="qwen2"),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm="head", defaults={"head_dim": 128}, gguf="qwen3"),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head", experts=True, gguf="qwen3moe"),
     "mistral": Family(
         "MistralForCausalLM",
         full_every=0,
@@ -90,6 +106,7 @@ FAMILIES = {
             "sliding_window": 4096, "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 131072,
             "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000.0, "hidden_activation": "gelu_pytorch_tanh",
         },
+        gguf="gemma3",
     ),
 }  # fmt: skip
 """`model_type` of config.json -> the family."""

@@ -13,12 +13,15 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import shorten, shorten_name
-from dcmdp_jax.models.config import ModelConfig, RopeScaling, from_hf
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.families import FAMILIES
+from dcmdp_jax.models.hf_config import from_hf
 from dcmdp_jax.models.hf_manifest import all_finite, say_shape
 from dcmdp_jax.models.layers import rotary_frequencies
 from dcmdp_jax.models.params import hf_tensors
+from dcmdp_jax.models.rope import RopeScaling
 
-_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
+_FAMILIES = {family.gguf: model_type for model_type, family in FAMILIES.items() if family.gguf}
 # Field of config.json -> key of the header after the family's name; those that a file may lack in the second table.
 _SIZES = {
     "hidden_size": "embedding_length",

@@ -27,8 +27,9 @@ from safetensors.numpy import save_file
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object
-from dcmdp_jax.models.config import ModelConfig, to_hf
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
+from dcmdp_jax.models.hf_config import to_hf
 from dcmdp_jax.models.hf_manifest import (
     INDEX,
     SINGLE,

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dcmdp_jax.models.config import ModelConfig, RopeScaling
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.families import FAMILIES, Family
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.models.quantize import QuantizedKernel, quantized_matmul
+from dcmdp_jax.models.rope import RopeScaling
 from dcmdp_jax.models.scheme_products import SchemeKernel, scheme_matmul
 
 _zeros, _ones = jax.nn.initializers.zeros, jax.nn.initializers.ones

@@ -26,9 +26,10 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from dcmdp_jax.array_checksum import array_checksum
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.config import ModelConfig, RopeScaling
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.lora import SavedAdapters, load_base, merged, merged_as_rounded, trained
 from dcmdp_jax.models.params import declared_shapes
+from dcmdp_jax.models.rope import RopeScaling
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.run.directory import RUN_ID_FILE, run_id
 from dcmdp_jax.types import Params, TrainState

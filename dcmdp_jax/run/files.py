@@ -31,8 +31,9 @@ from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_tasks
-from dcmdp_jax.models.config import ModelConfig, layer_pattern, read_model_config
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.families import FAMILIES
+from dcmdp_jax.models.hf_config import layer_pattern, read_model_config
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import directory_digest

@@ -20,8 +20,9 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOutTask
 from dcmdp_jax.fields import INT32_MAX
 from dcmdp_jax.machine import MemoryPart
-from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_hub import is_fetched, model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import load_params

@@ -17,7 +17,8 @@ from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.commands.convert import main
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.prompts import save_tokenizer
-from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.run import checkpoint

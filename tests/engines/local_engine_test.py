@@ -15,9 +15,10 @@ from dcmdp_jax.engines.local.layout import check_mesh
 from dcmdp_jax.engines.local.weights import Conversion
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import unusable_completions
-from dcmdp_jax.models.config import ModelConfig, layer_pattern
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.families import FAMILIES
+from dcmdp_jax.models.hf_config import layer_pattern
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.types import Params

@@ -8,9 +8,10 @@ import pytest
 
 from dcmdp_jax.lab.probe.observed import observed
 from dcmdp_jax.lab.probe.operators import operator_differences, tokens_of
-from dcmdp_jax.models.config import ModelConfig, layer_pattern
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.families import FAMILIES
+from dcmdp_jax.models.hf_config import layer_pattern
 from tests.support.vllm_tools import EXPERTS, prompts, random_params, small_model
 
 LLAMA = dataclasses.replace(small_model("qwen3", tied=False), model_type="llama")

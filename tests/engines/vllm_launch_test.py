@@ -18,7 +18,8 @@ from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.engines.vllm import ENGINE, VllmSettings, devices, launch
 from dcmdp_jax.engines.vllm_common import unsupported_version
-from dcmdp_jax.models.config import ModelConfig, RopeScaling
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.rope import RopeScaling
 from tests.support.refusals import refused
 
 _GIB = 1 << 30

@@ -6,9 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from dcmdp_jax.models.config import ModelConfig, RopeScaling, from_hf, read_model_config, to_hf
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.hf_config import from_hf, read_model_config, to_hf
 from dcmdp_jax.models.layers import rotary_frequencies, yarn_attention_factor
 from dcmdp_jax.models.params import num_params
+from dcmdp_jax.models.rope import RopeScaling
 from tests.support.messages import QWEN3_8B
 
 R1_DISTILL_QWEN_1P5B = {

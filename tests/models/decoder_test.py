@@ -13,8 +13,9 @@ import pytest
 from configs import base
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.models import decoder
-from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.hf_config import from_hf, read_model_config
 from dcmdp_jax.models.hf_weights import hf_tensors, load_params
 from dcmdp_jax.models.layers import rotary_tables
 from dcmdp_jax.models.logprobs import token_logprobs

@@ -12,9 +12,10 @@ import pytest
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models import attention, decoder
-from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config, to_hf
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.families import MISSING
+from dcmdp_jax.models.hf_config import from_hf, read_model_config, to_hf
 from dcmdp_jax.models.hf_weights import load_params, save_params
 from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.models.ops import CPU

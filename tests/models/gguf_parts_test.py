@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.models.config import read_model_config
 from dcmdp_jax.models.gguf_convert import package_model
 from dcmdp_jax.models.gguf_weights import GGUFModel
+from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_weights import load_params
 from tests.models.smollm2_test import _log_probs, _text
 from tests.support.sampling import local_engine, sample

@@ -14,9 +14,10 @@ from transformers import AutoTokenizer
 
 from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer, render_chat
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.config import ModelConfig, read_model_config
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.gguf_convert import convert_gguf, package_model
 from dcmdp_jax.models.gguf_weights import gguf_tensor
+from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.params import hf_tensors

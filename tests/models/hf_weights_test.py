@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from dcmdp_jax.models import hf_manifest, hf_weights
-from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config, to_hf
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.hf_config import from_hf, read_model_config, to_hf
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, load_params, save_params
 from dcmdp_jax.models.params import hf_tensors, init_params, num_params, param_shapes

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.models.config import ModelConfig, from_hf
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.hf_config import from_hf
 from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, rotary_frequencies, rotary_tables
 from dcmdp_jax.models.ops import CPU, REFERENCE
 

@@ -12,8 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models import decoder
-from dcmdp_jax.models.config import Lora, ModelConfig, read_model_config
+from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.layers import LoraKernel, lora_matmul
 from dcmdp_jax.models.lora import adapted, adapter_declarations, merge_rounding, merged

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from dcmdp_jax.models import decoder
-from dcmdp_jax.models.config import ModelConfig, from_hf, read_model_config, to_hf
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.hf_config import from_hf, read_model_config, to_hf
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, load_params, save_params
 from dcmdp_jax.models.moe import MoE, load_balancing_loss, router_metrics, router_sums

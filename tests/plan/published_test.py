@@ -9,7 +9,7 @@ import pytest
 
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.config import from_hf
+from dcmdp_jax.models.hf_config import from_hf
 from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings

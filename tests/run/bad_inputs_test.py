@@ -13,7 +13,8 @@ from configs import demo
 from dcmdp_jax.config.settings import from_config_dict
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import end_token_ids
-from dcmdp_jax.models.config import Lora, ModelConfig, read_model_config
+from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import load_params, save_params
 from dcmdp_jax.models.lora import adapter_declarations

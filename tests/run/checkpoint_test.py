@@ -17,8 +17,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dcmdp_jax.algorithm.dual import dual_init, dual_update
-from dcmdp_jax.models.config import ModelConfig, RopeScaling
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import param_shapes
+from dcmdp_jax.models.rope import RopeScaling
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import checkpoint
 from dcmdp_jax.run.checkpoint import (

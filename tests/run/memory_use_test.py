@@ -18,7 +18,8 @@ from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.machine import Machine, MemoryPart
-from dcmdp_jax.models.config import ModelConfig, from_hf
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.hf_config import from_hf
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import PUBLISHED

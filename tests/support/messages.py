@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dcmdp_jax.commands import plan
 from dcmdp_jax.commands.flags import parse
-from dcmdp_jax.models.config import from_hf
+from dcmdp_jax.models.hf_config import from_hf
 
 QWEN3_8B = {
     "model_type": "qwen3",

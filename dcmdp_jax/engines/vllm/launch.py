@@ -16,7 +16,7 @@ from dcmdp_jax.engines.vllm import devices
 from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError
-from dcmdp_jax.models.config import to_hf
+from dcmdp_jax.models.hf_config import to_hf
 from dcmdp_jax.parallel.backend import processor_features
 
 _NO_TPU = "engine", "got 'vllm', which is not supported on a TPU; set `engine`=local"
@@ -104,11 +104,11 @@ def check_planned(arguments: EngineArguments) -> None:
     if arguments.platform == "tpu":
         raise ArgumentError(*_NO_TPU)
     heads, kv_heads, parts = config.num_heads, config.num_kv_heads, settings.tensor_parallel_size
-    if config.model_type == "qwen2" and config.head_dim * heads != config.hidden_size:
+    if not config.family.own_head_dim and config.head_dim * heads != config.hidden_size:
         raise ArgumentError(
             "model",
             f"head_dim={config.head_dim} with {heads} heads and hidden_size="
-            f"{config.hidden_size}; vLLM's Qwen2 takes hidden_size / heads whatever config.json says",
+            f"{config.hidden_size}; vLLM's {config.model_type} takes hidden_size / heads whatever config.json says",
         )
     allowed = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
     if parts not in allowed:

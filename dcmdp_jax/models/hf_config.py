@@ -1,0 +1,233 @@
+"""config.json in and out: a `ModelConfig` from the fields that transformers writes, and the fields of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import read_json_object, shorten
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.families import FAMILIES, MISSING, Family
+from dcmdp_jax.models.hf_fields import Fields, in_range
+from dcmdp_jax.models.rope import FULL, SLIDING, read_ropes, rope_fields
+
+_MOST_PARAMS = 10**13
+# transformers' values of fields that are absent, in families whose `defaults` have no others.
+_DEFAULTS = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
+# What a flag that is not supported would change: the message says what is.
+_REFUSED_FLAGS = {
+    "use_sliding_window": "full attention is",
+    "mlp_bias": "MLPs without biases are",
+    "use_bidirectional_attention": "causal attention is",
+}
+_REFUSED_NUMBERS = ("attn_logit_softcapping", "final_logit_softcapping")
+_GATES = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+# Field of config.json -> that of `ModelConfig`, as they are written before and after the activation.
+_SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size")} | {
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+}
+_OTHERS = ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings", "initializer_range")
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+
+
+def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
+    """Read the fields of a config.json of a supported family; nothing is allocated, whatever the sizes.
+
+    Raises:
+        UserError: "config.json: " and the field, its value and what it must be, when the family, an activation, a
+            sliding window or a rotary scaling is one that this code would compute wrongly, a needed field is missing,
+            malformed or out of range, or sizes do not fit each other.
+    """
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        needs = f" which needs {MISSING[model_type]};" if str(model_type) in MISSING else ""
+        supported = ", ".join(sorted(FAMILIES))
+        raise UserError(f"config.json: model_type is {shorten(model_type)},{needs} supported are {supported}")
+    family = FAMILIES[model_type]
+    found = Fields({**_DEFAULTS, **family.defaults, **fields})
+    _check_supported(found, family)
+    number = found.number
+    sizes = _attention_sizes(found)
+    max_positions, layers = number("max_position_embeddings"), number("num_hidden_layers")
+    config = ModelConfig(
+        model_type=model_type,
+        vocab_size=number("vocab_size"),
+        intermediate_size=number("intermediate_size"),
+        num_layers=layers,
+        **sizes,
+        **layer_pattern(found, family, layers),
+        **read_ropes(found, family, max_positions),
+        rms_norm_eps=number("rms_norm_eps"),
+        tie_word_embeddings=found.flag("tie_word_embeddings"),
+        attention_bias=family.qkv_bias or found.flag("attention_bias"),
+        max_position_embeddings=max_positions,
+        initializer_range=number("initializer_range"),
+        query_pre_attn_scalar=number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else 0,
+        **(_read_experts(found) if family.experts else {}),
+    )
+    # The matrices alone, by multiplication: a count of declared parameters would walk a billion layers.
+    layer = config.head_dim * 2 * (config.num_heads + config.num_kv_heads) + 3 * config.stored_mlp_width
+    matrices = config.hidden_size * (layers * layer + config.vocab_size)
+    if matrices > _MOST_PARAMS:
+        width = f"intermediate_size {config.intermediate_size}"
+        if config.num_experts:
+            width = f"moe_intermediate_size {config.moe_intermediate_size}, num_experts {config.num_experts}"
+        raise UserError(
+            f"config.json: vocab_size {config.vocab_size}, hidden_size {config.hidden_size}, {width} and {layers} "
+            f"layers make {matrices:.2g} parameters, more than {_MOST_PARAMS:.0e}; one of the sizes is wrong"
+        )
+    return config
+
+
+def _check_supported(fields: Fields, family: Family) -> None:
+    """Refuse an activation, soft caps and flags that the decoder does not have."""
+    gate, spelled = _GATES[family.gate], "hidden_activation" if "hidden_activation" in fields else "hidden_act"
+    if (act := fields.get(spelled, gate)) != gate:
+        raise UserError(f"config.json: {spelled} is {shorten(act)}, only {gate!r} is supported")
+    for name in _REFUSED_NUMBERS:
+        if fields.get(name) is not None:
+            raise UserError(f"config.json: {name} is {shorten(fields[name])}, only null is supported")
+    for name, reason in _REFUSED_FLAGS.items():
+        if fields.flag(name):
+            raise UserError(f"config.json: {name} is true, only {reason} supported")
+
+
+def _attention_sizes(fields: Fields) -> dict[str, int]:
+    """Width, heads, key-value heads and head size that fit each other."""
+    heads, hidden_size = fields.number("num_attention_heads"), fields.number("hidden_size")
+    kv_heads = heads if fields.get("num_key_value_heads", 0) is None else fields.number("num_key_value_heads")
+    if heads % kv_heads:
+        raise UserError(
+            f"config.json: num_attention_heads is {heads}, must be a multiple of num_key_value_heads={kv_heads}"
+        )
+    head_dim = fields.get("head_dim")
+    if head_dim is None:
+        if hidden_size % heads:
+            raise UserError(
+                f"config.json: hidden_size is {hidden_size}, must be a multiple of num_attention_heads={heads} where "
+                "head_dim is not given"
+            )
+        head_dim = hidden_size // heads
+    head_dim = in_range("head_dim", head_dim)
+    if head_dim % 2:
+        raise UserError(f"config.json: head_dim is {head_dim}, must be even (rotary embedding pairs dimensions)")
+    return {"hidden_size": hidden_size, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dict[str, Any]:
+    """Which layers slide and over how many tokens, and which have no rotary embedding, as `ModelConfig` has them.
+
+    Args:
+        fields: fields of config.json.
+        family: the model's; its period holds where config.json names no layers.
+        layers: how many layers there are.
+
+    Raises:
+        UserError: for a kind of layer that is not there, or a list that does not name every layer.
+    """
+
+    def chosen(name: str, values: tuple[Any, ...], period: int) -> list[Any]:
+        """`name` of each layer: values[1] every `period` layers and values[0] between, where config.json has none."""
+        found = fields.get(name)
+        if found is None:
+            return [values[bool(period) and (index + 1) % period == 0] for index in range(layers)]
+        if not isinstance(found, list) or len(found) < layers or any(value not in values for value in found):
+            wrong = [value for value in found if value not in values] if isinstance(found, list) else [found]
+            said = shorten(wrong[0]) if wrong else f"{len(found)} entries"
+            allowed = " or ".join(map(repr, values))
+            raise UserError(f"config.json: {name} has {said}, must have {allowed} for each of {layers} layers")
+        return found[:layers]
+
+    pattern: dict[str, Any] = {}
+    window = fields.get("sliding_window")
+    if family.full_every is not None and window is not None:
+        period = in_range("sliding_window_pattern", fields.get("sliding_window_pattern") or family.full_every or 1)
+        kinds = chosen("layer_types", (SLIDING, FULL), period if family.full_every else 0)
+        sliding = tuple(index for index, kind in enumerate(kinds) if kind == SLIDING)
+        pattern |= {
+            "sliding_window": in_range("sliding_window", window) if sliding else 0,
+            "sliding_layers": sliding,
+        }
+    if family.rope_free_every:
+        period = in_range("no_rope_layer_interval", fields.get("no_rope_layer_interval") or family.rope_free_every)
+        has_rope = chosen("no_rope_layers", (1, 0), period)
+        pattern["rope_free_layers"] = tuple(index for index, has in enumerate(has_rope) if not has)
+    return pattern
+
+
+def _read_experts(fields: Fields) -> dict[str, Any]:
+    """The fields of a mixture of experts; every layer must have one."""
+    for name, value, only in (
+        ("decoder_sparse_step", fields.get("decoder_sparse_step", 1), 1),
+        ("mlp_only_layers", fields.get("mlp_only_layers") or [], []),
+    ):
+        if value != only:
+            raise UserError(f"config.json: {name} is {shorten(value)}, only {only} is supported (experts everywhere)")
+    # transformers 5 calls the field num_local_experts inside, and writes either.
+    if (value := fields.get("num_experts")) is None and (value := fields.get("num_local_experts")) is None:
+        raise UserError("config.json: num_experts is missing, must be a number")
+    experts, chosen = in_range("num_experts", value), fields.number("num_experts_per_tok")
+    if chosen > experts:
+        raise UserError(f"config.json: num_experts_per_tok is {chosen}, must be at most num_experts={experts}")
+    width, normed = fields.number("moe_intermediate_size"), fields.flag("norm_topk_prob")
+    return dict(zip(_EXPERTS, (experts, chosen, width, normed), strict=True))
+
+
+def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
+    """The config.json that transformers and vLLM load; `from_hf` of it is `config` again.
+
+    Args:
+        config: the model.
+        dtype: "float32" or "bfloat16", the dtype of the saved tensors.
+    """
+    family, gate = config.family, _GATES[config.family.gate]
+    fields: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": config.model_type,
+        "torch_dtype": dtype,
+        **{name: getattr(config, own) for name, own in _SIZES.items()},
+        "hidden_act": gate,
+        **{name: getattr(config, name) for name in _OTHERS},
+        "use_cache": True,
+    }
+    fields |= family.written if family.full_every is None else {"sliding_window": config.sliding_window or None}
+    if not family.qkv_bias:
+        fields["attention_bias"] = config.attention_bias
+    if family.experts:
+        fields |= {name: getattr(config, name) for name in _EXPERTS}
+        fields |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    sliding_theta = (config.sliding_rope_theta or config.rope_theta) if family.sliding_rope else None
+    fields |= rope_fields(config.rope_theta, config.rope_scaling, sliding_theta)
+    if family.full_every:
+        sliding = set(config.sliding_layers)
+        fields["layer_types"] = [SLIDING if index in sliding else FULL for index in range(config.num_layers)]
+    if family.rope_free_every:
+        fields["no_rope_layers"] = [int(rope != "none") for rope in config.layer_ropes]
+    if family.defaults.get("pad_token_id", 0) >= config.vocab_size:
+        fields["pad_token_id"] = None  # transformers' default, which is no token of a small vocabulary
+    if config.query_pre_attn_scalar:
+        fields |= {"query_pre_attn_scalar": config.query_pre_attn_scalar, "hidden_activation": gate}
+    return fields
+
+
+def read_model_config(directory: str | Path) -> ModelConfig:
+    """Read `directory`/config.json.
+
+    Raises:
+        FileNotFoundError: if there is no config.json.
+        UserError: naming the file, if it is not a JSON object, or as `from_hf`.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory}: no config.json, not a Hugging Face model directory")
+    fields = read_json_object(path)
+    try:
+        return from_hf(fields)
+    except ValueError as error:
+        # The message begins with the file's name.
+        raise UserError(f"{path.parent}/{error}") from None

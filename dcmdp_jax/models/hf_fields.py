@@ -1,0 +1,61 @@
+"""Fields of a config.json: numbers in range, and flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten
+
+# Type, lowest and highest value, names. The highest are far above any model: they keep products and float32 in range.
+_RANGES = (
+    (int, 1, 2**31 - 1, "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads"),
+    (int, 1, 2**31 - 1, "num_key_value_heads sliding_window query_pre_attn_scalar original_max_position_embeddings"),
+    (int, 2, 2**31 - 1, "head_dim max_position_embeddings"),
+    (int, 1, 10_000, "num_hidden_layers sliding_window_pattern no_rope_layer_interval"),
+    (int, 1, 100_000, "num_experts num_experts_per_tok"),
+    (float, 1.001, 1e15, "rope_theta rope_local_base_freq"),
+    (float, 1e-30, 1.0, "rms_norm_eps"),
+    (float, 0.0, 100.0, "initializer_range"),
+    (float, 1.0, 1e6, "factor"),
+    (float, 1e-6, 1e6, "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor"),
+    (float, 0.0, 1e6, "mscale mscale_all_dim"),
+)
+RANGES: dict[str, tuple[type, float, float]] = {
+    name: (kind, low, high) for kind, low, high, names in _RANGES for name in names.split()
+}
+"""Field -> its type, int or float, its lowest and its highest value."""
+
+
+def in_range(name: str, value: Any) -> int | float:
+    """The value of a field of `RANGES`.
+
+    Raises:
+        UserError: naming the field and what it must be, for another type or a value out of range.
+    """
+    kind, low, high = RANGES[name]
+    # 4096.0 is a whole number too. The comparison also refuses NaN and infinity, and integers too large for a float.
+    if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high and value == kind(value):
+        return kind(value)
+    words = "a whole number" if kind is int else "a number"
+    raise UserError(f"config.json: {name} is {shorten(value)}, must be {words} in [{low:g}, {high:.10g}]")
+
+
+class Fields(dict[str, Any]):
+    """Fields of a config.json by name."""
+
+    def number(self, name: str) -> int | float:
+        """A number that must be there, see `in_range`."""
+        if (value := self.get(name)) is None:
+            raise UserError(f"config.json: {name} is {'null' if name in self else 'missing'}, must be a number")
+        return in_range(name, value)
+
+    def flag(self, name: str) -> bool:
+        """A flag, false where it is absent.
+
+        Raises:
+            UserError: if it is anything else.
+        """
+        if not isinstance(value := self.get(name, False), bool):
+            raise UserError(f"config.json: {name} is {shorten(value)}, must be true or false")
+        return value
