@@ -37,6 +37,10 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 Reduce = Callable[[jax.Array], jax.Array]
 """Adds the partial results of the devices that share the heads and the MLP of a layer."""
 
+Observe = Callable[[str, Callable[[jax.Array], Any], jax.Array], Any]
+"""(name of an operator of a layer, operator, its input) -> its output; "attention" and "mlp" give a cache or a report
+with it. To record what the operators of a layer read and give, or to run them on other inputs."""
+
 Constrain = Callable[[jax.Array, tuple[str | None, ...]], jax.Array]
 """Pins an activation's logical axes to the mesh; the identity on one device."""
 LookUp = Callable[[jax.Array, jax.Array], jax.Array]
@@ -191,6 +195,7 @@ class Block(nnx.Module):
         mesh: Mesh | None = None,
         reduce: Reduce | None = None,
         replayed: jax.Array | None = None,
+        observe: Observe = lambda name, operator, x: operator(x),
     ) -> tuple[jax.Array, Any, Aux]:
         """Run the layer with the caller's attention.
 
@@ -203,23 +208,25 @@ class Block(nnx.Module):
             reduce: adds up the outputs of attention and MLP, for a caller whose `shard_map` gives each device its own
                 heads and its own part of the MLP; the layer's config is then that of the part. None: each device has
                 all of them.
+            observe: runs each operator: "attention", "mlp", and the norms that the layer has.
 
         Returns:
             The residual stream after the layer, the cache that `attend` returned, and what the layer reports.
         """
         reduce = reduce or (lambda partial: partial)
-        attended, cache = self.attention(_normed(self.attention_norm, x), rotary, attend, ops)
-        x = x + _normed(self.attention_out_norm, reduce(attended))
-        read, aux = _normed(self.mlp_norm, x), {}
-        if isinstance(self.mlp, MLP):
-            y = self.mlp(read, ops)
-        else:
-            y, aux = self.mlp(read, ops, mesh, replayed)
-        return x + _normed(self.mlp_out_norm, reduce(y)), cache, aux
 
+        def normed(name: str, x: jax.Array) -> jax.Array:
+            norm = getattr(self, name)
+            return x if norm is None else observe(name, norm, x)
 
-def _normed(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
-    return x if norm is None else norm(x)
+        def feed_forward(x: jax.Array) -> tuple[jax.Array, Aux]:
+            return (self.mlp(x, ops), {}) if isinstance(self.mlp, MLP) else self.mlp(x, ops, mesh, replayed)
+
+        read = normed("attention_norm", x)
+        attended, cache = observe("attention", lambda x: self.attention(x, rotary, attend, ops), read)
+        x = x + normed("attention_out_norm", reduce(attended))
+        y, aux = observe("mlp", feed_forward, normed("mlp_norm", x))
+        return x + normed("mlp_out_norm", reduce(y)), cache, aux
 
 
 class Decoder(nnx.Module):

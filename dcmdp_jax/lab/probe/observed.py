@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.forward import embed, logits
 from dcmdp_jax.engines.local.layout import Program
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.lab.probe.operators import Observed, OnePass, Operator, Pair, parts_of
-from dcmdp_jax.models.decoder import block_of, final_norm
+from dcmdp_jax.lab.probe.operators import Observed, OnePass, Pair, attention_over
+from dcmdp_jax.models.decoder import Attend, block_of, final_norm
 from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
 from dcmdp_jax.models.products import in_compute_dtype
 from dcmdp_jax.types import Params
@@ -72,24 +73,19 @@ def _layer(
     block = block_of(program.own_weights(own), program.config)
     rotary, seen = all_rotary_tables(program.config, positions)[rope], {}
 
-    def parts(cached: Operator) -> dict[str, Operator]:
-        how = {"ops": program.ops, "window": window}
-        return parts_of(block, rotary, segment_ids, cached, program.platform, **how)
+    def attend(cached: Callable[[jax.Array], jax.Array]) -> Attend:
+        return attention_over(segment_ids, cached, program.platform, program.ops, window)
 
-    def through(part: str, read: jax.Array) -> jax.Array:
-        if part not in operators:
-            return read
-        gave = operators[part](read)
-        seen[part] = read[0], gave[0]
+    def keep(part: str, operator: Callable[[jax.Array], Any], read: jax.Array) -> Any:
+        gave = operator(read)
+        seen[part] = read[0], jax.tree.leaves(gave)[0][0]
         return gave
 
-    operators = parts(lambda x: x)
-    operators["cache"] = parts(lambda x: load(store(x, program.cache_dtype), x.dtype))["attention"]
-    read = through("attention_norm", x)
+    after, _, _ = block(x, rotary, attend(lambda x: x), program.ops, observe=keep)
     if program.cache_dtype != program.compute_dtype:
-        through("cache", read)
-    x = x + through("attention_out_norm", through("attention", read))
-    return x + through("mlp_out_norm", through("mlp", through("mlp_norm", x))), seen
+        read_cache = attend(lambda x: load(store(x, program.cache_dtype), x.dtype))
+        keep("cache", lambda x: block.attention(x, rotary, read_cache, program.ops), seen["attention"][0][None])
+    return after, seen
 
 
 @functools.partial(jax.jit, static_argnames=("program",))

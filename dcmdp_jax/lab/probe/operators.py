@@ -13,9 +13,9 @@ import numpy as np
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference, in_order
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Block, block_of, final_norm, output_kernel
-from dcmdp_jax.models.layers import MLP, all_rotary_tables, embedding_scale
-from dcmdp_jax.models.ops import choose_ops
+from dcmdp_jax.models.decoder import Attend, block_of, final_norm, output_kernel
+from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
+from dcmdp_jax.models.ops import Ops, choose_ops
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.scheme_products import round_cache
 from dcmdp_jax.types import Params
@@ -23,8 +23,6 @@ from dcmdp_jax.types import Params
 _TOKENS = 256
 NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 
-Operator = Callable[[jax.Array], jax.Array]
-"""[1, T, D] -> [1, T, D]."""
 Pair, Sizes = tuple[Any, Any], dict[str, jax.Array]
 """What an operator read and gave, [T, width] each, floating point; operator -> relative difference."""
 
@@ -93,25 +91,17 @@ def operator_differences(
     return found + in_order(_last(outer, seen.norm, seen.head, config=config), None)
 
 
-def parts_of(
-    block: Block,
-    rotary: tuple[jax.Array, jax.Array],
-    segment_ids: jax.Array,
-    cached: Operator,
-    platform: str,
-    **how: Any,
-) -> dict[str, Operator]:
-    """The operators of a layer by their names in it; `cached` makes of keys and values what a cache would."""
+def attention_over(
+    segment_ids: jax.Array, cached: Callable[[jax.Array], jax.Array], platform: str, ops: Ops, window: int
+) -> Attend:
+    """Attention of packed rows; `cached` makes of keys and values what a cache would."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
         kernel = choose_kernel("auto", query.dtype, platform, query.shape[1])
-        read = cached(key), cached(value)
-        return row_attention(query, *read, segment_ids, kernel=kernel, one_segment=False, **how), None
+        how = {"kernel": kernel, "one_segment": False, "ops": ops, "window": window}
+        return row_attention(query, cached(key), cached(value), segment_ids, **how), None
 
-    ops, dense = how["ops"], isinstance(block.mlp, MLP)
-    parts = {part: norm for part in NORMS if (norm := getattr(block, part)) is not None}
-    parts["attention"] = lambda x: block.attention(x, rotary, attend, ops)[0]
-    return parts | {"mlp": lambda x: block.mlp(x, ops) if dense else block.mlp(x, ops, None, None)[0]}
+    return attend
 
 
 def _relative(own: jax.Array, trained: jax.Array) -> jax.Array:
@@ -126,18 +116,22 @@ def _layer(
     """The relative difference of each operator of a layer of a kind: rotary embedding, window, rounding."""
     (positions, segment_ids), (rope, window, rounding) = rows, kind
     block = block_of(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained), config)
-    platform, rotary = jax.default_backend(), all_rotary_tables(config, positions)[rope]
+    platform, rotary, sizes = jax.default_backend(), all_rotary_tables(config, positions)[rope], {}
+    ops = choose_ops(platform)
 
-    def parts(cache: str) -> dict[str, Operator]:
-        how = {"ops": choose_ops(platform), "window": window}
-        return parts_of(block, rotary, segment_ids, lambda x: round_cache(x, cache), platform, **how)
+    def attend(cache: str) -> Attend:
+        return attention_over(segment_ids, lambda x: round_cache(x, cache), platform, ops, window)
 
-    operators = parts(rounding) | {"cache": parts("")["attention"]}
+    def compare(part: str, operator: Callable[[jax.Array], Any], _: jax.Array) -> Any:
+        read, gave = pairs[part]
+        trained = operator(read.astype(jnp.float32)[None])
+        sizes[part] = _relative(gave, jax.tree.leaves(trained)[0][0])
+        return trained
+
     with products_in("float32"):
-        sizes = {
-            part: _relative(gave, operators[part](read.astype(jnp.float32)[None])[0])
-            for part, (read, gave) in pairs.items()
-        }
+        block(jnp.zeros_like(pairs["mlp"][0], jnp.float32)[None], rotary, attend(rounding), ops, observe=compare)
+        if "cache" in pairs:
+            compare("cache", lambda x: block.attention(x, rotary, attend(""), ops), None)
     return {"norm": jnp.max(jnp.stack([sizes.pop(part) for part in NORMS if part in sizes])), **sizes}
 
 
