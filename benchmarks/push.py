@@ -28,9 +28,9 @@ import numpy as np
 
 from benchmarks.arguments import at_least_one
 from benchmarks.timing import median_and_spread
-from dcmdp_jax.engines.kind import EngineArguments
-from dcmdp_jax.engines.local import weights
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.local.weights import conversion
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh

@@ -22,7 +22,7 @@ from benchmarks.arguments import at_least_one, names_of
 from benchmarks.timing import machine
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES, model
 from dcmdp_jax.data.episode import collect
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.weights import ENGINE_PRECISIONS
 from dcmdp_jax.engines.protocol import SamplingParams

@@ -24,7 +24,7 @@ from benchmarks.timing import machine, median_and_spread, ratio
 from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS
 from configs.base import get_config
 from dcmdp_jax.data.episode import collect
-from dcmdp_jax.engines.kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.engines.vllm import VllmSettings, launch

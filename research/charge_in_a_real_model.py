@@ -114,7 +114,6 @@ def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> It
     from dcmdp_jax.models.row_logprobs import make_row_logprobs
     from dcmdp_jax.parallel.mesh import one_device_mesh
     from dcmdp_jax.run.model_run import ModelRun, find_model
-    from dcmdp_jax.models.row_logprobs import make_row_logprobs
 
     jax.config.update("jax_default_matmul_precision", "highest")
     saved = find_model(Path(MODEL))
