@@ -161,7 +161,7 @@ def test_the_intervals_that_the_page_leaves_open_and_its_p_values_are_those_of_t
     ):
         values = p_values(found[study], ("grpo", "grpo_perturbed"))
         assert float(f"{values[response, arm]:.1g}") == p and (response, arm) not in holm(values)
-        assert f"p {p:g}, not by Holm" in page.replace("\n", " ")
+        assert f"p {p:g}, not by Holm" in " ".join(page.split())
     long = p_values(measure_doses(_kept("map_200tokens"), "grpo"), ("grpo", "grpo_perturbed"))
     assert f"(p {long['reward', 'token_1']:.0e})" in page and f"p {long['reward', 'exact']:.1g})" in page
     planted = _kept("planted")
