@@ -108,7 +108,6 @@ def test_an_unknown_option_names_all_that_the_file_has():
         "demo_moe": ("vllm", "replay"),
         "remedies": remedies.REMEDIES,
         "demo": (),
-        "calculator": (),
     }
     for name, options in own.items():
         with pytest.raises(ValueError, match="^config argument 'int9': allowed are ") as raised:

@@ -49,8 +49,8 @@ _LIBRARIES = {
     "tensorboardX": ("dcmdp_jax.observe",),
     "rich": ("dcmdp_jax.observe",),
     "datasets": ("dcmdp_jax.data",),
-    "reasoning_gym": ("dcmdp_jax.data.library_tasks",),
-    "verifiers": ("dcmdp_jax.data.library_tasks",),
+    "reasoning_gym": (),
+    "verifiers": (),
     "torch": (
         "dcmdp_jax.integrations",
         "dcmdp_jax.lab.mismatch.formats",

@@ -19,9 +19,8 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import INT32_MAX, check_choice, check_range, declared, get_value
 from dcmdp_jax.inputs import shorten
 
-# Tests hold these and the names that `environments`, `rewards` and `parallel/hosts` know together, which import JAX.
-ENVIRONMENTS = ("calculator",)
-BUILT_IN_REWARDS = ("math", "environment", "last_number", "math_verify", "reasoning_gym", "verifiers")
+# Tests hold these and the names that `rewards` and `parallel/hosts` know together, which import JAX.
+BUILT_IN_REWARDS = ("math", "environment", "last_number", "math_verify")
 AUTO = "auto"
 _LEAST_MEMORY_GIB = 0.125
 _MOST_PARAMETERS = 10**11
@@ -96,8 +95,8 @@ def _task_rules(config: Any) -> Broken:
         why = "below it log-probs reach their clamp at -10000 nats"
         yield "evaluation.temperature", f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE} ({why})"
     environment = config.task.environment
-    if environment and environment not in ENVIRONMENTS and not environment.rpartition(":")[0]:
-        yield "task.environment", f"allowed are {', '.join(ENVIRONMENTS)}, module:Class and path.py:Class"
+    if environment and not environment.rpartition(":")[0]:
+        yield "task.environment", "allowed are module:Class and path.py:Class"
     if "environment" in config.rewards.names and not environment:
         yield "rewards.functions", "name one in task.environment", "environment"
 

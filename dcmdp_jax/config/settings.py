@@ -131,16 +131,16 @@ class TaskSettings:
     """Where problems come from and how they become prompts and rewards.
 
     Attributes:
-        train: Problems to train on: a .jsonl or .parquet file, a Hub dataset, or arithmetic:...,
-            reasoning_gym:NAME,... Several are joined by commas, each with its share of the prompts as @WEIGHT
+        train: Problems to train on: a .jsonl or .parquet file, a Hub dataset, arithmetic:..., or a function of yours
+            as path.py:function,... Several are joined by commas, each with its share of the prompts as @WEIGHT
             (docs/data.md). Source: paper [6.1]: DAPO-Math-17K.
         prompt_suffix: Text appended to each problem, but for one that says itself how to write its answer
             (DAPO-Math-17K) where this text says it too. Source: ours: the wording of Qwen's own math evaluations.
         chat_template_kwargs: Variables of the chat template as a JSON object, such as {"enable_thinking": false}.
             Empty: the template's own defaults (Qwen3 thinks). Source: paper: not stated.
         max_prompt_tokens: Longest prompt. Longer ones are dropped, counted and reported. Source: ours.
-        environment: What the policy talks to in turns: calculator, or a class of yours as module:Class or
-            path.py:Class with reset and step (docs/environments.md). Empty: one turn. Source: ours.
+        environment: What the policy talks to in turns: a class of yours as module:Class or path.py:Class
+            with reset and step (docs/environments.md). Empty: one turn. Source: ours.
         max_turns: Most turns of the policy in one completion, with task.environment. Source: ours.
         max_turn_tokens: Most tokens that the policy samples in one turn; rollout.max_completion_tokens bounds all
             turns and answers together. 0: that divided by max_turns. Source: ours.
@@ -173,9 +173,8 @@ class RewardSettings:
 
     Attributes:
         functions: Rewards, joined by commas: math (the answer, judged by task.verifier_*), math_verify (the plain
-            library), reasoning_gym and verifiers (the scores of those libraries' tasks), environment (what
-            task.environment gives), or functions of yours as module:function or path.py:function, with TRL's
-            signature or verl's (docs/extending.md). Source: paper: a verifier of answers.
+            library), environment (what task.environment gives), or functions of yours as module:function or
+            path.py:function, with TRL's signature or verl's (docs/extending.md). Source: paper: a verifier of answers.
         weights: Factor of each function in the sum, such as (1,0.1). Empty: 1 for each. Source: ours: as TRL.
         timeout: Time that one call of a function may take, for all completions of one call of the engine; and one
             of an environment, for those of a turn. Source: ours.

@@ -20,11 +20,12 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
-BUILT_IN_TASKS = ("arithmetic", "calculator", "reasoning_gym", "verifiers")
-"""Tasks that a location names before a colon."""
+ARITHMETIC = "arithmetic"
+"""The built-in task, which a location names before a colon."""
 
 # "@" and a number at the end. A Hub configuration that is a number needs a weight behind it.
 _WEIGHT = re.compile(r"(.*)@([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*", re.DOTALL)
+_FUNCTION = re.compile(r"[^,:]+\.py:[^\W\d]\w*")
 _LARGEST_WEIGHT = 10**6
 _LONGEST_CYCLE = 10**5
 
@@ -71,24 +72,21 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
 def split_locations(text: str) -> list[str]:
     """Locations joined by commas.
 
-    A comma before `key=value` belongs to the built-in task it continues. A bare name after a dataset of reasoning_gym
-    is another of its datasets.
+    A comma before `key=value` belongs to the built-in task or the function that it continues.
     """
     locations: list[str] = []
     for part in text.split(","):
         last = locations[-1] if locations else ""
-        continues = "=" in part and not _is_built_in(part.strip())
-        if continues and _is_built_in(last) and not _WEIGHT.fullmatch(last):
+        continues = "=" in part and not _has_settings(part.strip())
+        if continues and _has_settings(last) and not _WEIGHT.fullmatch(last):
             locations[-1] += f",{part}"
-        elif last.startswith("reasoning_gym:") and part.strip().partition("@")[0].isidentifier():
-            locations.append(f"reasoning_gym:{part.strip()}")
         else:
             locations.append(part.strip())
     return locations
 
 
 def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> dict[str, str]:
-    """The settings of a built-in task, `key=value,...`, as text.
+    """The settings of a task, `key=value,...`, as text.
 
     Args:
         location: the whole location, for errors.
@@ -111,31 +109,34 @@ def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> di
 
 
 def is_weighted(location: str) -> bool:
-    """Whether a location has a weight for certain: behind a file or a built-in task, not a Hub name."""
+    """Whether a location has a weight for certain: behind a file, a function or the built-in task, not a Hub name."""
     found = _WEIGHT.fullmatch(location)
-    return found is not None and (_is_built_in(found[1]) or found[1].endswith((".jsonl", ".parquet")))
+    return found is not None and (_has_settings(found[1]) or found[1].endswith((".jsonl", ".parquet")))
 
 
 def source_name(location: str) -> str:
-    """Default `source` of a location's problems: the file's name without suffix, or the built-in task's name."""
-    kind, _, arguments = location.partition(":")
-    if kind in ("reasoning_gym", "verifiers"):
-        return arguments.partition(",")[0].rpartition("/")[2].strip() or kind
-    return Path(kind).stem
+    """Default `source` of a location's problems: the file's name without suffix, the function's, or `arithmetic`."""
+    kind, _, rest = location.partition(":")
+    return rest.partition(",")[0] if is_function(location) else Path(kind).stem
 
 
 def location_names(locations: Sequence[str]) -> list[str]:
-    """Names of sources; built-in tasks that would share one are told apart by their arguments."""
+    """Names of sources; those that would share one are told apart by their settings."""
     names = [source_name(location) for location in locations]
     shared = {name for name, count in Counter(names).items() if count > 1}
     return [
-        re.sub(r"[^\w.=-]", "_", location) if name in shared and _is_built_in(location) else name
+        re.sub(r"[^\w.=-]", "_", location) if name in shared and _has_settings(location) else name
         for name, location in zip(names, locations, strict=True)
     ]
 
 
-def _is_built_in(location: str) -> bool:
-    return location.partition(":")[0] in BUILT_IN_TASKS
+def is_function(location: str) -> bool:
+    """Whether a location is a function of a user's file, `path.py:function,key=value,...`."""
+    return _FUNCTION.fullmatch(location.partition(",")[0]) is not None
+
+
+def _has_settings(location: str) -> bool:
+    return location.partition(":")[0] == ARITHMETIC or is_function(location)
 
 
 def cycle(weights: Sequence[Fraction]) -> list[int]:

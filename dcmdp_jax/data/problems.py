@@ -1,7 +1,7 @@
 """Problems: rows of a dataset, in any of the known schemas, as one frozen struct.
 
-A location is a local .jsonl or .parquet file, a built-in task (`arithmetic:...`), or a dataset name on the Hugging Face
-Hub. The schema is recognized row by row from the fields, so one file may mix several.
+A location is a local .jsonl or .parquet file, the built-in task `arithmetic:...`, a user's function, or a dataset name
+on the Hugging Face Hub. The schema is recognized row by row from the fields, so one file may mix several.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from dcmdp_jax.data.mixtures import BUILT_IN_TASKS, source_name
+from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_problems
+from dcmdp_jax.data.mixtures import ARITHMETIC, is_function, source_name, task_arguments
 from dcmdp_jax.data.rows import PANDAS_INDEX, Answers, problem_from_row
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.rewards.math.answers import is_sentence
-from dcmdp_jax.rewards.protocol import Problem
+from dcmdp_jax.rewards.protocol import Problem, shown
+from dcmdp_jax.user_code import describe_error, load_function
 
 _LOG = logging.getLogger(__name__)
 _FILE_SUFFIXES = (".jsonl", ".parquet")
@@ -48,8 +50,8 @@ def load_problems(
 
     Args:
         location: path of a .jsonl or .parquet file, `arithmetic:key=value,...` (see `arithmetic.ArithmeticSpec`),
-            `calculator:...`, `reasoning_gym:NAME,...`, `verifiers:ID,...` (see `library_tasks`), or a Hub name
-            `owner/name`, with a configuration as `owner/name@config`.
+            `path.py:function,key=value,...` (see `_function_rows`), or a Hub name `owner/name`, with a configuration
+            as `owner/name@config`.
         split: split of a Hub dataset; a local file is one split, and the built-in task names its own.
         limit: maximum number of problems to read; None for all.
         on_bad_row: handling of a malformed row, an empty prompt, or an answer that nothing could match: "error" stops,
@@ -66,8 +68,8 @@ def load_problems(
         raise UserError(f"limit = {limit}: at least 1 problem must be read, or None for all")
     if on_bad_row not in ("error", "skip"):
         raise UserError(f"on_bad_row = {on_bad_row!r}: must be 'error' or 'skip'")
-    if location.partition(":")[0] in BUILT_IN_TASKS:
-        problems = _built_in(location, keep_columns=keep_columns)[:limit]
+    if location.partition(":")[0] == ARITHMETIC:
+        problems = arithmetic_problems(ArithmeticSpec.parse(location), keep_columns=keep_columns)[:limit]
         return [dataclasses.replace(problem, source=name or problem.source) for problem in problems]
     found: dict[tuple[Any, ...], Problem] = {}
     skipped = repeated = 0
@@ -103,25 +105,6 @@ def load_problems(
     return list(found.values())
 
 
-def _built_in(location: str, *, keep_columns: bool) -> list[Problem]:
-    """Problems of a built-in task."""
-    if location.startswith("arithmetic"):
-        from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_problems
-
-        return arithmetic_problems(ArithmeticSpec.parse(location), keep_columns=keep_columns)
-    if location.startswith("calculator"):
-        from dcmdp_jax.data.arithmetic import calculator_problems
-
-        return calculator_problems(location)
-    if location.startswith("verifiers"):
-        from dcmdp_jax.data.library_tasks import verifiers_problems
-
-        return verifiers_problems(location)
-    from dcmdp_jax.data.library_tasks import reasoning_gym_problems
-
-    return reasoning_gym_problems(location)
-
-
 def _content(problem: Problem) -> tuple[Any, ...]:
     """All that makes a row another problem. pandas numbers rows in a column of its own, which does not."""
     columns = {name: value for name, value in problem.columns.items() if name != PANDAS_INDEX}
@@ -131,6 +114,8 @@ def _content(problem: Problem) -> tuple[Any, ...]:
 
 
 def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
+    if is_function(location):
+        return _function_rows(location)
     path = Path(location).expanduser()
     if path.suffix in _FILE_SUFFIXES or path.exists():
         if path.suffix not in _FILE_SUFFIXES or path.is_dir():
@@ -141,9 +126,30 @@ def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | 
     if _HUB_NAME.fullmatch(location) and not location.startswith("."):
         return _hub_rows(location, split)
     raise UserError(
-        f"data {shorten(location)}: not a .jsonl or .parquet file here, not {':..., '.join(BUILT_IN_TASKS)}:..., not a "
-        "Hub name owner/name"
+        f"data {shorten(location)}: not a .jsonl or .parquet file here, not {ARITHMETIC}:..., not "
+        "path.py:function, not a Hub name owner/name"
     )
+
+
+def _function_rows(location: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Rows of a user's function, called with the location's settings by name; a value is JSON, or else text."""
+    name, _, settings = location.partition(",")
+    function, arguments = load_function(name), task_arguments(location, settings)
+    try:
+        for index, row in enumerate(function(**{key: _json_or_text(text) for key, text in arguments.items()})):
+            if not isinstance(row, Mapping):
+                raise UserError(f"gave {shown(row)} as row {index}, needs a dict")
+            yield f"task {location}: row {index}", row
+    except Exception as error:  # a user's function raises what it likes
+        said = str(error) if isinstance(error, UserError) else describe_error(error, name.rpartition(":")[0])
+        raise UserError(f"task {location}: {one_line(said)}") from error
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -1,1 +1,1 @@
-"""Environments that a policy talks to in turns: the protocol, their processes, and a calculator."""
+"""Environments that a policy talks to in turns: the protocol, and their processes."""

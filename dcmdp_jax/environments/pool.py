@@ -26,9 +26,6 @@ from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_
 from dcmdp_jax.rewards.protocol import RewardError, plain_value, shown
 from dcmdp_jax.user_code import describe_error, load_function
 
-BUILT_IN_ENVIRONMENTS = {"calculator": "dcmdp_jax.data.arithmetic:Calculator"}
-"""Environments with short names."""
-
 _LONGEST_OBSERVATION = 100_000
 _LARGEST = 1e9
 
@@ -116,7 +113,7 @@ def load(name: str, columns: Sequence[str]) -> Callable[..., list[Any]]:
     Raises:
         RewardError: in one line that names it.
     """
-    return _Playing(load_environment(name, columns), BUILT_IN_ENVIRONMENTS.get(name, name).rpartition(":")[0]).call
+    return _Playing(load_environment(name, columns), name.rpartition(":")[0]).call
 
 
 class _Playing:
@@ -187,14 +184,14 @@ def load_environment(name: str, columns: Sequence[str]) -> Callable[[], Any]:
     """Import an environment's class, or a function that makes one, and check its methods.
 
     Args:
-        name: a name in `BUILT_IN_ENVIRONMENTS`, `module:Class`, or `path.py:Class` relative to the working directory.
+        name: `module:Class`, or `path.py:Class` relative to the working directory.
         columns: names of the columns that `reset` will get.
 
     Raises:
         RewardError: in one line, if it can't be imported, or has no `reset` or `step` that can be called so.
     """
     try:
-        made = load_function(BUILT_IN_ENVIRONMENTS.get(name, name), "class")
+        made = load_function(name, "class")
     except UserError as error:
         raise RewardError(f"environment {error}") from error
     if inspect.isclass(made):

@@ -45,8 +45,6 @@ ENVIRONMENT = "environment"
 BUILT_IN_REWARDS = {
     "last_number": "dcmdp_jax.rewards.math.answers:last_number",
     "math_verify": "dcmdp_jax.rewards.math.answers:math_verify",
-    "reasoning_gym": "dcmdp_jax.data.library_tasks:reasoning_gym",
-    "verifiers": "dcmdp_jax.data.library_tasks:verifiers",
 }
 """Reward functions with short names."""
 

@@ -117,8 +117,8 @@ def test_a_wrong_command_is_one_line(dcmdp, words, line):
     [
         ("dmo", "--config: no file dmo; did you mean demo?"),
         ("configs/demo.py", "--config: no file configs/demo.py; did you mean demo?"),
-        ("zzz", "--config: no file zzz; there are calculator, demo, demo_moe, demo_vllm, qwen3_30b_a3b, "),
-        ("base", "--config: no file base; there are calculator, demo, "),
+        ("zzz", "--config: no file zzz; there are demo, demo_moe, demo_vllm, qwen3_30b_a3b, "),
+        ("base", "--config: no file base; there are demo, "),
         ("d" * 5000, "--config: no file ddd"),
         ("demo:gpro", "--config: demo: config argument 'gpro': allowed are grpo, debug"),
     ],

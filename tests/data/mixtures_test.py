@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcmdp_jax.data.mixtures import Part, PromptStream, location_names, parse_mixture, prompt_order, split_locations
+from dcmdp_jax.data.mixtures import (
+    Part,
+    PromptStream,
+    is_weighted,
+    location_names,
+    parse_mixture,
+    prompt_order,
+    split_locations,
+)
 
 
 def test_weights_stand_behind_each_location():
@@ -20,10 +28,11 @@ def test_weights_stand_behind_each_location():
     )
 
 
-def test_names_of_reasoning_gym_follow_each_other():
-    text = "reasoning_gym:chain_sum,size=10,seed=1,gcd@2,owner/set"
-    assert split_locations(text) == ["reasoning_gym:chain_sum,size=10,seed=1", "reasoning_gym:gcd@2", "owner/set"]
-    assert [part.name for part in parse_mixture(text)] == ["chain_sum", "gcd", "set"]
+def test_settings_of_a_function_belong_to_it():
+    text = "my tasks/a.py:sums,size=10,seed=1,a.py:gcd@2,owner/set"
+    assert split_locations(text) == ["my tasks/a.py:sums,size=10,seed=1", "a.py:gcd@2", "owner/set"]
+    assert [part.name for part in parse_mixture(text)] == ["sums", "gcd", "set"]
+    assert is_weighted("a.py:gcd@2") and not is_weighted("a.py:gcd,size=2")
 
 
 def test_built_in_tasks_are_told_apart_by_their_arguments():

@@ -1,11 +1,11 @@
 """Completions in turns: which tokens are sampled, what ends them, and every way an environment can fail."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dcmdp_jax.config import checks
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.packing import pack
@@ -14,12 +14,13 @@ from dcmdp_jax.data.prompts import encode_prompts
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.environments.pool import BUILT_IN_ENVIRONMENTS, EnvironmentPool
+from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import TurnLimits, TurnSampler
 from dcmdp_jax.rewards.protocol import RewardError
 from tests.environments import planted_environments
 
 _FILE = planted_environments.__file__
+_CALCULATOR = Path(__file__).resolve().parents[2] / "examples" / "plugins" / "calculator.py"
 _LONG_S = 1000.0
 _TOKENIZER = build_tokenizer()
 
@@ -70,7 +71,7 @@ def _play(environment, texts, rows, *, group_size=1, turns=4, turn_tokens=8, lim
     prompts = encode_prompts(problems, _TOKENIZER, max_prompt_tokens=64).token_ids
     engine, columns = _Script(texts), sorted({name for row in rows for name in row} - {"prompt"})
     sampling = SamplingParams(group_size=group_size, max_completion_tokens=limit)
-    name = environment if environment in BUILT_IN_ENVIRONMENTS else f"{_FILE}:{environment}"
+    name = environment if ":" in environment else f"{_FILE}:{environment}"
     columns = [*columns, "reference_answer"]
     with EnvironmentPool(name, columns, timeout_s=timeout_s, output=settings.pop("output", None)) as pool:
         limits = TurnLimits(turns, turn_tokens, settings.pop("prompt_tokens", 64))
@@ -213,16 +214,18 @@ def test_what_it_prints_goes_to_the_file(tmp_path):
     assert (tmp_path / "log").read_text() == "said a\n"
 
 
-def test_the_config_knows_the_built_in_environments():
-    assert tuple(BUILT_IN_ENVIRONMENTS) == checks.ENVIRONMENTS
-
-
 def test_a_worked_second_turn_has_the_tokens_that_the_policy_sees_there():
-    [plain], worked = (load_problems(f"calculator:difficulty=2,count=1,seed=3{more}") for more in ("", ",worked=true"))
+    task = f"{_CALCULATOR}:calculator,difficulty=2,count=1,seed=3"
+    [plain], worked = (load_problems(f"{task}{more}") for more in ("", ",worked=true"))
     call, box = worked
     row = {"prompt": plain.prompt, "answer": plain.answer}
     [episode], played, calls = _play(
-        "calculator", [[call.solution, box.solution]], [row], turn_tokens=20, limit=90, answers="optional"
+        f"{_CALCULATOR}:Calculator",
+        [[call.solution, box.solution]],
+        [row],
+        turn_tokens=20,
+        limit=90,
+        answers="optional",
     )
     assert played[0].reward == 1.0
     seen = encode_prompts([box], _TOKENIZER, max_prompt_tokens=99).token_ids[0]

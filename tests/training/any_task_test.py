@@ -175,15 +175,16 @@ def test_a_mixture_of_three_trains_with_curves_of_each(run_environment, tmp_path
 
 @pytest.mark.long
 def test_the_calculator_trains_in_turns(run_environment, tmp_path):
+    task = "examples/plugins/calculator.py:calculator"
     records = _run(
         run_environment,
         tmp_path / "run",
-        *"""
-        --config=configs/calculator.py:debug --config.mesh.cpu_devices=1 --config.training.row_lengths=(112,)
-        --config.task.train=calculator:difficulty=1,count=16 --config.rollout.max_completion_tokens=48
+        *f"""
+        --config=examples/plugins/calculator.py:debug --config.mesh.cpu_devices=1 --config.training.row_lengths=(112,)
+        --config.task.train={task},difficulty=1,count=16 --config.rollout.max_completion_tokens=48
         --config.warmup.steps=60 --config.training.micro_batch_tokens=2048 --config.evaluation.samples=2
-        --config.warmup.task=calculator:difficulty=1,count=64,worked=true
-        --config.evaluation.task=calculator:difficulty=1,count=8,split=heldout
+        --config.warmup.task={task},difficulty=1,count=64,worked=true
+        --config.evaluation.task={task},difficulty=1,count=8,split=heldout
         """.split(),
     )
     trained = [record for record in records if "reward/mean" in record]

@@ -1,11 +1,20 @@
-"""The calculator, its problems and worked turns."""
+"""The calculator, its problems, worked turns and config."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.data.arithmetic import Calculator, value_of
+from dcmdp_jax.commands.flags import load_config
 from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.user_code import load_object
+
+_FILE = str(Path(__file__).resolve().parents[2] / "examples" / "plugins" / "calculator.py")
+_TASK = f"{_FILE}:calculator"
+
+
+def value_of(expression):
+    return load_object(f"{_FILE}:value_of")(expression)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +27,7 @@ def test_values(expression, value):
 
 
 def test_a_call_is_answered_and_a_box_ends():
-    one = Calculator()
+    one = load_object(f"{_FILE}:Calculator")()
     one.reset(prompt="2+3*4=?", reference_answer="14")
     assert one.step("calc(2+3*4)") == ("14", 0.0, False)
     assert one.step("calc(2+3*4) is what I want") == ("", 0.0, True)
@@ -27,12 +36,12 @@ def test_a_call_is_answered_and_a_box_ends():
 
 
 def test_worked_turns_are_right_but_for_the_share_of_errors():
-    plain = load_problems("calculator:difficulty=2,count=50,seed=3")
+    plain = load_problems(f"{_TASK},difficulty=2,count=50,seed=3")
     assert [problem.prompt for problem in plain] == [
         problem.prompt for problem in load_problems("arithmetic:difficulty=2,count=50,seed=3")
     ]
     for rate in (0.0, 1.0):
-        worked = load_problems(f"calculator:difficulty=2,count=50,seed=3,error_rate={rate},worked=true")
+        worked = load_problems(f"{_TASK},difficulty=2,count=50,seed=3,error_rate={rate},worked=true")
         assert len(worked) == 100
         for problem, call, answer in zip(plain, worked[::2], worked[1::2], strict=True):
             expression = problem.prompt.removesuffix("=?")
@@ -49,6 +58,22 @@ def test_worked_turns_are_right_but_for_the_share_of_errors():
             assert re.fullmatch(r"calc\([\d+*-]+\)", call.solution) and len(call.solution) == len(expression) + 6
 
 
-def test_worked_is_true_or_false():
-    with pytest.raises(ValueError, match="worked = 'maybe' is not bool"):
-        load_problems("calculator:worked=maybe")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [("worked=maybe", "worked = 'maybe' is not true or false"), ("count=0", "arithmetic count = 0: must be at least 1"),
+     ("counts=2", "unexpected keyword argument 'counts'"), ("count", "'count' is not key=value")],
+)  # fmt: skip
+def test_a_wrong_setting_is_one_line(settings, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        load_problems(f"{_TASK},{settings}")
+    assert str(raised.value).startswith(f"task {_TASK},{settings}: ") and "\n" not in str(raised.value)
+
+
+def test_its_config_is_checked_and_names_its_own_file():
+    config = load_config(f"{_FILE}:debug")
+    for place in (config.task.train, config.warmup.task, config.evaluation.task, config.task.environment):
+        file, _, rest = place.partition(":")
+        assert (Path(__file__).resolve().parents[2] / file).samefile(_FILE)
+        assert callable(load_object(f"{_FILE}:{rest.partition(',')[0]}"))
+    with pytest.raises(ValueError, match="config argument 'int9': allowed are grpo, debug, joined by commas"):
+        load_config(f"{_FILE}:int9")

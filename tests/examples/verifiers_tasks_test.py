@@ -1,12 +1,16 @@
-"""Single-turn tasks of verifiers: asked as chats, scored by the task's own rewards in the reward's process."""
+"""Single-turn tasks of verifiers by path: asked as chats, scored by the task's own rewards in the reward's process."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.rewards.reward_pool import Returned, RewardPool
 
+_FILE = str(Path(__file__).resolve().parents[2] / "examples" / "plugins" / "verifiers_tasks.py")
+_TASKS = f"{_FILE}:tasks"
 _TASKSET = """
 import verifiers.v1 as vf
 
@@ -46,25 +50,26 @@ def taskset(tmp_path, monkeypatch):
 
 
 def test_tasks_become_chats_and_score_their_completions(taskset):
-    problems = load_problems(f"verifiers:{taskset},size=3")
+    problems = load_problems(f"{_TASKS},taskset={taskset},size=3", keep_columns=True)
     assert [problem.prompt for problem in problems] == ["0+1=?", "1+1=?", "2+1=?"]
     assert problems[0].messages == ({"role": "system", "content": "Add."}, {"role": "user", "content": "0+1=?"})
     assert {problem.source for problem in problems} == {taskset}
     columns = {"verifiers": [problems[0].columns["verifiers"], problems[2].columns["verifiers"], None]}
-    with RewardPool(["verifiers"], ["verifiers"], timeout_s=600.0) as pool:
+    name = f"{_FILE}:task_score"
+    with RewardPool([name], ["verifiers"], timeout_s=600.0) as pool:
         completions = [problem.as_completion("1") for problem in problems]
         pool.begin([problem.given for problem in problems], completions, [[1]] * 3, columns)
         # 2 x 1 - 1/100, 2 x 0 - 1/100.
         extra = [{"right": 1.0, "short": -0.01, "turns": 1.0}, {"right": 0.0, "short": -0.01, "turns": 1.0}, None]
-        assert pool.collect()["verifiers"] == Returned([1.99, -0.01, None], {}, {"verifiers": extra})
+        assert pool.collect()[name] == Returned([1.99, -0.01, None], {}, {"verifiers": extra})
 
 
 def test_what_is_no_taskset_is_told(taskset):
     for location, message in (
-        ("verifiers:", "name a taskset"),
-        (f"verifiers:{taskset},sizes=3", "'sizes=3' is not key=value with a key of size"),
-        (f"verifiers:{taskset},size=0", "size = 0 must be a whole number from 1 to"),
-        ("verifiers:no_such_taskset_here", "no_such_taskset_here"),
+        (_TASKS, "name a taskset"),
+        (f"{_TASKS},taskset={taskset},sizes=3", "unexpected keyword argument 'sizes'"),
+        (f"{_TASKS},taskset={taskset},size=0", "size = 0 must be a whole number from 1 to"),
+        (f"{_TASKS},taskset=no_such_taskset_here", "no_such_taskset_here"),
     ):
         with pytest.raises(ValueError) as raised:
             load_problems(location)
@@ -72,7 +77,6 @@ def test_what_is_no_taskset_is_told(taskset):
 
 
 def test_without_the_library_its_name_is_said(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "verifiers", None)
-    monkeypatch.delitem(__import__("sys").modules, "dcmdp_jax.data.library_tasks", raising=False)
+    monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(ValueError, match="the library verifiers is missing: pip install 'verifiers"):
-        load_problems("verifiers:some_tasks")
+        load_problems(f"{_TASKS},taskset=some_tasks")
