@@ -85,7 +85,7 @@ def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) 
     """Each process of a run on several hosts calls this; the first one speaks."""
     with joined_hosts(config) as hosts:
         say = show if hosts.is_writer else (lambda line: None)
-        hosts.check_same(lambda: settings_and_code(config), "start all hosts alike")
+        hosts.check_same(lambda: settings_and_code(config), "start all hosts with the same command and package version")
         run = Run(config, hosts).check()
         say(describe(run, whole=dry_run))
         stopped = None if dry_run else _loop(run, say)

@@ -113,13 +113,13 @@ def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinat
         del number
         said = (
             f"a process has given no sign of life for {timeout_s:g} s (the hosts' timeout_s raises it); JAX's lines "
-            f"above have its number: {known}{', ...' * (len(names) > _LISTED)}; the same commands resume the run"
+            f"above have its number: {known}{', ...' * (len(names) > _LISTED)}; rerun the same commands to resume"
         )
         try:
             if index:
                 socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
         except OSError:
-            said = f"process 0 on {names[0]} is gone, and the run's coordination with it; the same commands resume it"
+            said = f"lost the coordinator, process 0 on {names[0]}; rerun the same commands to resume"
         print_line("error", said)
         if not index:
             time.sleep(2 * _GRACE_S)  # the others would take the end of the service for the cause

@@ -6,17 +6,20 @@ at which JAX's coordination service listens afterwards: process 0 knows who is m
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import ipaddress
 import json
+import os
+import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from dcmdp_jax.errors import ArgumentError, UserError
 
 _SAY_EVERY_S = 10.0
 _RETRY_S = 0.25
+_GREETING_S = 1.0
 _LONGEST_LINE = 4096
 _LISTED = 8
 _ALL_INTERFACES = "[::]"
@@ -52,7 +55,7 @@ def meet(
         return coordinator
     listener, address = _listen(listen_at or coordinator, say)
     with listener:
-        asyncio.run(_wait_for_all(listener, coordinator, processes, timeout_s, say))
+        _wait_for_all(listener, coordinator, processes, timeout_s, say)
     return address
 
 
@@ -61,83 +64,80 @@ def _split(address: str) -> tuple[str, int]:
     return name.removeprefix("[").removesuffix("]"), int(port)
 
 
-async def _wait_for_all(
+def _wait_for_all(
     listener: socket.socket, coordinator: str, processes: int, timeout_s: float, say: Callable[[str], None]
 ) -> None:
     """Process 0: answer each who came when all have, or when somebody has not."""
-    here: dict[int, tuple[str, asyncio.StreamWriter]] = {}
-    loop = asyncio.get_running_loop()
-    all_here: asyncio.Future[None] = loop.create_future()
-
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A caller says who it is, once; one that ends its connection is gone again."""
-        try:
-            told = json.loads(await reader.readline())
-            number, count, name = int(told["process"]), int(told["processes"]), str(told["host"])
-        except (ValueError, TypeError, KeyError, OSError):
-            writer.close()  # whoever it is, it is no process of a run
-            return
-        problem = None
-        if count != processes or not 0 < number < processes:
-            said = f"process {number} on {name} has {count}, process 0 has {processes}"
-            problem = ArgumentError("processes", f"{said}; start all hosts alike")
-        elif number in here:
-            both = f"{here[number][0]} and {name}"
-            problem = ArgumentError("process", f"{number} on both {both}; each process has a number of its own")
-        if problem:
-            _send(writer, error=str(problem))
-            if not all_here.done():
-                all_here.set_exception(problem)
-            writer.close()
-            return
-        here[number] = name, writer
-        _send(writer, heard=True)
-        if len(here) == processes - 1 and not all_here.done():
-            all_here.set_result(None)
-        with contextlib.suppress(OSError):
-            while await reader.read(_LONGEST_LINE):
-                pass
-        here.pop(number, None)
-        writer.close()
-
-    def missing() -> str:
-        numbers = [number for number in range(1, processes) if number not in here]
-        more = f" and {len(numbers) - _LISTED} more" if len(numbers) > _LISTED else ""
-        return ("process " if len(numbers) == 1 else "processes ") + ", ".join(map(str, numbers[:_LISTED])) + more
-
-    if processes == 1:
-        return
-    server, end = await asyncio.start_server(hear, sock=listener, limit=_LONGEST_LINE), loop.time() + timeout_s
+    here: dict[int, tuple[str, socket.socket]] = {}
     answer: dict[str, object] = {"go": True}
+    began = time.monotonic()
+    end, next_line = began + timeout_s, began + _SAY_EVERY_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while len(here) < processes - 1:
+                numbers = [number for number in range(1, processes) if number not in here]
+                more = f" and {len(numbers) - _LISTED} more" if len(numbers) > _LISTED else ""
+                missing = f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers[:_LISTED]))}{more}"
+                if (now := time.monotonic()) >= end:
+                    raise ArgumentError(
+                        "coordinator",
+                        f"{missing} of {processes} did not come to {coordinator} in {timeout_s:g} s; start the same "
+                        "command there with its own `process`, check that this address is reached from there, or raise "
+                        "`timeout_s`",
+                    )
+                if now >= next_line:
+                    next_line = now + _SAY_EVERY_S
+                    say(line := f"waiting for {missing} of {processes} at {coordinator}")
+                    _send(here, say=line)
+                for key, _ in selector.select(min(end, next_line) - now):
+                    if key.data:  # nobody speaks twice: its connection has ended, and it is missing again
+                        selector.unregister(key.fileobj)
+                        here.pop(key.data)[1].close()
+                    elif number := _greet(listener, here, processes):
+                        selector.register(here[number][1], selectors.EVENT_READ, number)
+        except UserError as error:
+            answer = {"error": str(error)}
+            raise
+        finally:
+            _send(here, **answer)
+            for _, caller in here.values():
+                caller.close()
+
+
+def _greet(listener: socket.socket, here: dict[int, tuple[str, socket.socket]], processes: int) -> int:
+    """Accept a caller and add it to `here`; its number, or 0 for one that is not a process of a run.
+
+    Raises:
+        ArgumentError: sent to the caller too, if it was started differently.
+    """
+    caller, _ = listener.accept()
+    caller.settimeout(_GREETING_S)
     try:
-        while not all_here.done():
-            if (left := end - loop.time()) <= 0:
-                raise ArgumentError(
-                    "coordinator",
-                    f"{missing()} of {processes} did not come to {coordinator} in {timeout_s:g} s; start the same "
-                    "command there with its own `process`, check that this address is reached from there, or raise "
-                    "`timeout_s`",
-                )
-            await asyncio.wait([all_here], timeout=min(_SAY_EVERY_S, left))
-            if not all_here.done() and loop.time() < end:
-                say(line := f"waiting for {missing()} of {processes} at {coordinator}")
-                for _, writer in here.values():
-                    _send(writer, say=line)
-        all_here.result()
-    except UserError as error:
-        answer = {"error": str(error)}
-        raise
-    finally:
-        server.close()
-        for _, writer in list(here.values()):
-            _send(writer, **answer)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+        told = json.loads(caller.makefile("rb").readline(_LONGEST_LINE))
+        number, count, name = int(told["process"]), int(told["processes"]), str(told["host"])
+    except (ValueError, TypeError, KeyError, OSError):
+        caller.close()
+        return 0
+    if number in here:
+        both = f"{here[number][0]} and {name}"
+        problem = ArgumentError("process", f"{number} on both {both}; each process has a number of its own")
+    elif count != processes or not 0 < number < processes:
+        said = f"process {number} on {name} has {count}, process 0 has {processes}"
+        problem = ArgumentError("processes", f"{said}; start all hosts with the same command")
+    else:
+        here[number] = name, caller
+        _send({number: here[number]}, heard=True)
+        return number
+    _send({number: (name, caller)}, error=str(problem))
+    caller.close()
+    raise problem
 
 
-def _send(writer: asyncio.StreamWriter, **message: object) -> None:
-    writer.write(json.dumps(message).encode() + b"\n")
+def _send(callers: Mapping[int, tuple[str, socket.socket]], **message: object) -> None:
+    for _, caller in callers.values():
+        with contextlib.suppress(OSError):
+            caller.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _listen(listen_at: str, say: Callable[[str], None]) -> tuple[socket.socket, str]:
@@ -151,30 +151,25 @@ def _listen(listen_at: str, say: Callable[[str], None]) -> tuple[socket.socket, 
             f"got {listen_at!r}, whose name is not known on process 0's host "
             f"({error.strerror or error}); give host:port of process 0",
         ) from error
-    if host != "localhost" and all(_is_loopback(place[0]) for *_, place in found) and not _is_number(host):
+    loopback = all(ipaddress.ip_address(place[0]).is_loopback for *_, place in found)
+    if loopback and host not in ("localhost", *(place[0] for *_, place in found)):
         # /etc/hosts of Debian gives a machine's own name an address that no other machine reaches.
         say(
             f"coordinator: {host} is {found[0][4][0]} on its own host, so process 0 listens on all "
             "its interfaces; give an address to listen on that one alone"
         )
-        found, address = [(socket.AF_INET, None, None, None, ("", port))], f"{_ALL_INTERFACES}:{port}"
+        found, address = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("", port))], f"{_ALL_INTERFACES}:{port}"
     else:
         address = listen_at
     problem: OSError | None = None
     for family, *_, place in found:
-        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
-            listener.listen(128)
+            return socket.create_server(place, family=family, backlog=128), address
         except OSError as error:
             problem = error
-            listener.close()
-        else:
-            return listener, address
     raise ArgumentError(
         "coordinator",
-        f"got {listen_at!r}, where process 0 can not listen ({problem.strerror}); "
+        f"got {listen_at!r}, where process 0 can not listen ({os.strerror(problem.errno)}); "
         "give an address of the host that runs process 0 with a port that is free there; where the others reach it "
         "by an address that it does not have itself, JAX_COORDINATOR_BIND_ADDRESS is where it listens",
     ) from problem
@@ -214,13 +209,3 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float, say:
         f"process {process} did not find process 0 at {coordinator} in {timeout_s:g} s ({reason}); give host:port of "
         "process 0, start it, or raise `timeout_s`",
     )
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def _is_number(host: str) -> bool:
-    with contextlib.suppress(OSError):
-        return bool(socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST))
-    return False

@@ -103,7 +103,7 @@ def test_a_port_that_is_taken(address):
 
 def test_processes_that_were_started_differently(address):
     found = _together((address, 2, 0, 30.0), (address, 3, 1, 30.0))
-    line = f"processes: process 1 on {NAME} has 3, process 0 has 2; start all hosts alike"
+    line = f"processes: process 1 on {NAME} has 3, process 0 has 2; start all hosts with the same command"
     assert [str(error) for error, _ in found] == [line, line]
 
 
@@ -115,6 +115,7 @@ def test_one_number_for_two_processes(address):
 
 def test_who_left_before_all_were_here_is_missing_again(address, monkeypatch):
     monkeypatch.setattr(meeting, "_SAY_EVERY_S", 0.4)
+    monkeypatch.setattr(meeting, "_GREETING_S", 0.05)
     place = ("127.0.0.1", int(address.split(":")[1]))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(_together, (address, 3, 0, 1.5))
