@@ -25,7 +25,7 @@ from benchmarks.arguments import at_least_one
 from benchmarks.timing import machine, median_and_spread
 from benchmarks.workload import model
 from configs import demo_vllm
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.parallel.backend import prepare_jax, usable_cores
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.loop import train

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.episode import Episode, single_turn
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import RowShapes, make_row_shapes

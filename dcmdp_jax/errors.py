@@ -14,16 +14,17 @@ class ArgumentError(UserError):
     """A wrong argument of library code. `config.arguments` says it as one of a setting or a flag.
 
     Args:
-        argument: the argument's name, which may be followed by what it holds: "mesh (data=2)", "engine_args.size".
-        said: the fault and the remedy.
+        argument: the argument's name.
+        said: the fault and the remedy. Other arguments are in back quotes.
+        given: follows the name: a part of the argument, ".size", or what it holds, " (data=2)".
     """
 
-    def __init__(self, argument: str, said: str) -> None:
-        super().__init__(argument, said)
-        self.argument, self.said = argument, said
+    def __init__(self, argument: str, said: str, given: str = "") -> None:
+        super().__init__(argument, said, given)
+        self.argument, self.said, self.given = argument, said, given
 
     def __str__(self) -> str:
-        return f"{self.argument}: {self.said}"
+        return f"{self.argument}{self.given}: {self.said}"
 
 
 class EngineError(RuntimeError):

@@ -114,7 +114,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def get_value(config: Any, name: str) -> Any:
+def get_value(config: object, name: str) -> Any:
     """The value of a dotted name."""
     return functools.reduce(getattr, name.split("."), config)
 

@@ -94,7 +94,8 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
     import torch
     import transformers
 
-    from dcmdp_jax.config.settings import Config, for_sampling
+    from dcmdp_jax.config.load import for_sampling
+    from dcmdp_jax.config.settings import Config
     from dcmdp_jax.data.problems import load_problems
     from dcmdp_jax.data.prompts import encode_prompts
     from dcmdp_jax.engines.protocol import SamplingParams

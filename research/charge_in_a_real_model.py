@@ -46,7 +46,7 @@ MEANS = ("seq_mean_token_mean", "token_mean")
 
 def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
     """Batches of an engine: prompts, completions, the engine's log-probs and rewards."""
-    from dcmdp_jax.config.settings import for_sampling
+    from dcmdp_jax.config.load import for_sampling
     from dcmdp_jax.data.episode import collect
     from dcmdp_jax.data.problems import load_problems
     from dcmdp_jax.lab.probe import engines
@@ -109,7 +109,7 @@ def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> It
 
     from dcmdp_jax.algorithm.advantages import group_advantages
     from dcmdp_jax.config.algorithm import AlgorithmSettings
-    from dcmdp_jax.config.settings import for_sampling
+    from dcmdp_jax.config.load import for_sampling
     from dcmdp_jax.models.decoder import Compute
     from dcmdp_jax.models.row_logprobs import make_row_logprobs
     from dcmdp_jax.parallel.mesh import one_device_mesh

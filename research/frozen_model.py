@@ -331,7 +331,7 @@ def advantages(rewards: np.ndarray | None, episodes: Sequence[Any]) -> np.ndarra
 
 def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The probe's session of one engine that also gives its likeliest tokens, and the engine."""
-    from dcmdp_jax.config.settings import for_sampling
+    from dcmdp_jax.config.load import for_sampling
     from dcmdp_jax.data.problems import load_problems
     from dcmdp_jax.lab.probe.session import Session
     from dcmdp_jax.lab.probe.specs import parse_spec

@@ -20,7 +20,7 @@ import numpy as np
 
 from configs.base import get_config
 from dcmdp_jax.config.engine import forward_scheme
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine

@@ -12,7 +12,8 @@ from configs import base, r1_distill_qwen_1p5b, remedies
 from dcmdp_jax import dc_grpo_loss
 from dcmdp_jax.algorithm.dual import dual_update
 from dcmdp_jax.algorithm.losses import clip
-from dcmdp_jax.config.settings import Config, from_config_dict, to_dict
+from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import encode_prompts

@@ -56,7 +56,6 @@ def test_library_code_names_no_setting():
             "precision: got 'fp8'; choose `compute_dtype`",
             "config.rollout.precision: got 'fp8'; choose rollout.compute_dtype",
         ),
-        ("local", "mesh (tensor=4, expert=1): 4 does not", "config.rollout.local (tensor=4, expert=1): 4 does not"),
         ("local", "tensor: got 3", "config.rollout.local.tensor: got 3"),
         # Not an argument of this engine, or no argument at all.
         ("local", "replicas: got 3", "replicas: got 3"),
@@ -67,6 +66,15 @@ def test_arguments_become_settings_in_one_place(engine, message, said):
     with pytest.raises(UserError) as raised, arguments.as_settings(arguments.of_engine(ENGINES[engine])):
         raise ArgumentError(*message.split(": ", 1))
     assert str(raised.value) == said
+
+
+def test_what_an_argument_holds_stays_behind_its_setting():
+    local = arguments.of_engine(ENGINES["local"])
+    error = ArgumentError("mesh", "4 does not", " (tensor=4, expert=1)")
+    assert str(error) == "mesh (tensor=4, expert=1): 4 does not"
+    with pytest.raises(UserError) as raised, arguments.as_settings(local):
+        raise error
+    assert str(raised.value) == "config.rollout.local (tensor=4, expert=1): 4 does not"
 
 
 def test_every_setting_that_an_argument_becomes_is_one():

@@ -11,7 +11,7 @@ import pytest
 from configs import qwen3_8b, qwen3_30b_a3b
 from dcmdp_jax.commands import evaluate, sweep
 from dcmdp_jax.commands.flags import parse
-from dcmdp_jax.config.settings import from_config_dict, to_saved
+from dcmdp_jax.config.load import from_config_dict, to_saved
 from tests.support.each import check_each
 
 _ROOT = Path(__file__).resolve().parents[1]

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from dcmdp_jax.config.settings import from_config_dict, to_dict
+from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.config.settings import to_dict
 from tests.support.run_invariants import contradictions
 
 _C, _ETA = 0.25, 2.0

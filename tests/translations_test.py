@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm.remedies import Tokens
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.training.loss_terms import loss_of, signals_of
 from docs import translations
 

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.accelerator_parts import limits
 from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
 from benchmarks.timing import interleave
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.models.attention import row_attention
 from dcmdp_jax.models.ops import REFERENCE, choose_ops
 from dcmdp_jax.plan.published import model_of

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
-from dcmdp_jax.config.settings import Config, from_config_dict
+from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.episode import Episode, collect
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.engines.engine_kind import EngineArguments

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.accelerator_parts import limits
 from benchmarks.accelerator_parts.sizes import Size, Tell, run_settings
 from benchmarks.compiled_parts.trips import one_token
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine

@@ -14,7 +14,8 @@ from benchmarks.accelerator_parts import limits
 from benchmarks.accelerator_parts.sizes import Size, Tell, completions, run_settings
 from benchmarks.compiled_parts.flops import step_flops
 from benchmarks.compiled_parts.trips import step_trip_counts
-from dcmdp_jax.config.settings import Config, from_config_dict
+from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.models.config import ModelConfig

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.accelerator_parts.sizes import Size, Tell, completions, run_settings
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.models.hf_config import to_hf
 from dcmdp_jax.plan.published import model_of
 

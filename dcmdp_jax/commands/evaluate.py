@@ -34,7 +34,8 @@ from dcmdp_jax.commands.arguments import real, whole
 from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in
 from dcmdp_jax.commands.flags import parse_rest, split_overrides
 from dcmdp_jax.config.checks import may_change
-from dcmdp_jax.config.settings import Config, for_sampling, to_dict
+from dcmdp_jax.config.load import for_sampling
+from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.mixtures import parse_mixture
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts

@@ -26,7 +26,8 @@ from ml_collections import ConfigDict
 
 import dcmdp_jax
 from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.config.settings import OTHER_NAMES, Config, from_config_dict, parse_value, setting_names
+from dcmdp_jax.config.load import OTHER_NAMES, from_config_dict, parse_value
+from dcmdp_jax.config.settings import Config, setting_names
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.fields import replace_value
 from dcmdp_jax.inputs import shorten

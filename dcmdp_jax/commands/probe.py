@@ -28,8 +28,9 @@ from dcmdp_jax.commands.arguments import output_directory, real, temperature, wh
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.commands.flags import load_config, parse_rest, split_overrides
 from dcmdp_jax.config.engine import settings_of
+from dcmdp_jax.config.load import for_sampling
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
-from dcmdp_jax.config.settings import Config, for_sampling
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError

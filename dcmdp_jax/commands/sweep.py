@@ -25,7 +25,8 @@ from dcmdp_jax.commands.arguments import whole
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.commands.flags import call_function, load_values, split_overrides
 from dcmdp_jax.commands.flags import parse as parse_run
-from dcmdp_jax.config.settings import Config, for_sampling, to_dict
+from dcmdp_jax.config.load import for_sampling
+from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.lab.studies.arms import Values, arm_table, check_arm

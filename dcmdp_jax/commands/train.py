@@ -14,7 +14,8 @@ from ml_collections import ConfigDict
 from dcmdp_jax.activity import activity
 from dcmdp_jax.commands.cli import keep_tracebacks_in
 from dcmdp_jax.commands.flags import load_config, parse
-from dcmdp_jax.config.settings import Config, from_config_dict
+from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.config.text import print_config
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError

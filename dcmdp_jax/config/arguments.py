@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 
 from dcmdp_jax.config.rollout import RolloutSettings
@@ -27,8 +26,6 @@ EPISODES |= {"top_logprobs": "rollout.top_logprobs"}
 EVALUATION = {"task": "evaluation.task", "samples": "evaluation.samples"}
 LORA = {"lora_rank": "model.lora_rank", "lora_targets": "model.lora_targets"}
 REWARDS = {"memory_gib": "rewards.memory_limit"}
-_WORD = re.compile(r"\w*")
-_QUOTED = re.compile(r"`(\w+)`")
 
 
 def of_engine(kind: EngineKind) -> dict[str, str]:
@@ -48,7 +45,9 @@ def in_settings(message: str, names: Mapping[str, str]) -> str:
         message: text from library code.
         names: argument -> dotted name of the setting, or flag.
     """
-    return _QUOTED.sub(lambda found: names.get(found[1], found[0]), message)
+    for argument, setting in names.items():
+        message = message.replace(f"`{argument}`", setting)
+    return message
 
 
 @contextlib.contextmanager
@@ -57,12 +56,11 @@ def as_settings(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
-        argument = _WORD.match(error.argument)[0]
-        if argument not in names:
+        if error.argument not in names:
             raise
-        setting = names[argument] if names[argument].startswith("-") else f"config.{names[argument]}"
-        given = error.argument.removeprefix(argument)
-        raise UserError(f"{setting}{given}: {in_settings(error.said, names)}") from error
+        setting = names[error.argument]
+        prefix = "" if setting.startswith("-") else "config."
+        raise UserError(f"{prefix}{setting}{error.given}: {in_settings(error.said, names)}") from error
     except (UserError, EngineError, MemoryError) as error:
         if (said := in_settings(str(error), names)) == str(error):
             raise

@@ -1,7 +1,4 @@
-"""Checks of a `Config`: each setting against its declaration, then the rules between settings.
-
-`config/settings.py` imports this module, so `Config` is not named in the types here.
-"""
+"""Checks of a `Config`: each setting against its declaration, then the rules between settings."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from dcmdp_jax.config.algorithm import algorithm_rules
 from dcmdp_jax.config.arguments import as_settings
 from dcmdp_jax.config.engine import check_engine, find_trainable, forward_scheme
 from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
@@ -29,13 +27,13 @@ Broken = Iterator[tuple[Any, ...]]
 """Broken rules, each a tuple: dotted name of the setting, what is wrong, the value where it is not the setting's."""
 
 
-def validate(config: Any) -> None:
+def validate(config: Config) -> None:
     """Check a config. No function of a user is imported.
 
     Raises:
         UserError: in one line, for the first rule that is broken, naming setting, value and what is allowed.
     """
-    _check_each(config, find_trainable(config.rollout.engine), declared(type(config)))
+    _check_each(config, find_trainable(config.rollout.engine), declared(Config))
     _refuse(config, _task_rules(config))
     check_engine(config)
     forward_scheme(config)
@@ -44,7 +42,7 @@ def validate(config: Any) -> None:
     _refuse(config, algorithm_rules(config.algorithm, config.rollout.max_completion_tokens))
 
 
-def validate_sampling(config: Any, names: Collection[str]) -> None:
+def validate_sampling(config: Config, names: Collection[str]) -> None:
     """Check a config whose engine samples without a trainer: its given settings, and rules of engine and tasks.
 
     Raises:
@@ -58,7 +56,7 @@ def validate_sampling(config: Any, names: Collection[str]) -> None:
     _refuse(config, _reward_rules(config))
 
 
-def _refuse(config: Any, broken: Broken) -> None:
+def _refuse(config: Config, broken: Broken) -> None:
     """Raise for the first broken rule."""
     for name, said, *value in broken:
         found = value[0] if value else get_value(config, name)
@@ -67,8 +65,8 @@ def _refuse(config: Any, broken: Broken) -> None:
         )
 
 
-def _check_each(config: Any, engine: EngineKind, names: Collection[str]) -> None:
-    settings = [one for name, one in declared(type(config)).items() if name in names]
+def _check_each(config: Config, engine: EngineKind, names: Collection[str]) -> None:
+    settings = [one for name, one in declared(Config).items() if name in names]
     for one in settings:
         # An engine by path has choices of its own.
         if not one.about.engine_choices or engine in TRAINABLE.values():
@@ -80,17 +78,17 @@ def _check_each(config: Any, engine: EngineKind, names: Collection[str]) -> None
         check_range(one, get_value(config, one.name), one.name)
 
 
-def may_change(name: str, config: Any) -> bool:
+def may_change(name: str, config: Config) -> bool:
     """Whether a resumed run may have another value of a setting. `name` is dotted."""
     if name == "training.steps" and config.optimizer.schedule != "constant":
         # The learning rate ends with the last step.
         return False
     if name == "algorithm.tolerance_factor" and not config.algorithm.tolerance_steps:
         return True  # c is given: it does nothing
-    return declared(type(config))[name].about.free
+    return declared(Config)[name].about.free
 
 
-def _task_rules(config: Any) -> Broken:
+def _task_rules(config: Config) -> Broken:
     if 0 < config.evaluation.temperature < LOWEST_TEMPERATURE:
         why = "below it log-probs reach their clamp at -10000 nats"
         yield "evaluation.temperature", f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE} ({why})"
@@ -101,7 +99,7 @@ def _task_rules(config: Any) -> Broken:
         yield "rewards.functions", "name one in task.environment", "environment"
 
 
-def _step_rules(config: Any) -> Broken:
+def _step_rules(config: Config) -> Broken:
     training, algorithm = config.training, config.algorithm
     if (config.model.lora_rank or config.model.adapter) and config.model.forward_precision != "full":
         why = "the engine alone rounds the sum of base and adapters"
@@ -141,7 +139,7 @@ def _step_rules(config: Any) -> Broken:
         yield "run_dir", "name the directory that the run writes to"
 
 
-def _size_rules(config: Any) -> Broken:
+def _size_rules(config: Config) -> Broken:
     """Sizes that are each in bounds and together are not. Python's integers do not overflow."""
     shape, training, rollout = config.model.architecture, config.training, config.rollout
     attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
@@ -168,7 +166,7 @@ def _size_rules(config: Any) -> Broken:
             yield name, f"its {size:,} {unit} must be at most {INT32_MAX:,} (counted in int32)"
 
 
-def _host_rules(config: Any) -> Broken:
+def _host_rules(config: Config) -> Broken:
     """The rules between the settings of several hosts."""
     hosts, prompts = config.hosts, config.training.prompts_per_step
     if not hosts.coordinator and (hosts.processes > 1 or hosts.process):
@@ -184,7 +182,7 @@ def _host_rules(config: Any) -> Broken:
         yield "training.prompts_per_step", f"must be at least hosts.processes={hosts.processes}: each samples its share"
 
 
-def _reward_rules(config: Any) -> Broken:
+def _reward_rules(config: Config) -> Broken:
     """Names and weights of the functions. Nothing is imported."""
     names, weights = config.rewards.names, config.rewards.weights
     for name in names:

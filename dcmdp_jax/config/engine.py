@@ -8,6 +8,7 @@ from typing import Any
 
 from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import find_engine, unknown_engine
 from dcmdp_jax.errors import UserError
@@ -74,12 +75,12 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
 
 
 def engine_arguments(
-    config: Any, host: int = 0, *, kind: EngineKind | None = None, **found: Any
+    config: Config, host: int = 0, *, kind: EngineKind | None = None, **found: Any
 ) -> tuple[EngineKind, EngineArguments]:
     """The engine of a run and its arguments.
 
     Args:
-        config: a `Config`.
+        config: the settings.
         host: index of this process, whose engine has a directory of its own.
         kind: the engine's record; None for one that can be trained with.
         found: further arguments that are known by now, such as `model` and `mesh`.
@@ -103,7 +104,7 @@ def engine_arguments(
     return kind, EngineArguments(**known | found)
 
 
-def check_engine(config: Any, kind: EngineKind | None = None) -> None:
+def check_engine(config: Config, kind: EngineKind | None = None) -> None:
     """Check the settings alone by the engine's record, see `engine_arguments`.
 
     Raises:
@@ -122,11 +123,11 @@ def check_engine(config: Any, kind: EngineKind | None = None) -> None:
         )
 
 
-def forward_scheme(config: Any, platform: str = "", **found: Any) -> Scheme:
+def forward_scheme(config: Config, platform: str = "", **found: Any) -> Scheme:
     """The roundings of the engine that `model.forward_precision` and `model.forward_cache` repeat.
 
     Args:
-        config: a `Config`.
+        config: the settings.
         platform: platform of the trainer's devices; "" if it is unknown, for the checks alone.
         found: see `engine_arguments`; with `model`, roundings that it can't have are refused.
 

@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, spelled_out
-from dcmdp_jax.config.checks import validate, validate_sampling
-from dcmdp_jax.config.engine import check_name
+from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.config.rollout import HIGHEST_TEMPERATURE, MOST_TOKENS, TRAINABLE, RolloutSettings
-from dcmdp_jax.config.saved import REMOVED, VERSION, without_removed
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.fields import build, declared, nearest_name, parse_text, replace_value, setting
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.fields import declared, setting
 from dcmdp_jax.models.config import ALL_LINEAR, Lora
 from dcmdp_jax.models.families import FAMILIES
-
-if TYPE_CHECKING:
-    from ml_collections import ConfigDict
 
 _MOST_SAMPLES = 4096, "avg@4096 of one problem has a standard error of 0.008 at most"
 
@@ -417,48 +407,22 @@ class Config:
         return min(self.task.max_turn_tokens or max(1, limit // self.task.max_turns), limit)
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the per-token columns of `data.episode.COLUMNS` that every batch has."""
+        lags, top = self.rollout.lag > 0, self.rollout.top_logprobs > 0
+        present = {
+            "routed_experts": self.rollout.router_replay,
+            "old_logprobs": lags,
+            "top_ids": top,
+            "top_logprobs": top,
+            "old_top_logprobs": lags and top,
+        }
+        return ("rollout_logprobs", "policy_versions", *(name for name, there in present.items() if there))
+
+    @property
     def max_total_tokens(self) -> int:
         """Longest prompt and completion together."""
         return self.task.max_prompt_tokens + self.rollout.max_completion_tokens
-
-
-def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
-    """Make and check a `Config`. A setting that is not there has its default.
-
-    Raises:
-        UserError: in one line, naming the setting, its value and what is allowed: an unknown name (with the nearest
-            right one), a wrong type, a value out of range, or two settings that do not fit.
-    """
-    made = build(Config, config if isinstance(config, Mapping) else config.to_dict(), unknown_setting)
-    made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
-    validate(made)
-    return made
-
-
-def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """A config with other values whose engine samples without a trainer; rules of training are not checked.
-
-    Args:
-        config: a run's config, which an earlier version may have saved, or the defaults.
-        overrides: dotted name -> value.
-
-    Raises:
-        UserError: in one line, see `from_config_dict`.
-    """
-    values, engine = to_dict(config), config.rollout.engine
-    # The run's split of its devices was for a trainer beside the engine.
-    alone = {"rollout.lag": 0, "rollout.router_replay": False, "mesh.cpu_devices": 0}
-    # Of the engine and the functions that the run had.
-    alone |= {"rollout.engine_args": ""} if overrides.get("rollout.engine", engine) != engine else {}
-    alone |= {"rewards.weights": ()} if "rewards.functions" in overrides else {}
-    values["rollout"]["local"] = {}
-    for name, value in {**alone, **overrides}.items():
-        replace_value(values, name, value)
-    made = build(Config, values, unknown_setting)
-    # Greedy, or one completion: refused for training alone.
-    alone = {"rollout.temperature": 0, "rollout.group_size": 1}
-    validate_sampling(made, {name for name, value in overrides.items() if value != alone.get(name)})
-    return made
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -469,68 +433,3 @@ def to_dict(config: Config) -> dict[str, Any]:
 def setting_names() -> list[str]:
     """Dotted names of all settings."""
     return list(declared(Config))
-
-
-def parse_value(name: str, text: str) -> Any:
-    """Parse the text of a setting, as a command line has it.
-
-    Args:
-        name: dotted.
-        text: a value of the setting's type, such as `true`, `1e-6`, `(64,128)`; digits are 0-9.
-
-    Raises:
-        UserError: in one line, if there is no such setting or the text is no value of its type.
-    """
-    if name in declared(Config):
-        return parse_text(declared(Config)[name], text)
-    if any(other.startswith(f"{name}.") for other in declared(Config)):
-        raise UserError(f"config.{name}: got {shorten(text)}, must be a section with named settings")
-    raise unknown_setting(name)
-
-
-OTHER_NAMES = MappingProxyType(
-    {
-        "lr": "optimizer.learning_rate",
-        "epochs": "training.steps",
-        "num_generations": "rollout.group_size",
-        "beta": "algorithm.kl_coefficient",
-        "kl_coef": "algorithm.kl_coefficient",
-        "max_new_tokens": "rollout.max_completion_tokens",
-        "output_dir": "run_dir",
-        "lambda": "algorithm.multiplier",
-        "eta": "algorithm.dual_learning_rate",
-    }
-)
-"""What other trainers and the paper call a setting."""
-
-
-def unknown_setting(name: str) -> UserError:
-    """The error for a dotted name that is no setting: why it was removed, or the nearest one that is."""
-    if ours := OTHER_NAMES.get(name.rpartition(".")[2]):
-        return UserError(f"config.{name}: no such setting; did you mean {ours!r}?")
-    if name in REMOVED:
-        return UserError(f"config.{name}: no setting any more; {REMOVED[name].why}")
-    sections = [field.name for field in dataclasses.fields(Config)]
-    return UserError(f"config.{name}: no such setting; {nearest_name(name, setting_names(), sections)}")
-
-
-def to_saved(config: Config) -> dict[str, Any]:
-    """Content of a run directory's config.json: with every number of the algorithm's remedies."""
-    spelled = dataclasses.replace(config, algorithm=spelled_out(config.algorithm))
-    return {"config_version": VERSION, **to_dict(spelled)}
-
-
-def from_saved(saved: Mapping[str, Any]) -> Config:
-    """Make a config from what this or an earlier version saved.
-
-    A setting that was not there yet has its default. Other rules on values are not checked: an earlier version may
-    have allowed what is refused now.
-
-    Raises:
-        UserError: in one line, for a newer version, a setting that is unknown or was removed with a value that had a
-            meaning, or a value of a wrong type.
-    """
-    made = build(Config, without_removed(saved), unknown_setting)
-    made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
-    check_name(made.rollout.engine)
-    return made

@@ -7,7 +7,8 @@ import inspect
 import textwrap
 import typing
 
-from dcmdp_jax.config.settings import OTHER_NAMES, Config, unknown_setting
+from dcmdp_jax.config.load import OTHER_NAMES, unknown_setting
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.fields import Declared, declared, get_value
 
 _INTRODUCTION = """\

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -30,56 +29,42 @@ class Column:
         fill: entry of padding, and of a token that the column says nothing about.
         of_given: whether it has entries for tokens that the policy did not sample: a prompt, the output of a tool.
             Those of another column are `fill`.
-        shape: (config, model) -> shape of an entry, the axes after the token axis.
-        present: (config) -> whether every batch of a run of that config has it; None: present where an engine or a
-            reward gives it unasked.
+        axes: names of the axes after the token axis, of `column_shapes`.
     """
 
     doc: str
     dtype: type[np.generic]
     fill: int | float
     of_given: bool = False
-    shape: Callable[[Any, Any], Shape] = lambda config, model: ()
-    present: Callable[[Any], bool] | None = None
+    axes: tuple[str, ...] = ()
 
 
 TOP_LOGPROBS, OLD_TOP_LOGPROBS = "top_logprobs", "old_top_logprobs"
 
-
-def _top(doc: str, dtype: type[np.generic], fill: int | float, *, lags: bool = False) -> Column:
-    """A column of the k likeliest ids, of runs with `rollout.top_logprobs` above 0 alone."""
-
-    def present(config: Any) -> bool:
-        return config.rollout.top_logprobs > 0 and (config.rollout.lag > 0 or not lags)
-
-    return Column(doc, dtype, fill, shape=lambda config, model: (config.rollout.top_logprobs,), present=present)
-
-
 COLUMNS: dict[str, Column] = {
     "rollout_logprobs": Column(
         "nats, of the sampled token by the inference engine, under the distribution sampled from",
-        np.float32, 0.0, present=lambda config: True,
+        np.float32, 0.0,
     ),
-    "policy_versions": Column(
-        "the training step whose weights sampled the token", np.int32, -1, present=lambda config: True
-    ),
+    "policy_versions": Column("the training step whose weights sampled the token", np.int32, -1),
     "routed_experts": Column(
         "[layers, k], the experts of each layer that the engine sent the token to when it read it; a forward pass uses "
         "them (router replay). -1 for a token that was not read, such as the last",
-        np.int16, -1, of_given=True, shape=lambda config, model: model.routing[:2],
-        present=lambda config: config.rollout.router_replay,
+        np.int16, -1, of_given=True, axes=("layers", "experts_per_token"),
     ),
     "old_logprobs": Column(
         "nats, of the sampled token by the training stack, under the weights that sampled it; of a run whose batches "
         "lag behind the policy. The trainer computes it",
-        np.float32, 0.0, present=lambda config: config.rollout.lag > 0,
+        np.float32, 0.0,
     ),
-    TOP_IDS: _top(
+    TOP_IDS: Column(
         "[k], the engine's likeliest ids in the place of the sampled token, likeliest first; -1 where it samples fewer",
-        np.int32, -1,
+        np.int32, -1, axes=("k",),
     ),
-    TOP_LOGPROBS: _top("[k], nats, of these ids by the engine, under the distribution sampled from", np.float32, 0.0),
-    OLD_TOP_LOGPROBS: _top("[k], `old_logprobs` of these ids", np.float32, 0.0, lags=True),
+    TOP_LOGPROBS: Column(
+        "[k], nats, of these ids by the engine, under the distribution sampled from", np.float32, 0.0, axes=("k",)
+    ),
+    OLD_TOP_LOGPROBS: Column("[k], `old_logprobs` of these ids", np.float32, 0.0, axes=("k",)),
     "teacher_logprobs": Column("nats, of the sampled token by a teacher", np.float32, 0.0),
     "token_rewards": Column("reward of the token alone, beside its completion's", np.float32, 0.0),
 }  # fmt: skip
@@ -105,15 +90,16 @@ def declared_column(name: str) -> Column:
     return COLUMNS[name]
 
 
-def columns_of_run(config: Any, model: Any) -> dict[str, Shape]:
-    """The columns that every batch of a run has, and the shape of their entries.
+def column_shapes(names: Collection[str], *, k: int, routing: Sequence[int]) -> dict[str, Shape]:
+    """The shape of the entries of columns, the axes after the token axis, by name.
 
     Args:
-        config: the settings.
-        model: its `ModelConfig`.
+        names: names in `COLUMNS`.
+        k: likeliest ids of a token.
+        routing: layers, and experts of a token in each.
     """
-    given = {name: column for name, column in COLUMNS.items() if column.present and column.present(config)}
-    return {name: tuple(column.shape(config, model)) for name, column in given.items()}
+    sizes = {"k": k, "layers": routing[0], "experts_per_token": routing[1]}
+    return {name: tuple(sizes[axis] for axis in column.axes) for name, column in COLUMNS.items() if name in names}
 
 
 def common_columns(columns: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int]) -> dict[str, Shape]:

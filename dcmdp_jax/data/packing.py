@@ -135,7 +135,7 @@ def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
 
     Args:
         packing: its shapes.
-        columns: name -> shape of an entry, of the columns that the completions have; see `episode.columns_of_run`.
+        columns: name -> shape of an entry, of the columns that the completions have; see `episode.column_shapes`.
     """
     kinds = zip(packing.micro_batches, packing.rows_per_micro_batch, packing.row_lengths, strict=True)
     rows = tuple(_make_rows((packing.mini_batches, *kind), columns, _abstract) for kind in kinds)

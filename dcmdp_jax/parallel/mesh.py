@@ -43,20 +43,20 @@ def make_mesh(
 def axis_sizes(devices: int, data: int, fsdp: int, tensor: int, expert: int) -> dict[str, int]:
     """Devices along each axis, with the -1 filled in. Arguments and errors as for `make_mesh`."""
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
-    given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    given = f" ({', '.join(f'{name}={size}' for name, size in sizes.items())})"
     if bad := [name for name, size in sizes.items() if size < 1 and size != -1]:
         raise ArgumentError(bad[0], f"got {sizes[bad[0]]}, must be at least 1, or -1 for the devices left over")
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
-        raise ArgumentError(f"mesh ({given})", "only one axis may be -1")
+        raise ArgumentError("mesh", "only one axis may be -1", given)
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if open_axes:
         if devices % fixed:
             allowed = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
-            raise ArgumentError(f"mesh ({given})", f"{fixed} does not divide the {devices} devices; that do {allowed}")
+            raise ArgumentError("mesh", f"{fixed} does not divide the {devices} devices; that do {allowed}", given)
         sizes[open_axes[0]] = devices // fixed
     elif fixed != devices:
-        raise ArgumentError(f"mesh ({given})", f"needs {fixed} devices, there are {devices}; set one axis to -1 to fit")
+        raise ArgumentError("mesh", f"needs {fixed} devices, there are {devices}; set one axis to -1 to fit", given)
     return sizes
 
 
@@ -113,8 +113,8 @@ def sampling_mesh(training: Mesh, *, num_params: int = 0, tensor: int = 1, exper
     if backend.cpu_is_split() and tensor * expert == 1 and num_params > _MAX_REPLICATED_PARAMS:
         devices = devices[:1]
     if devices.size % (tensor * expert):
-        given = f"mesh (tensor={tensor}, expert={expert})"
-        raise ArgumentError(given, f"{tensor * expert} does not divide the {devices.size} devices")
+        given = f" (tensor={tensor}, expert={expert})"
+        raise ArgumentError("mesh", f"{tensor * expert} does not divide the {devices.size} devices", given)
     return Mesh(devices.reshape(-1, 1, tensor, expert), AXES)
 
 

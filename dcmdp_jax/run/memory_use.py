@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from dcmdp_jax.config.arguments import as_settings, in_settings, of_engine
 from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.episode import COLUMNS, columns_of_run
+from dcmdp_jax.data.episode import COLUMNS, column_shapes
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
@@ -409,7 +409,7 @@ def _batch_parts(
     config: Config, model: ModelConfig, mesh: Mesh, packing: RowShapes, machine: Machine, completions: int
 ) -> list[MemoryPart]:
     """The batch, on the devices and before, and the columns of its completions that have a vector for each token."""
-    columns = columns_of_run(config, model)
+    columns = column_shapes(config.columns, k=config.rollout.top_logprobs, routing=model.routing)
     batch = abstract_batch(packing, columns)
     rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch.rows))
     step, lower = frozenset({"step"}), "training.prompts_per_step or rollout.max_completion_tokens"

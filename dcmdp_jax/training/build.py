@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.episode import columns_of_run
+from dcmdp_jax.data.episode import column_shapes
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import Lora, ModelConfig
@@ -222,7 +222,8 @@ def abstract_arguments(run: Run, programs: StepPrograms) -> tuple[TrainState, Ba
     config, packing, dual = run.asked, run.packing, initial_dual(run.asked.algorithm)
     shapes = declared_shapes(trained(run.model, run.lora), config.model.param_dtype)
     state = jax.eval_shape(lambda params: new_state(params, programs.optimizer, dual, programs.loss_scale), shapes)
-    batch = abstract_batch(packing, columns_of_run(config, run.model))
+    columns = column_shapes(config.columns, k=config.rollout.top_logprobs, routing=run.model.routing)
+    batch = abstract_batch(packing, columns)
     placed = batch_shardings(run.mesh, buckets=len(packing.row_lengths))
     return sharded(state, programs.shardings), sharded(batch, placed)
 

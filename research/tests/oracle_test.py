@@ -8,7 +8,8 @@ import pytest
 
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings
-from dcmdp_jax.config.settings import Config, for_sampling
+from dcmdp_jax.config.load import for_sampling
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.lab.probe.session import Session

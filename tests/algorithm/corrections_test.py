@@ -11,7 +11,7 @@ import pytest
 from dcmdp_jax.algorithm import corrections, losses, penalties, signals, stats
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, TRUNCATIONS, chain
 from dcmdp_jax.algorithm.remedies import Tokens, uses
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from tests.support.surrogate import policy_surrogate
 
 # Parameters for which the random input below has tokens or completions on both sides of every bound.

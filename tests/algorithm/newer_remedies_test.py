@@ -11,7 +11,7 @@ from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.losses import LOSSES, policy_loss
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 
 try:
     import torch

@@ -13,7 +13,7 @@ from dcmdp_jax.algorithm.remedies import OwnRemedy, Tokens, check_terms, check_v
 from dcmdp_jax.algorithm.stats import Max, Mean
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.config.algorithm import check_own_remedies
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from tests.support.refusals import refused
 
 _FILE = """

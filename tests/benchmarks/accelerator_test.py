@@ -19,7 +19,7 @@ from benchmarks.accelerator import PARTS, Part
 from benchmarks.accelerator_parts import attention, discrepancy, runs, step, torch_peer
 from benchmarks.accelerator_parts.sizes import SIZES, completions, run_settings
 from benchmarks.accelerator_parts.tables import summary, table
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.ops import REFERENCE

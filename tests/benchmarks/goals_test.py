@@ -10,7 +10,7 @@ from benchmarks.compiled_parts.collectives import Collective
 from benchmarks.compiled_parts.goals import all_logits, attention_matrices, model_shapes, tree_gathers
 from benchmarks.compiled_parts.hlo import Array
 from configs import qwen3_8b
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import model_of

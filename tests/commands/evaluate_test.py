@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 from configs.base import get_config
 from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.commands.evaluate import main
-from dcmdp_jax.config.settings import from_config_dict, to_dict
+from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.parallel.mesh import make_mesh

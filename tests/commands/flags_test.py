@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.flags import parse
-from dcmdp_jax.config.settings import OTHER_NAMES, setting_names
+from dcmdp_jax.config.load import OTHER_NAMES
+from dcmdp_jax.config.settings import setting_names
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DEMO = "--config=configs/demo.py"

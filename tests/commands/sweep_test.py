@@ -14,7 +14,8 @@ import pytest
 from dcmdp_jax.commands import sweep
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.sweep import main
-from dcmdp_jax.config.settings import to_dict, to_saved
+from dcmdp_jax.config.load import to_saved
+from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies import study_runs
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics

@@ -7,7 +7,7 @@ from configs import base, remedies
 from dcmdp_jax.algorithm.corrections import chain
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import spelled_out
-from dcmdp_jax.config.settings import from_config_dict, from_saved
+from dcmdp_jax.config.load import from_config_dict, from_saved
 from dcmdp_jax.errors import UserError
 
 

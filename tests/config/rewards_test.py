@@ -1,6 +1,6 @@
 """Settings of the rewards: names and weights are checked before anything is imported."""
 
-from dcmdp_jax.config.settings import from_config_dict, parse_value
+from dcmdp_jax.config.load import from_config_dict, parse_value
 
 
 def _rewards(**changes):

@@ -9,16 +9,9 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from configs.base import get_config
+from dcmdp_jax.config.load import from_config_dict, from_saved, to_saved, unknown_setting
 from dcmdp_jax.config.rollout import TRAINABLE
-from dcmdp_jax.config.settings import (
-    Config,
-    from_config_dict,
-    from_saved,
-    setting_names,
-    to_dict,
-    to_saved,
-    unknown_setting,
-)
+from dcmdp_jax.config.settings import Config, setting_names, to_dict
 from dcmdp_jax.fields import declared
 from dcmdp_jax.inputs import shorten
 from tests.support.refusals import refused

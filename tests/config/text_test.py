@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from configs.base import get_config
-from dcmdp_jax.config.settings import Config, from_config_dict, setting_names
+from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.config.settings import Config, setting_names
 from dcmdp_jax.config.text import print_config, settings_page
 from dcmdp_jax.fields import declared
 

@@ -1,11 +1,15 @@
 """The table of token columns: a column is one declaration."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from dcmdp_jax.data.episode import COLUMNS, Column, columns_of_run, over_sequence, single_turn
+from dcmdp_jax.config.rollout import RolloutSettings
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.episode import COLUMNS, Column, column_shapes, over_sequence, single_turn
 from dcmdp_jax.data.packing import abstract_batch, pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 
@@ -73,19 +77,16 @@ def test_a_column_that_is_not_declared_is_refused():
 
 
 def test_the_columns_of_a_run_follow_from_its_config():
-    class Config:
-        class rollout:
-            router_replay, lag, top_logprobs = True, 0, 0
-
-    class Model:
-        routing = (3, 2, 8)
+    def found(**rollout):
+        config = dataclasses.replace(Config(), rollout=RolloutSettings(**rollout))
+        return column_shapes(config.columns, k=config.rollout.top_logprobs, routing=(3, 2, 8))
 
     shapes = {"rollout_logprobs": (), "policy_versions": ()}
-    assert columns_of_run(Config, Model) == {**shapes, "routed_experts": (3, 2)}
-    Config.rollout.router_replay = False
-    assert columns_of_run(Config, Model) == shapes
-    Config.rollout.lag = 1  # the trainer's own column
-    assert columns_of_run(Config, Model) == {**shapes, "old_logprobs": ()}
-    Config.rollout.top_logprobs = 5
-    lists = dict.fromkeys(("top_ids", "top_logprobs", "old_top_logprobs"), (5,))
-    assert columns_of_run(Config, Model) == {**shapes, "old_logprobs": (), **lists}
+    assert found(router_replay=True) == {**shapes, "routed_experts": (3, 2)}
+    assert found() == shapes
+    assert found(lag=1) == {**shapes, "old_logprobs": ()}  # the trainer's own column
+    lists = dict.fromkeys(("top_ids", "top_logprobs"), (5,))
+    assert found(top_logprobs=5) == {**shapes, **lists}
+    assert found(lag=1, top_logprobs=5) == {**shapes, "old_logprobs": (), **lists, "old_top_logprobs": (5,)}
+    every = dataclasses.replace(Config(), rollout=RolloutSettings(router_replay=True, lag=1, top_logprobs=5))
+    assert set(every.columns) == COLUMNS.keys() - {"teacher_logprobs", "token_rewards"}

@@ -13,7 +13,8 @@ import pytest
 
 from configs.base import get_config
 from dcmdp_jax.config import arguments
-from dcmdp_jax.config.settings import from_config_dict, setting_names
+from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.config.settings import setting_names
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.engines.vllm import ENGINE, VllmSettings, devices, launch

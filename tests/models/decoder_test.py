@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.metrics_io import MetricsWriter, has_record, read_metrics
 from dcmdp_jax.training.stopping import AlarmWatch, SkippedUpdates

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dcmdp_jax.config import checks
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel import hosts as hosts_module
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts

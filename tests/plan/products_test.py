@@ -5,7 +5,7 @@ import re
 import jax
 
 from configs import qwen3_8b
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.run_plan import plan_engine, plan_step, planned_run
 

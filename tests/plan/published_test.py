@@ -7,7 +7,7 @@ import math
 import jax
 import pytest
 
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.hf_config import from_hf
 from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes

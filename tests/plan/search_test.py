@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from configs import qwen3_8b
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.plan.search import candidates, search
 from dcmdp_jax.plan.topologies import CHIPS, Topology

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from configs import demo
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import end_token_ids
 from dcmdp_jax.models.config import Lora, ModelConfig

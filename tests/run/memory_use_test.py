@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from configs import base, demo, qwen3_8b, qwen3_30b_a3b
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES
@@ -327,7 +327,7 @@ import json, sys
 from pathlib import Path
 from configs import base
 from dcmdp_jax.config.engine import engine_arguments
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from configs import demo, demo_moe, qwen3_8b
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import Machine
 from dcmdp_jax.models.decoder import Compute

@@ -6,7 +6,7 @@ import functools
 import jax
 
 from dcmdp_jax.config.engine import engine_arguments
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import Workload
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh

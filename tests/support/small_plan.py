@@ -3,7 +3,7 @@
 import jax
 
 from configs import qwen3_8b
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.plan.topologies import CHIPS, Topology
 
 EIGHT_CHIPS = Topology("v5e:2x4", CHIPS["v5e"], jax.devices()[:8])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs.base import get_config
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.models import decoder

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs.base import get_config
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.observe.alarms import ALARMS, broken_completions
 from dcmdp_jax.training.stopping import AlarmWatch, TrainingStopped
 from tests.support.our_log import our_log

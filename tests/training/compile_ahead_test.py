@@ -6,7 +6,7 @@ import jax
 from jax._src import compiler
 
 from configs import qwen3_8b
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.run_plan import planned_run
 from dcmdp_jax.training.build import abstract_arguments, make_step_programs

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import demo
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.parallel.mesh import one_device_mesh

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from configs.base import get_config
-from dcmdp_jax.config.settings import from_config_dict
+from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.training import stopping
 from dcmdp_jax.training.stopping import Interrupted, SkippedUpdates, StopSignal, TrainingStopped
 from tests.support.our_log import our_log
