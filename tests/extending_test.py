@@ -1,4 +1,4 @@
-"""The recipes of docs/extending.md and the commands of docs/start.md work as they are written."""
+"""The recipes of docs/extending.md and docs/checkpoints.md, and the commands of docs/start.md, work as written."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from dcmdp_jax.rewards.reward_pool import RewardPool
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[1]
-_RECIPES = (_ROOT / "docs" / "extending.md").read_text()
+_RECIPES = "".join((_ROOT / "docs" / page).read_text() for page in ("extending.md", "checkpoints.md"))
 
 
 def _commands(text):
@@ -94,7 +94,8 @@ def test_all_recipes_of_code_together(tmp_path):
     edits = re.findall(r"```diff\n--- (\S+)\n(.*?)```", _RECIPES, re.DOTALL)
     tests = re.findall(r"```python\n# (\S+_test\.py)\n(.*?)```", _RECIPES, re.DOTALL)
     headings = re.findall(r"^## (?:A|An) (.*)", _RECIPES, re.MULTILINE)
-    assert headings == ["reward", "remedy", "setting", "metric", "model parameter", "model family", "engine"]
+    names = ["reward", "remedy", "setting", "metric", "model parameter", "model family", "engine", "field of the state"]
+    assert headings == names
     assert len(tests) == len(headings) - 2  # a reward and an engine are files of a user's, tested elsewhere
     files = re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", _RECIPES, re.DOTALL)
     for package in ("dcmdp_jax", "configs"):

@@ -37,7 +37,7 @@ _LIBRARIES = {
     "ml_collections": ("dcmdp_jax.config.settings", "configs", "dcmdp_jax.commands"),
     "absl": (),
     "optax": ("dcmdp_jax.training",),
-    "orbax": ("dcmdp_jax.run.checkpoint",),
+    "orbax": ("dcmdp_jax.run.checkpoint", "dcmdp_jax.run.saved_params"),
     "flax": ("dcmdp_jax.models",),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights", "dcmdp_jax.models.peft_files"),
     "gguf": ("dcmdp_jax.models.gguf_weights",),

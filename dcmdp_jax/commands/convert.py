@@ -107,7 +107,7 @@ def _copy(source: Path, out_dir: Path, dtype: str, overwrite: bool) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     # Orbax takes seconds to import; only this needs it.
-    from dcmdp_jax.run.checkpoint import latest_checkpoint, load_adapters, load_params_only
+    from dcmdp_jax.run.saved_params import latest_checkpoint, load_adapters, load_params_only
 
     run_dir, out_dir, dtype = arguments.run_dir, arguments.out_dir, arguments.dtype
     if arguments.push:

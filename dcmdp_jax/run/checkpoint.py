@@ -1,8 +1,6 @@
 """Checkpoints by Orbax: asynchronous, atomic, checked when read back, the last few and the best kept.
 
-A checkpoint holds the whole state of a run. Random state is a function of (seed, step), and the order of prompts one of
-the seed, so for them the step and the number of prompts taken are stored. A digest of every array is stored beside it:
-a truncated or changed file is detected when it is read, and the checkpoint before it is used.
+docs/checkpoints.md says what a checkpoint holds, and how to add to it. `run.saved_params` reads the parameters alone.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import json
 import logging
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,9 +25,7 @@ from dcmdp_jax.array_checksum import array_checksum
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.lora import SavedAdapters, load_base, merged, merged_as_rounded, trained
-from dcmdp_jax.models.params import declared_shapes
-from dcmdp_jax.models.rope import RopeScaling
+from dcmdp_jax.models.lora import SavedAdapters
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.run.directory import RUN_ID_FILE, run_id
 from dcmdp_jax.types import Params, TrainState
@@ -278,7 +274,7 @@ class Checkpoints:
             except (CheckpointError, jax.errors.JaxRuntimeError, MemoryError):
                 raise
             except Exception as error:  # Orbax raises any error of the storage layer
-                damaged[step] = _first_line(error)
+                damaged[step] = first_line(error)
                 continue
             for broken, reason in damaged.items():
                 logger.warning(
@@ -293,7 +289,7 @@ class Checkpoints:
         if steps:
             raise CheckpointError(
                 f"{self._directory}: none of the checkpoints {steps[::-1]} can be read ({steps[0]}: "
-                f"{damaged[steps[0]]}); nothing was changed: mend the files, or start in a new run_dir"
+                f"{damaged[steps[0]]}); no files were modified; repair them or use a new run_dir"
             )
         return None
 
@@ -338,10 +334,10 @@ class Checkpoints:
         if failures:
             raise failure or ValueError("another host can't read it")
         for item in ("params", "learner"):
-            _check_digests(restored[item], saved["digests"][item])
+            check_digests(restored[item], saved["digests"][item])
         kept = saved["digests"].get(_BEHIND, {})
         for version, expected in kept.items():
-            _check_digests(restored[_BEHIND][version], expected)
+            check_digests(restored[_BEHIND][version], expected)
         self.behind = {int(version): restored[_BEHIND][version] for version in kept}
         return TrainState(params=restored["params"], **restored["learner"])
 
@@ -349,7 +345,7 @@ class Checkpoints:
         self, step: int, abstract: TrainState, model: ModelConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         saved = self._meta(step)
-        _check_record(saved, step)
+        check_record(saved, step)
         if saved.get("run", self._run) != self._run:
             raise CheckpointError(
                 f"{self._directory / str(step)}: it is of run {saved['run']}, this directory is of run {self._run} "
@@ -367,7 +363,7 @@ class Checkpoints:
             if not any(path.startswith(f"['{name}']") for path in saved["digests"]["learner"]):
                 items["learner"].pop(name, None)
         for item in ("params", "learner"):
-            _check_structure(self._directory / str(step), saved["digests"][item], items[item])
+            check_structure(self._directory / str(step), item, saved["digests"][item], items[item])
         if kept := saved["digests"].get(_BEHIND):
             items[_BEHIND] = dict.fromkeys(kept, abstract.params)
         wanted = {name: ocp.args.StandardRestore(tree) for name, tree in items.items()}
@@ -399,7 +395,7 @@ def _read_score(checkpoint: Path) -> PolicyScore | None:
     """
     try:
         saved = json.loads((checkpoint / "metrics" / "metrics").read_text(encoding="utf-8"))
-        _check_record(saved, int(checkpoint.name))
+        check_record(saved, int(checkpoint.name))
         if not (isinstance(saved["name"], str) and isinstance(saved["score"], float)):
             raise ValueError("no score")
         return PolicyScore(saved["name"], saved["score"])
@@ -419,8 +415,14 @@ def _drop_unreadable_scores(directory: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _check_structure(checkpoint: Path, saved: Mapping[str, int], wanted: Any) -> None:
-    """Refuse a checkpoint whose arrays are other ones than the code has now: it is no damage.
+def check_structure(checkpoint: Path, item: str, saved: Mapping[str, int], wanted: Any) -> None:
+    """Refuse a checkpoint whose arrays are other ones than the code has now: that is not damage.
+
+    Args:
+        checkpoint: its directory.
+        item: "params" or "learner".
+        saved: digests of the arrays that it has, by path.
+        wanted: tree of the arrays that the code has now.
 
     Raises:
         CheckpointError: in one line, with the first array that only one of the two has.
@@ -430,12 +432,13 @@ def _check_structure(checkpoint: Path, saved: Mapping[str, int], wanted: Any) ->
         cause = needed_by(name.split("'")[1])
         has, needs = ("has no", "needs") if name in names else ("has", "does not have")
         raise CheckpointError(
-            f"{checkpoint}: {has} {name}, which this run {needs} ({cause}); nothing is damaged: go on with the "
+            f"{checkpoint}: {has} {item}{name}, which this run {needs} ({cause}); nothing is damaged: go on with the "
             "settings and the version that wrote it, or export it (dcmdp convert export) and start from that"
         )
 
 
-def _check_digests(tree: Any, expected: Mapping[str, int]) -> None:
+def check_digests(tree: Any, expected: Mapping[str, int]) -> None:
+    """Raise ValueError for the first array whose digest is not the expected one."""
     found = digests(tree)
     if changed := [path for path, value in expected.items() if found.get(path) != value]:
         raise ValueError(f"digest of {changed[0]} does not match what was saved")
@@ -446,151 +449,14 @@ def _record_checksum(meta: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def _check_record(meta: Mapping[str, Any], step: int) -> None:
+def check_record(meta: Mapping[str, Any], step: int) -> None:
+    """Raise ValueError for a record that does not match its checksum, or is of another step."""
     if meta["crc32"] != _record_checksum(meta):
         raise ValueError("its record does not match its checksum")
     if meta["step"] != step:
         raise ValueError(f"it was saved as that of step {meta['step']}")
 
 
-def latest_checkpoint(run_dir: str | Path) -> tuple[Path, int]:
-    """Directory that holds the step directories, and the newest finished step.
-
-    Args:
-        run_dir: a run directory, its `checkpoints`, or one step's directory inside it.
-
-    Raises:
-        CheckpointError: if there is none.
-    """
-    path = Path(run_dir).resolve()
-    if path.name.isdigit() and (path / "params").is_dir():
-        return path.parent, int(path.name)
-    directory = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = [int(path.name) for path in directory.glob("*") if path.name.isdigit() and path.is_dir()]
-    if not steps:
-        raise CheckpointError(f"{run_dir}: no checkpoint there; give a run directory or one of its checkpoints")
-    return directory, max(steps)
-
-
-def load_model_config(run_dir: str | Path, step: int | None = None) -> tuple[ModelConfig, int, Path]:
-    """A checkpoint's description of its model; reads no array.
-
-    Args:
-        run_dir: a run directory, its `checkpoints`, or one step's directory inside it.
-        step: step of the checkpoint; None is the newest.
-
-    Returns:
-        (model, step, tokenizer directory).
-
-    Raises:
-        CheckpointError: if it is missing or its record can't be read.
-    """
-    path, step = _find(run_dir, step)
-    with _naming_damage(path):
-        model, _ = _read_meta(path)
-    return model, step, path.parent.parent / "tokenizer"
-
-
-def load_params_only(run_dir: str | Path, step: int | None = None) -> tuple[Params, ModelConfig, int, Path]:
-    """Parameters of a checkpoint without the optimizer, for evaluation and export.
-
-    Args:
-        run_dir: a run directory, its `checkpoints`, or one step's directory inside it.
-        step: step of the checkpoint; None is the newest.
-
-    Returns:
-        (parameters on the default device, model, step, tokenizer directory).
-
-    Raises:
-        CheckpointError: if it is missing or damaged.
-    """
-    path, step = _find(run_dir, step)
-    params, adapters, model, meta = _trained(path)
-    if adapters is not None:
-        params = jax.jit(merged, static_argnums=2)(_base_of(path, adapters, model, meta), params, adapters.lora)
-    return params, model, step, path.parent.parent / "tokenizer"
-
-
-def load_as_rounded(run_dir: str | Path, step: int | None, precision: str) -> Params | None:
-    """Parameters of a checkpoint with its adapters' change as an engine rounds it, see `lora.merged_as_rounded`.
-
-    None if all parameters were trained. Arguments and errors as of `load_params_only`.
-    """
-    path, _ = _find(run_dir, step)
-    params, adapters, model, meta = _trained(path)
-    if adapters is None:
-        return None
-    merge = jax.jit(merged_as_rounded, static_argnums=(2, 3))
-    return merge(_base_of(path, adapters, model, meta), params, adapters.lora, precision)
-
-
-def load_adapters(run_dir: str | Path, step: int | None = None) -> tuple[Params, SavedAdapters, ModelConfig]:
-    """The adapters of a checkpoint, their shape and base, and the base's model. Arguments as of `load_params_only`.
-
-    Raises:
-        CheckpointError: if it is missing or damaged, or all parameters were trained.
-    """
-    path, _ = _find(run_dir, step)
-    params, adapters, model, _ = _trained(path)
-    if adapters is None:
-        raise CheckpointError(f"{path}: has no adapters, all parameters were trained (model.lora_rank=0)")
-    return params, adapters, model
-
-
-def _trained(path: Path) -> tuple[Params, SavedAdapters | None, ModelConfig, dict[str, Any]]:
-    """Parameters that a checkpoint trained, on the default device, with its record."""
-    with _naming_damage(path):
-        model, meta = _read_meta(path)
-        adapters = SavedAdapters(**meta["adapters"]) if "adapters" in meta else None
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = declared_shapes(trained(model, adapters and adapters.lora), meta["param_dtype"])
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), shapes)
-        _check_structure(path, meta["digests"]["params"], abstract)
-        params = ocp.StandardCheckpointer().restore(path / "params", abstract)
-        _check_digests(params, meta["digests"]["params"])
-    return params, adapters, model, meta
-
-
-def _base_of(path: Path, adapters: SavedAdapters, model: ModelConfig, meta: Mapping[str, Any]) -> Params:
-    """The base of a checkpoint's adapters, which must be the one that they were trained on."""
-    base = load_base(Path(adapters.base_path), model, adapters.base_dtype)
-    changed = [name for name, value in digests(base).items() if meta["digests"]["reference"].get(name) != value]
-    if changed:
-        raise CheckpointError(
-            f"{adapters.base_path}: {changed[0]} is not what the adapters of {path} were trained on; put the base back"
-        )
-    return base
-
-
-def _find(run_dir: str | Path, step: int | None) -> tuple[Path, int]:
-    """One checkpoint's directory and its step."""
-    directory, newest = latest_checkpoint(run_dir)
-    step = newest if step is None else step
-    if not (directory / str(step)).is_dir():
-        raise CheckpointError(f"{directory}: no checkpoint of step {step}")
-    if not (directory / str(step) / "params").is_dir():
-        raise CheckpointError(f"{directory / str(step)}: damaged (params is missing); choose another step")
-    return directory / str(step), step
-
-
-def _read_meta(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
-    """The model, and the whole record that contains it."""
-    # Orbax would start JAX, which a reader may still have to prepare.
-    meta = json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
-    _check_record(meta, int(path.name))
-    fields = dict(meta["model"])
-    return ModelConfig(**{**fields, "rope_scaling": RopeScaling(**fields["rope_scaling"])}), meta
-
-
-@contextlib.contextmanager
-def _naming_damage(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:  # Orbax raises any error of the storage layer
-        raise CheckpointError(f"{path}: damaged ({_first_line(error)}); choose another step") from error
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error of the storage layer, cut."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -92,7 +92,7 @@ class SavedModel:
         """Read the weights: a checkpoint's as they are, others in the given dtype."""
         if self.step is None:
             return load_params(self.path, self.shape, dtype=dtype)
-        from dcmdp_jax.run.checkpoint import load_params_only
+        from dcmdp_jax.run.saved_params import load_params_only
 
         return load_params_only(self.path, self.step)[0]
 
@@ -100,7 +100,7 @@ class SavedModel:
         """The weights with what an engine's rounding leaves of the adapters' change; None without adapters."""
         if self.step is None:
             return None
-        from dcmdp_jax.run.checkpoint import load_as_rounded
+        from dcmdp_jax.run.saved_params import load_as_rounded
 
         return load_as_rounded(self.path, self.step, precision)
 
@@ -123,7 +123,7 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
     resolved = path.resolve()
     if (resolved / "checkpoints").is_dir() or "checkpoints" in (resolved.name, resolved.parent.name):
         # Orbax takes seconds to import; only a checkpoint needs it.
-        from dcmdp_jax.run.checkpoint import load_model_config
+        from dcmdp_jax.run.saved_params import load_model_config
 
         shape, step, tokenizer = load_model_config(resolved, step)
         run_dir = tokenizer.parent

@@ -22,15 +22,8 @@ from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.models.rope import RopeScaling
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import checkpoint
-from dcmdp_jax.run.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    PolicyScore,
-    digests,
-    latest_checkpoint,
-    load_model_config,
-    load_params_only,
-)
+from dcmdp_jax.run.checkpoint import CheckpointError, Checkpoints, PolicyScore, digests
+from dcmdp_jax.run.saved_params import latest_checkpoint, load_model_config, load_params_only
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.types import LossScale, TrainState
 from tests.support.our_log import our_log
@@ -424,14 +417,14 @@ def test_a_difference_of_structure_is_named_and_is_no_damage(opened, two):
     with pytest.raises(CheckpointError) as raised:
         opened().restore(_abstract(shorter), _MODEL)
     assert str(raised.value).startswith(
-        f"{two}/2: has ['opt_state'][0].count, which this run does not have (config.opt"
+        f"{two}/2: has learner['opt_state'][0].count, which this run does not have (config.opt"
     )
     checkpoints = opened()
     scaled = _state(3)._replace(loss_scale=LossScale(jnp.float32(512), jnp.int32(7)))
     checkpoints.save(3, scaled, model=_MODEL)
     checkpoints.wait()
     with pytest.raises(
-        CheckpointError, match=r"3: has \['loss_scale'\].* \(model.compute_dtype=float16\); nothing is dam"
+        CheckpointError, match=r"3: has learner\['loss_scale'\].* \(model.compute_dtype=float16\); nothing is dam"
     ):
         opened().restore(_abstract(_state()), _MODEL)
     assert _on_disk(two.parent) == [2, 3] and not (two / "damaged").exists()
