@@ -34,7 +34,7 @@ _BESIDE = "modules beside the rooms"
 
 # Library -> the parts that import it.
 _LIBRARIES = {
-    "ml_collections": ("dcmdp_jax.config.settings", "configs", "dcmdp_jax.commands"),
+    "ml_collections": ("dcmdp_jax.config.load", "configs", "dcmdp_jax.commands"),
     "absl": (),
     "optax": ("dcmdp_jax.training",),
     "orbax": ("dcmdp_jax.run.checkpoint", "dcmdp_jax.run.saved_params"),
