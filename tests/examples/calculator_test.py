@@ -70,7 +70,7 @@ def test_a_wrong_setting_is_one_line(settings, message):
 
 
 def test_its_config_is_checked_and_names_its_own_file():
-    config = load_config(f"{_FILE}:debug")
+    config = load_config(_FILE)
     for place in (config.task.train, config.warmup.task, config.evaluation.task, config.task.environment):
         file, _, rest = place.partition(":")
         assert (Path(__file__).resolve().parents[2] / file).samefile(_FILE)
