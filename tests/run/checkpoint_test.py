@@ -323,7 +323,7 @@ def test_no_room_for_the_state_is_no_damage(opened, two, monkeypatch):
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(checkpoint, "_check_digests", full)
+    monkeypatch.setattr(checkpoint, "check_digests", full)
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         opened().restore(_abstract(_state()), _MODEL)
     assert _on_disk(two.parent) == [1, 2] and not (two / "damaged").exists()
