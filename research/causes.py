@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.causes import CAUSES, diagnose
+from dcmdp_jax.lab.mismatch.causes import CAUSES
+from dcmdp_jax.lab.mismatch.diagnosis import diagnose
 from dcmdp_jax.lab.mismatch.evidence import collect
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
 from research.causes_record import read_kept

@@ -14,7 +14,8 @@ from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.formats import FORMATS, format_of
 from dcmdp_jax.lab.mismatch.over_training import RecordedFile, find_files, read_run
 from dcmdp_jax.lab.mismatch.page import LEFT_OUT
-from dcmdp_jax.lab.mismatch.recording import Columns, LeftOut, read_recording
+from dcmdp_jax.lab.mismatch.recording import Columns, read_recording
+from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE
 from dcmdp_jax.observe.metrics_io import read_metrics, without_placeholder
@@ -45,9 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recording("--mask-column", default="", metavar="NAME", help="1 on sampled tokens (default: all are)")
     recording("--entropy-column", default="", metavar="NAME", help="the training stack's entropies (default: none)")
     recording("--lag-column", default="", metavar="NAME", help="age in steps of the weights that sampled")
-    recording("--advantage-column", default="", metavar="NAME", help="a number for each completion")
-    recording("--reward-column", default="", metavar="NAME", help="in its place: a number for each completion")
-    recording("--group-column", default="", metavar="NAME", help="with --reward-column: which prompt it answers")
     recording("--top-column", default="", metavar="NAME", help="the engine's likeliest tokens, as Recorder packs them")
     recording(
         "--max-tokens", type=whole(1), default=_MAX_TOKENS, metavar="N", help="above it, an even share of the rows"
@@ -115,10 +113,6 @@ def _by_columns(arguments: argparse.Namespace, paths: list[str]) -> Measured:
     for option, content in (("token", "token ids"), ("train", "train log-probs"), ("rollout", "rollout log-probs")):
         if not getattr(arguments, f"{option}_column"):
             raise UserError(f"--{option}-column is missing: name the column of the {content}")
-    if bool(arguments.reward_column) != bool(arguments.group_column):
-        raise UserError("--reward-column and --group-column belong together: rewards are compared within a group")
-    if arguments.reward_column and arguments.advantage_column:
-        raise UserError("give --advantage-column or --reward-column, not both")
     if len(paths) > 1:
         raise UserError(
             f"{len(paths)} paths with --train-column: give one file; several are read by their format alone"

@@ -26,7 +26,8 @@ from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.lab.mismatch.formats import rows_of
 from dcmdp_jax.lab.mismatch.over_training import find_files
 from dcmdp_jax.lab.mismatch.page import COMPLETIONS_FILE
-from dcmdp_jax.lab.mismatch.recording import LISTS, LeftOut, checked_row
+from dcmdp_jax.lab.mismatch.recording import LISTS, checked_row
+from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY, SAMPLES_FILE
 from dcmdp_jax.observe.page_kit import MOST_LISTED, Completion, completions_data, render_page
@@ -144,8 +145,8 @@ def _recorded(paths: list[str], label: str | None, words: _Words) -> Iterator[Co
                 rollout_probs=np.exp(row["rollout"].astype(np.float64)),
                 top=[words.likeliest(*state) for state in zip(*(row[name] for name in LISTS), strict=True)]
                 if LISTS[0] in row else None,
-                reward=_number(cells.get(columns.reward or "reward")),
-                advantage=_number(row["advantage"]) if "advantage" in row else None,
+                reward=_number(cells.get("reward")),
+                advantage=_advantage(cells),
             )  # fmt: skip
     if said := left_out.after("left out: "):
         print(said)
@@ -185,6 +186,17 @@ class _Words:
         if ids is not None:
             return self._prompt(tuple(np.asarray(ids).tolist()))
         return "" if number is None else f"problem {number}"
+
+
+def _advantage(cells: dict[str, Any]) -> float | None:
+    """A completion's advantage; the mean over tokens where each has one, without the 0 of prompt and padding."""
+    cell = cells.get("advantage", cells.get("advantages"))
+    values = [
+        number
+        for each in (cell if isinstance(cell, list | np.ndarray) else [cell])
+        if (number := _number(each)) is not None
+    ]
+    return float(np.mean([value for value in values if value] or values)) if values else None
 
 
 def _text(value: Any) -> str:

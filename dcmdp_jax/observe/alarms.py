@@ -1,4 +1,4 @@
-"""Alarms over the metrics of a run: they name its kind of mismatch by the reasoning of `causes`."""
+"""Alarms over the metrics of a run: they name its kind of mismatch by the reasoning of `lab.mismatch.diagnosis`."""
 
 from __future__ import annotations
 

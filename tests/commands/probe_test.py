@@ -52,10 +52,6 @@ def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
     assert pair["statistics"]["mean"] == pytest.approx(np.abs(p - q).mean(), rel=1e-9)
     assert pair["recommendation"]["tolerance"] is None  # a defect is repaired, not bounded
     page = (out / "probe.html").read_text()
-    assert (
-        "Not computed: off_policy_mask, vaco, dppo_tv, dppo_kl, which look at advantages, and none were recorded."
-        in page
-    )
     assert "step &lt;1&gt;" in page and "<b>" not in page.replace('<b style="', "")
     # The names of SVG's namespaces are no requests.
     assert not re.search(r"<script|https?://|src=\"(?!data:)", re.sub(r'xmlns(:\w+)?="[^"]*"', "", page))
@@ -112,10 +108,6 @@ def test_text_is_colored_by_which_side_finds_it_likelier(tmp_path, capsys):
         (
             ("--recording", "R", "--train-column", "old", "--rollout-column", "<b>", "--tolerance", "0"),
             "must be in (0, 1]",
-        ),
-        (
-            ("--recording", "R", "--train-column", "old", "--rollout-column", "<b>", "--reward-column", "r"),
-            "--reward-column and --group-column belong together",
         ),
         (("--recordng", "R"), "did you mean --recording?"),
     ],

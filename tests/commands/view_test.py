@@ -45,13 +45,14 @@ def test_a_run_without_recorded_tokens_shows_its_samples_and_curves(tmp_path, ca
     assert "<svg" in (tmp_path / "run" / "view.html").read_text()
 
 
-def test_a_recording_of_another_framework_shows_each_token_with_both_probabilities(tmp_path, capsys):
-    directory = next(path for path in sorted(_RECORDED.iterdir()) if path.is_dir() and any(path.rglob("*.jsonl")))
-    code, _, error = _view(capsys, directory, "--out", tmp_path / "page", "--completions", "3")
+@pytest.mark.parametrize("framework", sorted(path.name for path in _RECORDED.iterdir() if any(path.rglob("*.jsonl"))))
+def test_a_recording_of_another_framework_shows_each_token_with_both_probabilities(framework, tmp_path, capsys):
+    code, _, error = _view(capsys, _RECORDED / framework, "--out", tmp_path / "page", "--completions", "3")
     assert code == 0, error
     data = _rows(tmp_path / "page" / "view.html")
     assert 1 <= len(data["rows"]) <= 3
     for row in data["rows"]:
+        assert row["advantage"] in (-1.0, 1.0)
         p, q = np.array(row["p"], float) / 1e5, np.array(row["q"], float) / 1e5
         assert len(p) == len(row["tokens"]) and ((p >= 0) & (p <= 1)).all()
         assert row["discrepancy"] == pytest.approx(np.abs(p - q).mean(), abs=1e-5)
@@ -75,7 +76,7 @@ def test_a_recorded_run_shows_the_prompt_it_was_asked(tmp_path, capsys):
     assert code == 0, error
     data = _rows(tmp_path / "page" / "view.html")
     (row,) = data["rows"]
-    assert (row["prompt"], row["p"], row["q"]) == (" 5 6", [50_000], [25_000])
+    assert (row["prompt"], row["p"], row["q"], row["advantage"]) == (" 5 6", [50_000], [25_000], 0.5)
     (listed,) = row["top"]
     assert [data["words"][word] for word, _, _ in listed] == [" 9", " 7", " 3", " 4", " 5"]
     expected = [(25_000, 50_000), (50_000, 25_000), (12_500, 12_500), (6_250, 6_250), (3_125, 3_125)]

@@ -10,7 +10,7 @@ import pytest
 from dcmdp_jax.commands import probe
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.lab.mismatch.over_training import AGREEMENT, find_files, read_run
-from dcmdp_jax.lab.mismatch.recording import LeftOut
+from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.training.step_rollout import _by_completion, leg_metrics
 from dcmdp_jax.types import Rows

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, diagnose
+from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding
+from dcmdp_jax.lab.mismatch.diagnosis import diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, OperatorDifference, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, mean_of, measure, recommend
-from dcmdp_jax.lab.mismatch.remedy_effects import Effect, effects, not_computed
 from dcmdp_jax.lab.mismatch.states import StateMeasure, compare_states
 from dcmdp_jax.observe.legs import legs_of
 from dcmdp_jax.observe.page_kit import json_values
@@ -236,8 +236,6 @@ class Analysis:
         findings: causes, the likeliest first.
         recommendation: the budget c.
         states: whole states beside the sampled tokens' estimates; empty without likeliest tokens.
-        effects: the corrections' effects.
-        not_computed: corrections whose effect depends on advantages, which were not recorded.
         groups: heading -> groups.
         growth: along completions.
         worst: tokens in context.
@@ -252,8 +250,6 @@ class Analysis:
     findings: tuple[Finding, ...]
     recommendation: Recommendation
     states: tuple[StateMeasure, ...]
-    effects: tuple[Effect, ...]
-    not_computed: tuple[str, ...]
     groups: Mapping[str, tuple[Group, ...]]
     growth: Growth
     worst: tuple[WorstToken, ...]
@@ -309,8 +305,6 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         findings=findings,
         recommendation=recommendation,
         states=compare_states(pairs),
-        effects=tuple(effects(pairs)),
-        not_computed=tuple(not_computed(pairs)),
         groups={heading: tuple(found) for heading, found in groups.items() if found},
         growth=growth(pairs),
         worst=tuple(worst_tokens(pairs, text)),

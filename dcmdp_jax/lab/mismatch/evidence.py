@@ -172,7 +172,7 @@ UNKNOWN = TokenMean(np.nan, np.nan)
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """Measurements from which `causes.diagnose` names the cause.
+    """Measurements from which `diagnosis.diagnose` names the cause.
 
     What is sampled from q has E[p / q] = 1, whatever p is; E[p / q] = p(S) if q is cut to a set S of tokens; what is
     sampled from p has E[q / p] = 1 and E[-log p - H] = 0. If q is a power of p, renormalized, q = p^(1 + b) / Z, then

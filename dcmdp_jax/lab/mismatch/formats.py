@@ -17,7 +17,8 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten_name
-from dcmdp_jax.lab.mismatch.recording import Columns, LeftOut, UnreadableError, column_names, read_rows, suffix_of
+from dcmdp_jax.lab.mismatch.recording import Columns
+from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError, column_names, read_rows, suffix_of
 from dcmdp_jax.process_memory import show_torch
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".pt")
@@ -167,7 +168,7 @@ def _file_rows(path: Path, each: Format, left_out: LeftOut, *, first: int | None
         for sample in payload["samples"][:first]:
             yield {**sample, "rollout_id": payload.get("rollout_id")}
         return
-    optional = [*each.optional.values(), *filter(None, (each.source,)), *_ALSO]
+    optional = [*each.optional.values(), *filter(None, (each.source,)), *_PLACE, *_SHOWN]
     yield from read_rows(path, each.columns.options(), optional, left_out=left_out, first=first)
 
 
@@ -186,8 +187,9 @@ def _load_torch(path: Path) -> Any:
         raise UnreadableError(f"{path}: not readable by torch ({shorten_name(' '.join(str(error).split()))})") from None
 
 
-_ALSO = ("reward", "prompt_id", "prompt_token_ids", "step", "rank", "framework", "export_step")
-"""Columns that a row's place and framework are taken from, and what a page shows of a completion."""
+_PLACE = ("step", "rank", "framework", "export_step")
+_SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
+"""Columns that `dcmdp view` shows of a completion."""
 
 
 def _named(pattern: str) -> Callable[[Path, Mapping[str, Any]], Place]:
@@ -215,27 +217,12 @@ def _of_sample(path: Path, row: Mapping[str, Any]) -> Place:
     return Place(row.get("rollout_id"), row.get("data_parallel_rank"))
 
 
-def _mean_advantage(advantages: str, mask: str) -> Callable[[dict[str, Any]], None]:
-    """Replace an advantage for each token by the mean over the sampled ones: only its sign is used."""
-
-    def prepare(row: dict[str, Any]) -> None:
-        values, sampled = row.get(advantages), row.get(mask)
-        if not isinstance(values, list | np.ndarray) or not isinstance(sampled, list | np.ndarray):
-            return
-        kept = [value for value, one in zip(values, sampled, strict=False) if one]
-        known = kept and all(isinstance(value, int | float | np.number) for value in kept)
-        row[advantages] = float(np.mean(kept)) if known else None
-
-    return prepare
-
-
 def _nemo_row(row: dict[str, Any]) -> None:
     """NeMo-RL writes each row as a batch of one: every cell is in a list of its own."""
     for name in ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs", "advantages"):
         cell = row.get(name)
         if isinstance(cell, list) and len(cell) == 1 and isinstance(cell[0], list):
             row[name] = cell[0]
-    _mean_advantage("advantages", "token_loss_mask")(row)
 
 
 def _slime_sample(row: dict[str, Any]) -> None:
@@ -245,7 +232,6 @@ def _slime_sample(row: dict[str, Any]) -> None:
             row[name] = row[name].tolist()
     if isinstance(row.get("tokens"), list) and isinstance(row.get("rollout_log_probs"), list):
         row["tokens"] = row["tokens"][len(row["tokens"]) - len(row["rollout_log_probs"]) :]
-    _mean_advantage("advantages", "loss_masks")(row)
 
 
 def _own_row(row: dict[str, Any]) -> None:
@@ -260,7 +246,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             patterns=("train_data_step*.jsonl",),
             keys=frozenset({"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"}),
             columns=Columns("token_ids", "prev_logprobs", "generation_logprobs", "token_loss_mask"),
-            optional={"advantage": "advantages"},
+            optional={},
             source="agent_ref",
             place=_named(r"step(\d+)\.jsonl"),
             prepare=_nemo_row,
@@ -270,17 +256,17 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             patterns=("step_*/rank_*.jsonl",),
             keys=frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
             columns=Columns("token_ids", "trainer_logprobs", "inference_logprobs", "loss_mask"),
-            optional={"entropy": "entropy", "advantage": "advantages"},
+            optional={"entropy": "entropy"},
             source="env_name",
             place=_in_row,
-            prepare=_mean_advantage("advantages", "loss_mask"),
+            prepare=lambda row: None,
             writer="prime-rl, trainer.enable_token_export",
         ),
         "slime": Format(
             patterns=("train_*.pt", "train_data/*.pt"),
             keys=frozenset({"format_version", "samples", "log_probs", "rollout_log_probs", "loss_masks"}),
             columns=Columns("tokens", "log_probs", "rollout_log_probs", "loss_masks"),
-            optional={"advantage": "advantages"},
+            optional={},
             source="",
             place=_of_sample,
             prepare=_slime_sample,
@@ -290,7 +276,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             patterns=("rollouts/step_*.parquet",),
             keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs", "mask", "policy_versions", "prompt_id"}),
             columns=Columns("token_ids", "train_logprobs", "rollout_logprobs", "mask", lag="policy_versions"),
-            optional={"advantage": "advantage", "lag": "lag", "top": "top"},
+            optional={"lag": "lag", "top": "top"},
             source="source",
             place=_named(r"step_(\d+)\.parquet$"),
             prepare=_own_row,
@@ -300,7 +286,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             patterns=("step_*/rank_*.jsonl",),
             keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs"}),
             columns=Columns("token_ids", "train_logprobs", "rollout_logprobs"),
-            optional={"mask": "mask", "entropy": "entropies", "advantage": "advantage", "lag": "lag", "top": "top"},
+            optional={"mask": "mask", "entropy": "entropies", "lag": "lag", "top": "top"},
             source="source",
             place=_in_row,
             prepare=lambda row: None,

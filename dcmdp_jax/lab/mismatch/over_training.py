@@ -13,7 +13,8 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten_name
 from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
 from dcmdp_jax.lab.mismatch.pairs import Statistics, TokenPairs, measure, recommend
-from dcmdp_jax.lab.mismatch.recording import KeptRows, LeftOut, Row, UnreadableError, check_whole, checked_row, pairs_of
+from dcmdp_jax.lab.mismatch.recording import KeptRows, Row, check_whole, checked_row, pairs_of
+from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError
 from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
 
@@ -223,7 +224,7 @@ class _Steps:
             return
         if self._step in self._done:
             raise UserError(f"step {self._step}: its rows are not together; probe the files of one run alone")
-        pairs = pairs_of([{name: row[name] for name in row if name not in ("reward", "group")} for row in self._rows])
+        pairs = pairs_of(self._rows)
         entropy = np.nan if pairs.entropies is None else float(pairs.entropies.mean(dtype=np.float64))
         lag = np.nan if pairs.lags is None else float(pairs.lags.max())
         surprise = -float(pairs.rollout_logprobs.mean(dtype=np.float64))

@@ -20,7 +20,6 @@ class TokenPairs:
         lengths: [N] int64, tokens of each completion; none is 0.
         entropies: [n] float32 nats, of the training stack's distribution at each token; None if not known.
         lags: [n] int32, how many training steps old the weights were that sampled the token; None if not known.
-        advantages: [N] float32, of each completion; None if not known. Its sign alone is used.
         states: [n, 10] float32, measures of each token's whole state (`measure_states`); None if not known.
     """
 
@@ -30,16 +29,13 @@ class TokenPairs:
     lengths: np.ndarray
     entropies: np.ndarray | None = None
     lags: np.ndarray | None = None
-    advantages: np.ndarray | None = None
     states: np.ndarray | None = None
 
     def where(self, kept: np.ndarray) -> TokenPairs:
         """The tokens of `kept`, [n] bool; a completion without any is dropped."""
         lengths = np.add.reduceat(kept, self.starts, dtype=np.int64)
-        some = lambda x, chosen: None if x is None else x[chosen]  # noqa: E731 - of each column
-        names = ("token_ids", "train_logprobs", "rollout_logprobs", "entropies", "lags", "states")
-        columns = {name: some(getattr(self, name), kept) for name in names}
-        return TokenPairs(lengths=lengths[lengths > 0], advantages=some(self.advantages, lengths > 0), **columns)
+        columns = {name: column for name, column in vars(self).items() if name != "lengths" and column is not None}
+        return TokenPairs(lengths=lengths[lengths > 0], **{name: column[kept] for name, column in columns.items()})
 
     @property
     def completion(self) -> np.ndarray:
@@ -74,10 +70,9 @@ def make_pairs(
     *,
     entropies: Sequence[np.ndarray] | None = None,
     lags: Sequence[np.ndarray] | None = None,
-    advantages: Sequence[float] | None = None,
     states: Sequence[np.ndarray] | None = None,
 ) -> TokenPairs:
-    """Lay ragged completions, one array each, behind one another. `advantages` has one number for each.
+    """Concatenate ragged completions, one array each.
 
     Raises:
         ValueError: if there is no completion, one is empty, or the lengths of its arrays differ.
@@ -93,8 +88,6 @@ def make_pairs(
             raise ValueError(f"{name}: lengths differ from those of token_ids")
     dtypes = {"lags": np.int32}
     flat = {name: np.concatenate(arrays).astype(dtypes.get(name, np.float32)) for name, arrays in given.items()}
-    if advantages is not None:
-        flat["advantages"] = np.asarray(advantages, np.float32)
     return TokenPairs(np.concatenate(token_ids).astype(np.int32), lengths=lengths, **flat)
 
 

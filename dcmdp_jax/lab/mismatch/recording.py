@@ -1,21 +1,21 @@
-"""Recorded token ids with two log-prob columns, of whichever framework: parquet or JSON lines, checked row by row."""
+"""Recorded token ids with two log-prob columns, of any framework: each cell checked, kept in bounded memory."""
 
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import math
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten, shorten_name
+from dcmdp_jax.inputs import shorten
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
+from dcmdp_jax.lab.mismatch.recording_files import LeftOut, read_rows
 from dcmdp_jax.lab.mismatch.states import measure_states
 from dcmdp_jax.record import list_problems, unpacked_top
 
@@ -41,9 +41,6 @@ class Columns:
         entropy: the training stack's entropy, nats, at least 0; "" if there is none.
         lag: age of the weights that sampled a token in training steps, whole numbers from 0, a list or one number; ""
             if there is none.
-        advantage: the completion's, a number, or a list with the same number for each token; "" if there is none.
-        reward: the completion's, a number; "" if there is none. Less its group's mean it has the advantage's sign.
-        group: prompt that a completion answers, a number or text; needed with `reward`.
         top: the engine's likeliest tokens as `record.packed_top` has them, or that as JSON; "" if there is none.
     """
 
@@ -53,9 +50,6 @@ class Columns:
     mask: str = ""
     entropy: str = ""
     lag: str = ""
-    advantage: str = ""
-    reward: str = ""
-    group: str = ""
     top: str = ""
 
     def options(self) -> dict[str, str]:
@@ -69,43 +63,6 @@ def check_distinct(columns: Columns) -> None:
     for option, name in columns.options().items():
         if (other := options.setdefault(name, option)) != option:
             raise UserError(f"{other} and {option}: both are {shorten(name)}; name a column of its own for each")
-
-
-def require(where: str | Path, wanted: Mapping[str, str], found: list[str]) -> None:
-    """Raise UserError unless each column of `wanted`, option -> name, is found once."""
-    for option, name in wanted.items():
-        if found.count(name) > 1:
-            raise UserError(
-                f"{where}: {found.count(name)} columns are named {shorten(name)} ({option}); rename all but one"
-            )
-        if name not in found:
-            raise UserError(
-                f"{where}: no column {shorten(name)} ({option}); found are {shorten_name(', '.join(map(str, found)))}"
-            )
-
-
-@dataclasses.dataclass
-class LeftOut:
-    """Count of what a recording holds and nobody reads; its text is one line.
-
-    Attributes:
-        tokens: sampled tokens of which a log-prob or an entropy is null, NaN or infinite.
-        unfinished: files that end in the middle of a line or of a step, with the place.
-    """
-
-    tokens: int = 0
-    unfinished: list[str] = dataclasses.field(default_factory=list)
-
-    def __str__(self) -> str:
-        said = [f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite"] if self.tokens else []
-        if self.unfinished:
-            more = f" and {len(self.unfinished) - 1} more" * (len(self.unfinished) > 1)
-            said.append(f"what is cut or incomplete, as by a job that is still writing: {self.unfinished[0]}{more}")
-        return "; ".join(said)
-
-    def after(self, words: str) -> str:
-        """These words and what was left out, or nothing if nothing was."""
-        return f"{words}{self}" if str(self) else ""
 
 
 def checked_row(
@@ -124,7 +81,7 @@ def checked_row(
         keep_lists: also return the likeliest tokens, where the row has them: `LISTS`, [n, k] each.
 
     Returns:
-        Kind of column -> values: [n] int32 or float32 of the n sampled tokens, [] of the completion.
+        Kind of column -> values: [n] int32 or float32 of the n sampled tokens.
 
     Raises:
         UserError: in one line, what is wrong with which cell.
@@ -145,7 +102,7 @@ def checked_row(
     if columns.top:
         lists = _likeliest(f"{where}: {columns.top}", cells[columns.top], sampled, row)
         row |= {"states": measure_states(*lists)} | (dict(zip(LISTS, lists, strict=True)) if keep_lists else {})
-    return row | _of_completion(where, cells, columns)
+    return row
 
 
 def _aligned(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:
@@ -236,29 +193,6 @@ def _likeliest(where: str, cell: Any, sampled: np.ndarray, row: dict[str, np.nda
     return ids, train, rollout
 
 
-def _of_completion(where: str, cells: dict[str, Any], columns: Columns) -> dict[str, np.ndarray]:
-    """Advantage, reward and group of a row, each an array of shape []."""
-    found = {}
-    for kind in ("advantage", "reward"):
-        if not (name := getattr(columns, kind)):
-            continue
-        cell = cells[name]
-        values = np.unique(
-            _numbers(where, name, cell if isinstance(cell, list | np.ndarray) else [cell], truths=kind == "reward")
-        )
-        values = values[values != 0] if len(values) > 1 else values  # 0 on prompt and padding
-        if len(values) != 1 or not abs(values[0]) <= np.finfo(np.float32).max:
-            raise UserError(f"{where}: {name} is {shorten(cell)}, must be one finite number for the completion")
-        found[kind] = values[0]
-    if columns.reward:
-        cell = cells[columns.group]
-        if not isinstance(cell, int | str) or isinstance(cell, bool):
-            raise UserError(f"{where}: {columns.group} is {shorten(cell)}, must be a whole number or text")
-        # An array of texts would drop a NUL at the end.
-        found["group"] = np.array(cell, object)
-    return found
-
-
 def _numbers(where: str, name: str, cell: Any, *, truths: bool = False) -> np.ndarray:
     """[n] float64; null, which is how JSON may have NaN, is NaN. `truths` lets true and false be 1 and 0."""
     if isinstance(cell, np.ndarray) and cell.ndim == 1 and cell.dtype.kind in ("iuf" if not truths else "iufb"):
@@ -295,16 +229,8 @@ def check_whole(path: str | Path, pairs: TokenPairs, columns: Columns) -> None:
                 )
 
 
-_BATCH_ROWS = 64
-_CUT_CHARACTER = "unexpected end of data"
-
-
-class UnreadableError(UserError):
-    """A file of a known kind that its reader does not take: damaged, or not yet written to its end."""
-
-
 Row = dict[str, np.ndarray]
-"""Kind of column -> the sampled tokens' values, or one value of the completion; from `columns.checked_row`."""
+"""Kind of column -> the sampled tokens' values; from `checked_row`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,15 +260,11 @@ class KeptRows:
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens, self._held = max_tokens, 0
         self._kept: list[tuple[int, Row]] = []
-        self._rewards: dict[Any, list[float]] = {}
         self.rows, self.every = 0, 1
 
     def add(self, row: Row) -> None:
         """Take the next row, or leave it out."""
         number, self.rows = self.rows, self.rows + 1
-        if "reward" in row:
-            # Of every row: the mean of a group is over rows that are not kept too.
-            self._rewards.setdefault(row["group"].item(), []).append(float(row["reward"]))
         if number % self.every or not len(row["token"]):
             return
         self._kept.append((number, row))
@@ -360,20 +282,18 @@ class KeptRows:
         """
         if not self._kept:
             raise UserError(f"{source}: no sampled token in {self.rows} rows{left_out.after('; left out: ')}")
-        pairs = pairs_of([row for _, row in self._kept], self._rewards)
+        pairs = pairs_of([row for _, row in self._kept])
         if pairs.states is not None and (counts := np.unique(pairs.states[:, -1]).astype(int).tolist())[1:]:
             said = " and ".join(map(str, counts))
             raise UserError(f"{source}: lists of {said} likeliest tokens; a recording has one k, probe each alone")
         return pairs
 
 
-def pairs_of(rows: Iterable[Row], rewards: Mapping[Any, list[float]] | None = None) -> TokenPairs:
-    """Lay the tokens of rows behind one another. `rewards` are all of each group, for the rows' advantages."""
+def pairs_of(rows: Iterable[Row]) -> TokenPairs:
+    """Concatenate the tokens of rows."""
     rows = list(rows)
-    optional = {"entropies": "entropy", "lags": "lag", "advantages": "advantage", "states": "states"}
+    optional = {"entropies": "entropy", "lags": "lag", "states": "states"}
     given = {key: [row[name] for row in rows] for key, name in optional.items() if all(name in row for row in rows)}
-    if rewards:
-        given["advantages"] = [_above_mean(float(row["reward"]), rewards[row["group"].item()]) for row in rows]
     return make_pairs(*([row[name] for row in rows] for name in ("token", "train", "rollout")), **given)
 
 
@@ -399,133 +319,3 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
     pairs = kept.pairs(path, left_out)
     check_whole(path, pairs, columns)
     return Recording(pairs, kept.rows, kept.every, left_out)
-
-
-def suffix_of(path: Path) -> str:
-    """ ".jsonl", ".jsonl.gz", ".parquet", ...: with the kind of what is compressed."""
-    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
-
-
-def read_rows(
-    path: Path,
-    wanted: Mapping[str, str],
-    optional: Collection[str] = (),
-    *,
-    left_out: LeftOut,
-    first: int | None = None,
-) -> Iterator[dict[str, Any]]:
-    """The rows of a .parquet, .jsonl or .jsonl.gz file, at least with the named cells.
-
-    Args:
-        path: the file.
-        wanted: option that names a column -> column, which must be there.
-        optional: columns to read where they are there.
-        left_out: is told of a last line that is cut.
-        first: read this many rows at most.
-    """
-    if suffix_of(path) not in (".parquet", ".jsonl", ".jsonl.gz"):
-        raise UserError(f"{path}: a recording is .parquet, .jsonl or .jsonl.gz")
-    if not path.is_file():
-        raise FileNotFoundError(2, "No such file or directory", str(path))
-    if path.suffix != ".parquet":
-        yield from _json_rows(path, wanted, left_out, first)
-        return
-    # pyarrow takes a while to import; only this needs it.
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        # Opened here: pyarrow takes no name that is not UTF-8.
-        with path.open("rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
-            names = file.schema_arrow.names
-            require(path, wanted, names)
-            read = dict.fromkeys((*wanted.values(), *(name for name in optional if name in names)))
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=list(read)):
-                columns = {name: _cells(batch.column(name)) for name in batch.schema.names}
-                yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: holds text that is not UTF-8 ({error})") from None
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UnreadableError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
-
-
-def column_names(path: Path, left_out: LeftOut) -> list[str]:
-    """Names of a file's columns; of JSON lines, those of its first row; empty if it has none.
-
-    Raises:
-        UserError: if it is not readable.
-    """
-    if path.suffix != ".parquet":
-        return next((row.names for row in _json_rows(path, {}, left_out, 1)), [])
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with path.open("rb") as opened:
-            return list(pyarrow.parquet.read_schema(opened).names)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UnreadableError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
-
-
-def _cells(column: Any) -> list[Any]:
-    """The cells of a parquet column: arrays where it holds lists of numbers, which is much faster than Python's."""
-    import pyarrow
-
-    if pyarrow.types.is_list(column.type) and not column.null_count:
-        values = column.flatten()
-        if not values.null_count and pyarrow.types.is_primitive(values.type):
-            bounds = np.cumsum(column.value_lengths().to_numpy())
-            return np.split(values.to_numpy(zero_copy_only=False), bounds[:-1])
-    return column.to_pylist()
-
-
-def _json_rows(path: Path, wanted: Mapping[str, str], left_out: LeftOut, first: int | None = None) -> Iterator[_Object]:
-    for number, line in _lines(path, left_out):
-        if not line.strip():
-            continue
-        if first is not None and (first := first - 1) < 0:
-            return
-        where = f"{path}, line {number}"
-        unfinished = line.startswith((b"{", b"\xef\xbb\xbf{")) and not line.endswith(b"\n")
-        try:
-            row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_Object)
-        except UnicodeDecodeError as error:
-            if unfinished and error.reason == _CUT_CHARACTER:
-                left_out.unfinished.append(where)
-                return
-            raise UserError(f"{where}: not UTF-8 ({error}); save the file in UTF-8") from None
-        except (ValueError, RecursionError) as error:
-            if unfinished:
-                left_out.unfinished.append(where)
-                return
-            raise UserError(f"{where}: not valid JSON ({shorten_name(str(error))})") from None
-        if not isinstance(row, _Object):
-            raise UserError(f"{where}: {shorten(row)}, must be a JSON object")
-        require(where, wanted, row.names)
-        yield row
-
-
-def _lines(path: Path, left_out: LeftOut) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line, also of a compressed file, as far as it goes."""
-    number = 0
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, 1):  # noqa: B007 - the number is for the error
-                yield number, line
-    except EOFError:
-        left_out.unfinished.append(f"{path}, after line {number}")
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: not readable as gzip ({shorten_name(str(error))})") from None
-
-
-class _Object(dict):
-    """A JSON object that keeps all its names; a dict would drop the first value of a name that comes twice."""
-
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        self.names = [name for name, _ in pairs]
-
-
-def _above_mean(reward: float, group: list[float]) -> float:
-    """The reward less the mean of its group; exactly 0 where all are equal."""
-    return 0.0 if min(group) == max(group) else reward - float(np.mean(group))

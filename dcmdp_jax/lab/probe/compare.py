@@ -12,7 +12,7 @@ from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
 from dcmdp_jax.engines.validation import sample_alone
 from dcmdp_jax.lab.mismatch.analysis import Measured
-from dcmdp_jax.lab.mismatch.causes import FLOAT32_ROUNDING
+from dcmdp_jax.lab.mismatch.diagnosis import FLOAT32_ROUNDING
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.lab.mismatch.states import measure_states

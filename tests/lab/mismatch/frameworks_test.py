@@ -13,7 +13,7 @@ from dcmdp_jax.commands import probe, view
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
-from dcmdp_jax.lab.mismatch.recording import LeftOut
+from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe.rollouts import RolloutWriter
 from dcmdp_jax.record import Recorder, record_skyrl, record_trl, record_verl
 from tests.support.sampled_columns import columns
@@ -78,7 +78,6 @@ def test_the_numbers_of_a_step_are_those_that_were_planted(name):
     expected = pairs.discrepancy.reshape(2, -1).mean(axis=1)
     found = _read(FIXTURES / name)
     np.testing.assert_allclose([step.statistics.mean for step in found.over_training.steps], expected, rtol=1e-6)
-    assert found.pairs.advantages is not None and set(found.pairs.advantages.tolist()) == {-1.0, 1.0}
 
 
 def _recorded(path, rank=0, steps=(1, 2, 3), framework="trl", size=0.01, rows=4):

@@ -87,40 +87,6 @@ def test_a_job_that_is_still_writing_is_read_as_far_as_it_goes(tmp_path):
         read_recording(packed, _COLUMNS, max_tokens=99)
 
 
-def test_advantages_are_read_or_made_from_rewards_and_groups(tmp_path):
-    columns = Columns("ids", "train", "rollout", advantage="adv")
-    rows = [_ROW | {"adv": each} for each in (-0.5, [0.0, 1.5, 1.5], 0)]
-    assert _read(tmp_path, rows, columns).pairs.advantages.tolist() == [-0.5, 1.5, 0.0]
-    columns = Columns("ids", "train", "rollout", reward="r", group="uid")
-    rows = [
-        _ROW | {"r": r, "uid": uid} for r, uid in ((1, "a"), (0.1, "b"), (0, "a"), (0.1, "b"), (0.1, "b"), (0, "a"))
-    ]
-    # Means 1/3 and 0.1; equal rewards have no advantage, whatever their mean rounds to.
-    expected = np.array([2 / 3, 0, -1 / 3, 0, 0, -1 / 3], np.float32)
-    np.testing.assert_allclose(_read(tmp_path, rows, columns).pairs.advantages, expected, rtol=1e-6)
-    # Where rows are left out, a group's mean is still that of all of its rows.
-    kept = _read(tmp_path, rows, columns, max_tokens=9).pairs
-    np.testing.assert_allclose(kept.advantages, expected[::2], rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("cell", "columns", "message"),
-    [
-        ({"adv": [0.5, 1.0, 0.5]}, {"advantage": "adv"}, "adv is .*must be one finite number for the completion"),
-        ({"adv": None}, {"advantage": "adv"}, "adv is None, must be one finite number"),
-        ({"adv": "1"}, {"advantage": "adv"}, "adv is .*must be a list of numbers"),
-        ({"adv": 1e300}, {"advantage": "adv"}, "adv is 1e.300, must be one finite number"),
-        ({"r": 1, "uid": True}, {"reward": "r", "group": "uid"}, "uid is True, must be a whole number or text"),
-        ({"r": 1, "uid": [3]}, {"reward": "r", "group": "uid"}, "uid is .*must be a whole number or text"),
-        ({"r": 1}, {"reward": "r", "group": "uid"}, "no column 'uid' .--group-column."),
-    ],
-)
-def test_a_wrong_advantage_is_one_line(cell, columns, message, tmp_path):
-    with pytest.raises(UserError, match=message) as caught:
-        _read(tmp_path, [_ROW | cell], Columns("ids", "train", "rollout", **columns))
-    assert "\n" not in str(caught.value)
-
-
 def test_memory_is_bounded_and_rows_are_kept_evenly(tmp_path):
     rows = [{"ids": [n] * 10, "train": [-1.0] * 10, "rollout": [-1.0] * 10} for n in range(100)]
     found = _read(tmp_path, rows, max_tokens=300)
@@ -231,12 +197,11 @@ def test_text_that_is_not_utf_8_is_refused(tmp_path):
     text = pyarrow.Array.from_buffers(
         pyarrow.string(), 1, [None, pyarrow.array([0, 4], "int32").buffers()[1], pyarrow.py_buffer(b"caf\xe9")]
     )
-    columns = [pyarrow.array(each) for each in ([[1]], [[-1.0]], [[-1.0]], [1.0])]
-    table = pyarrow.Table.from_arrays([*columns, text], ["ids", "train", "rollout", "r", "uid"])
+    columns = [pyarrow.array(each) for each in ([[1]], [[-1.0]], [[-1.0]])]
+    table = pyarrow.Table.from_arrays([*columns, text], ["ids", "train", "rollout", "top"])
     pyarrow.parquet.write_table(table, tmp_path / "recording.parquet")
     with pytest.raises(UserError, match="recording.parquet: holds text that is not UTF-8"):
-        columns = Columns("ids", "train", "rollout", reward="r", group="uid")
-        read_recording(tmp_path / "recording.parquet", columns, max_tokens=9)
+        read_recording(tmp_path / "recording.parquet", Columns("ids", "train", "rollout", top="top"), max_tokens=9)
 
 
 @pytest.mark.parametrize(("column", "base"), [("rollout", 2), ("rollout", 10), ("train", 2), ("train", 10)])

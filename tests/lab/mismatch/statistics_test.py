@@ -6,13 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm.corrections import Corrected
 from dcmdp_jax.algorithm.discrepancy import displacement_statistics, mismatch_statistics
 from dcmdp_jax.lab.mismatch import analysis
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.page import colored_texts
 from dcmdp_jax.lab.mismatch.pairs import make_pairs, measure, recommend
-from dcmdp_jax.lab.mismatch.remedy_effects import effects, not_computed
 
 
 def _pairs(p, q, lengths, ids=None, **columns):
@@ -152,53 +150,3 @@ def test_no_tolerance_is_recommended_for_a_defect_or_for_equal_engines():
     assert math.isnan(recommend(0.1, None, "stale weights").tolerance)
     assert "stale weights" in recommend(0.1, None, "stale weights").reasoning
     assert math.isnan(recommend(0.0, None, None).tolerance)
-
-
-def test_a_correction_that_looks_at_advantages_is_left_out_and_named_without_them():
-    assert "off_policy_mask" not in [effect.name for effect in effects(_FIVE)]
-    assert not_computed(_FIVE) == ["off_policy_mask", "vaco", "dppo_tv", "dppo_kl"]
-    # Both completions are a nat likelier for the engine; the one with a negative advantage is dropped.
-    pairs = make_pairs(
-        [np.array([1, 2]), np.array([3])],
-        [np.array([-2.0, -3.0]), np.array([-4.0])],
-        [np.array([-1.0, -2.0]), np.array([-3.0])],
-        advantages=[-0.5, 0.5],
-    )
-    found = {effect.name: effect for effect in effects(pairs)}["off_policy_mask"]
-    assert found.dropped == pytest.approx(2 / 3) and not_computed(pairs) == []
-
-
-def test_dppo_stops_what_leads_farther_from_the_engine():
-    # p - q is 0.3, -0.3 and 0.3; the last leads back, at A < 0.
-    logs = [np.log([value]) for value in (0.8, 0.4, 0.8)], [np.log([value]) for value in (0.5, 0.7, 0.5)]
-    pairs = make_pairs([np.array([n]) for n in range(3)], *logs, advantages=[1.0, -1.0, -1.0])
-    found = {effect.name: effect for effect in effects(pairs)}
-    assert found["dppo_tv"].dropped == pytest.approx(2 / 3) and found["dppo_tv"].largest == pytest.approx(1.6)
-    # Binary KL: 0.5 ln(5/8) + 0.5 ln(5/2) = 0.223, 0.7 ln(7/4) + 0.3 ln(1/2) = 0.184.
-    assert found["dppo_kl"].dropped == pytest.approx(2 / 3)
-
-
-def test_effects_of_corrections_by_hand():
-    def band(tokens):
-        ratio = jnp.exp(tokens.old_logprobs - tokens.rollout_logprobs)
-        return Corrected(jnp.minimum(ratio, 1.5), (ratio > 0.45) & tokens.completion_mask, ratio > 1.5)
-
-    (found,) = effects(_FIVE, {"band": band})
-    # Ratios 2, 1, .5, 1.2, .4: the last is dropped, with 0.3 of 0.9; 2 is cut to 1.5.
-    assert found.dropped == pytest.approx(0.2) and found.discrepancy_dropped == pytest.approx(0.3 / 0.9, rel=1e-5)
-    assert found.weighted == pytest.approx(0.75) and found.mean_weight == pytest.approx((1.5 + 1 + 0.5 + 1.2) / 4)
-    assert (found.smallest, found.largest) == pytest.approx((0.5, 1.5))
-
-
-def test_corrections_see_whole_completions_in_blocks():
-    lengths = [40_000, 40_000, 3]
-    pairs = make_pairs(*([np.full(n, value) for n in lengths] for value in (1, -0.5, -0.5)), advantages=[0.0] * 3)
-    seen = []
-
-    def count(tokens):
-        mask, index = np.asarray(tokens.completion_mask), np.asarray(tokens.completion_index)
-        seen.append((int(mask.sum()), np.unique(index[mask]).size))
-        return Corrected(jnp.ones_like(tokens.old_logprobs), mask, ~mask)
-
-    (found,) = effects(pairs, {"count": count})
-    assert seen == [(40_000, 1), (40_003, 2)] and found.dropped == 0

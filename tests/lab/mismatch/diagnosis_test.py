@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dcmdp_jax.lab.mismatch.causes import CAUSES, diagnose
+from dcmdp_jax.lab.mismatch.causes import CAUSES
+from dcmdp_jax.lab.mismatch.diagnosis import diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, TokenMean, break_at, collect
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.observe.legs import DECODING, Leg

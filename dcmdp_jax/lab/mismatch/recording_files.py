@@ -1,0 +1,185 @@
+"""Rows of .parquet, .jsonl and .jsonl.gz files, with what a job that is still writing has not finished left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.inputs import shorten, shorten_name
+
+_BATCH_ROWS = 64
+_CUT_CHARACTER = "unexpected end of data"
+
+
+class UnreadableError(UserError):
+    """A file of a known kind that its reader does not take: damaged, or not yet written to its end."""
+
+
+@dataclasses.dataclass
+class LeftOut:
+    """Count of what a recording holds and nobody reads; its text is one line.
+
+    Attributes:
+        tokens: sampled tokens of which a log-prob or an entropy is null, NaN or infinite.
+        unfinished: files that end in the middle of a line or of a step, with the place.
+    """
+
+    tokens: int = 0
+    unfinished: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        said = [f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite"] if self.tokens else []
+        if self.unfinished:
+            more = f" and {len(self.unfinished) - 1} more" * (len(self.unfinished) > 1)
+            said.append(f"what is cut or incomplete, as by a job that is still writing: {self.unfinished[0]}{more}")
+        return "; ".join(said)
+
+    def after(self, words: str) -> str:
+        """These words and what was left out, or nothing if nothing was."""
+        return f"{words}{self}" if str(self) else ""
+
+
+def require(where: str | Path, wanted: Mapping[str, str], found: list[str]) -> None:
+    """Raise UserError unless each column of `wanted`, option -> name, is found once."""
+    for option, name in wanted.items():
+        if found.count(name) > 1:
+            raise UserError(
+                f"{where}: {found.count(name)} columns are named {shorten(name)} ({option}); rename all but one"
+            )
+        if name not in found:
+            raise UserError(
+                f"{where}: no column {shorten(name)} ({option}); found are {shorten_name(', '.join(map(str, found)))}"
+            )
+
+
+def suffix_of(path: Path) -> str:
+    """ ".jsonl", ".jsonl.gz", ".parquet", ...: with the kind of what is compressed."""
+    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+
+
+def read_rows(
+    path: Path,
+    wanted: Mapping[str, str],
+    optional: Collection[str] = (),
+    *,
+    left_out: LeftOut,
+    first: int | None = None,
+) -> Iterator[dict[str, Any]]:
+    """The rows of a .parquet, .jsonl or .jsonl.gz file, at least with the named cells.
+
+    Args:
+        path: the file.
+        wanted: option that names a column -> column, which must be there.
+        optional: columns to read where they are there.
+        left_out: is told of a last line that is cut.
+        first: read this many rows at most.
+    """
+    if suffix_of(path) not in (".parquet", ".jsonl", ".jsonl.gz"):
+        raise UserError(f"{path}: a recording is .parquet, .jsonl or .jsonl.gz")
+    if not path.is_file():
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    if path.suffix != ".parquet":
+        yield from _json_rows(path, wanted, left_out, first)
+        return
+    # pyarrow takes a while to import; only this needs it.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        # Opened here: pyarrow takes no name that is not UTF-8.
+        with path.open("rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
+            names = file.schema_arrow.names
+            require(path, wanted, names)
+            read = dict.fromkeys((*wanted.values(), *(name for name in optional if name in names)))
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=list(read)):
+                columns = {name: _cells(batch.column(name)) for name in batch.schema.names}
+                yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: holds text that is not UTF-8 ({error})") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UnreadableError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
+
+
+def column_names(path: Path, left_out: LeftOut) -> list[str]:
+    """Names of a file's columns; of JSON lines, those of its first row; empty if it has none.
+
+    Raises:
+        UserError: if it is not readable.
+    """
+    if path.suffix != ".parquet":
+        return next((row.names for row in _json_rows(path, {}, left_out, 1)), [])
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with path.open("rb") as opened:
+            return list(pyarrow.parquet.read_schema(opened).names)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UnreadableError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
+
+
+def _cells(column: Any) -> list[Any]:
+    """The cells of a parquet column: arrays where it holds lists of numbers, which is much faster than Python's."""
+    import pyarrow
+
+    if pyarrow.types.is_list(column.type) and not column.null_count:
+        values = column.flatten()
+        if not values.null_count and pyarrow.types.is_primitive(values.type):
+            bounds = np.cumsum(column.value_lengths().to_numpy())
+            return np.split(values.to_numpy(zero_copy_only=False), bounds[:-1])
+    return column.to_pylist()
+
+
+def _json_rows(path: Path, wanted: Mapping[str, str], left_out: LeftOut, first: int | None = None) -> Iterator[_Object]:
+    for number, line in _lines(path, left_out):
+        if not line.strip():
+            continue
+        if first is not None and (first := first - 1) < 0:
+            return
+        where = f"{path}, line {number}"
+        unfinished = line.startswith((b"{", b"\xef\xbb\xbf{")) and not line.endswith(b"\n")
+        try:
+            row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_Object)
+        except UnicodeDecodeError as error:
+            if unfinished and error.reason == _CUT_CHARACTER:
+                left_out.unfinished.append(where)
+                return
+            raise UserError(f"{where}: not UTF-8 ({error}); save the file in UTF-8") from None
+        except (ValueError, RecursionError) as error:
+            if unfinished:
+                left_out.unfinished.append(where)
+                return
+            raise UserError(f"{where}: not valid JSON ({shorten_name(str(error))})") from None
+        if not isinstance(row, _Object):
+            raise UserError(f"{where}: {shorten(row)}, must be a JSON object")
+        require(where, wanted, row.names)
+        yield row
+
+
+def _lines(path: Path, left_out: LeftOut) -> Iterator[tuple[int, bytes]]:
+    """Number and bytes of each line, also of a compressed file, as far as it goes."""
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):  # noqa: B007 - the number is for the error
+                yield number, line
+    except EOFError:
+        left_out.unfinished.append(f"{path}, after line {number}")
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path}: not readable as gzip ({shorten_name(str(error))})") from None
+
+
+class _Object(dict):
+    """A JSON object that keeps all its names; a dict would drop the first value of a name that comes twice."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.names = [name for name, _ in pairs]
