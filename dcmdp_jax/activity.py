@@ -5,9 +5,9 @@
         doing.done += 1
 
 On a terminal the painter owns the last lines: a scroll region keeps whatever else is written, by print, a logger, C
-code or a child process, above them, where it stays. They show a run's `Progress`, if there is one, and what has taken
-more than three seconds, with time left where the total is known. In a log an activity is a line when it is done, and
-one every ten seconds while it runs, with date and time. The innermost activity of the main thread is shown.
+code or a child process, above them, where it stays. They show the innermost activity of the main thread once it has
+taken more than three seconds, with time left where the total is known, and above it what `stays`, as the progress of a
+run. In a log an activity is a line when it is done, and one every ten seconds while it runs, with date and time.
 DCMDP_ACTIVITY=off in the environment shows none.
 """
 
@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 _SHOWN_AFTER_S = 3.0
 _SIGN_EVERY_S = 10.0
@@ -43,6 +43,7 @@ class Activity:
         unit: name of the units.
         done: how many of them are done; whoever works on it counts.
         began: start, a value of `time.monotonic`.
+        stays: it is shown while another one is within it, and has its own lines in a log.
     """
 
     what: str
@@ -50,6 +51,7 @@ class Activity:
     unit: str = ""
     done: int = 0
     began: float = dataclasses.field(default_factory=time.monotonic)
+    stays: bool = False
 
     def text(self, now: float) -> str:
         """`sampling: 12 of 64 completions, 8 s, 35 s left`."""
@@ -58,15 +60,18 @@ class Activity:
         left = f", {seconds * (self.total - self.done) / self.done:.0f} s left" if 0 < self.done < self.total else ""
         return f"{self.what}: {counted}{seconds:.0f} s{left}"
 
+    def lines(self, columns: int, now: float) -> list[str]:
+        """What a terminal of so many columns shows; nothing for the first three seconds."""
+        return [_DIM + self.text(now)[:columns] + _PLAIN] if now - self.began >= _SHOWN_AFTER_S else []
+
 
 class _Painter:
-    """The running activities and a run's display, and the thread that shows them."""
+    """The running activities, and the thread that shows them."""
 
     def __init__(self) -> None:
         self.running: list[Activity] = []
-        self.display: Callable[[int], Sequence[str]] | None = None
         self._lock = threading.RLock()
-        self._owned, self._size, self._last_line = 0, None, float("-inf")
+        self._owned, self._size, self._next_line = 0, None, float("-inf")
         self._ticker: threading.Thread | None = None
 
     def start(self) -> None:
@@ -82,24 +87,23 @@ class _Painter:
 
     def show(self, now: float) -> None:
         """Paint the terminal's last lines, or print what has run for long enough in a log."""
-        running = [each for each in self.running[-1:] if now - each.began >= _SHOWN_AFTER_S]
+        inner = [each for each in self.running if not each.stays][-1:]
         with self._lock:
             if size := terminal_size():
-                lines = list(self.display(size.columns - 1)) if self.display else []
-                self._paint(lines + [_DIM + each.text(now)[: size.columns - 1] + _PLAIN for each in running], size)
-            elif running and now - self._last_line >= _SIGN_EVERY_S:
-                text = running[0].text(now)
+                shown = [*(each for each in self.running if each.stays), *inner]
+                self._paint([line for each in shown for line in each.lines(size.columns - 1, now)], size)
+            elif inner and now >= max(inner[0].began + _SHOWN_AFTER_S, self._next_line):
+                text = inner[0].text(now)
                 say(f"{text}{'' if text.endswith(' left') else ' so far'}")
-                self._last_line = now
+                self._next_line = now + _SIGN_EVERY_S
 
     def ended(self, activity: Activity, now: float) -> None:
         """Take an activity that was shown off the terminal; in a log say how long it took."""
-        if now - activity.began < _SHOWN_AFTER_S:
-            return
-        if not terminal_size():
+        if now - activity.began >= _SHOWN_AFTER_S and not activity.stays and not terminal_size():
             say(activity.text(now))
-            self._last_line = now
-        self.show(now)
+            self._next_line = now + _SIGN_EVERY_S
+        if now - activity.began >= _SHOWN_AFTER_S or activity.stays:
+            self.show(now)
 
     def _paint(self, lines: Sequence[str], size: os.terminal_size) -> None:
         if not lines:
@@ -162,32 +166,24 @@ give_back_terminal = _PAINTER.give_back
 _starting: Activity | None = None
 
 
-@contextlib.contextmanager
-def displayed(lines: Callable[[int], Sequence[str]]) -> Iterator[Callable[[], None]]:
-    """Within the block the painter shows lines above the activity, on a terminal.
+def register(doing: Activity) -> bool:
+    """Have an activity shown until `end`; whether it is: those of other threads are not."""
+    shown = threading.current_thread() is threading.main_thread() and os.environ.get(_SETTING) != "off"
+    if shown:
+        _PAINTER.start()
+        _PAINTER.running.append(doing)
+    return shown
 
-    Args:
-        lines: of at most so many columns; called twice a second.
 
-    Yields:
-        Shows them at once.
-    """
-    _PAINTER.display = lines
-    _PAINTER.start()
-    try:
-        yield lambda: _PAINTER.show(time.monotonic())
-    finally:
-        _PAINTER.display = None
-        _PAINTER.show(time.monotonic())
+def refresh() -> None:
+    """Show at once what has changed."""
+    _PAINTER.show(time.monotonic())
 
 
 def begin(what: str, total: int = 0, unit: str = "") -> Activity:
     """Begin an activity that `end` ends, for what is no block."""
-    if threading.current_thread() is threading.main_thread() and os.environ.get(_SETTING) != "off":
-        _PAINTER.start()
-        _PAINTER.running.append(doing := Activity(what, total, unit))
-        return doing
-    return Activity(what, total, unit)
+    register(doing := Activity(what, total, unit))
+    return doing
 
 
 def end(doing: Activity) -> None:

@@ -13,8 +13,7 @@ import numpy as np
 from dcmdp_jax.lab.studies.replay import broken_rule
 from dcmdp_jax.observe.alarms import ALARMS
 from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.observe.report import read_run
-from dcmdp_jax.observe.run_summary import what_the_multiplier_did
+from dcmdp_jax.observe.run_summary import describe_multiplier, read_run
 
 
 def false_alarms(series):
@@ -33,7 +32,7 @@ def main(run_dirs):
         # The report leaves out the steps that measure c.
         wrong = list(broken_rule(read_metrics(run_dir), run.config))
         raised = false_alarms(run.series)
-        print(f"{run_dir}: {what_the_multiplier_did(run.series)}")
+        print(f"{run_dir}: {describe_multiplier(run.series)}")
         for line in [*wrong, *([f"alarms {', '.join(raised)} in a run where nothing is wrong"] if raised else [])]:
             print(f"{run_dir}: {line}")
         good &= not wrong and not raised

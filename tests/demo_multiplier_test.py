@@ -5,7 +5,7 @@ import pytest
 
 from dcmdp_jax.lab.studies.replay import broken_rule
 from dcmdp_jax.observe.metrics_io import without_placeholder
-from dcmdp_jax.observe.run_summary import what_the_multiplier_did
+from dcmdp_jax.observe.run_summary import describe_multiplier
 
 # c: 1.25 x the median of (0.25, 0.75 raised to its floor of 1) = 1.25 x 0.625 = 0.78125, from the third step on. lambda
 # rests for two steps, then 0.125 + 2 (1 - 0.78125) = 0.5625, + 2 (0.25 - 0.78125) = -0.5, cut to 0.
@@ -55,9 +55,9 @@ def test_a_record_that_breaks_the_rule_is_found(changes, said):
 
 def test_the_sentence_says_where_lambda_went_and_whether_the_discrepancy_fell():
     # Over c = 0.78125 at step 3 alone, of the three that have it; c was measured on the first two.
-    assert what_the_multiplier_did(without_placeholder(_series(), 2)) == (
+    assert describe_multiplier(without_placeholder(_series(), 2)) == (
         "lambda went from 0.125 to 0, with its peak of 0.5625 at step 4; the budget c was exceeded in 1 of 3 steps; "
         "the discrepancy fell from 0.25 to 0.125 (first and last step)"
     )
-    assert what_the_multiplier_did({"dual/multiplier": (np.arange(3), np.full(3, 0.5))}) == "lambda stayed at 0.5"
-    assert what_the_multiplier_did({}) == ""
+    assert describe_multiplier({"dual/multiplier": (np.arange(3), np.full(3, 0.5))}) == "lambda stayed at 0.5"
+    assert describe_multiplier({}) == ""

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.observe.report import first_sentence
+from dcmdp_jax.observe.run_summary import read_run, verdict
 
 
 def contradictions(run_dir):
@@ -54,7 +54,7 @@ def contradictions(run_dir):
         shown = [record for record in written if record["step"] == step]
         if len(shown) != 10 or not all(record["prompt"].endswith(" =") for record in shown):
             yield f"{len(shown)} held-out completions of step {step}, 10 prompts that end within the assistant's turn"
-    said = first_sentence(run_dir)
+    said = verdict(read_run(run_dir))
     if f"{steps} training steps of " not in said or "95% interval" not in said or "lambda" not in said:
         yield f"the report begins: {said}"
     if "before training" not in (run_dir / "report.html").read_text():
@@ -70,7 +70,7 @@ def gained(run_dir):
 def main(run_dir):
     """Check a run; the exit code."""
     found = list(contradictions(run_dir))
-    print(f"{run_dir}: {gained(run_dir):+.1f} points held out; {first_sentence(run_dir)}")
+    print(f"{run_dir}: {gained(run_dir):+.1f} points held out; {verdict(read_run(run_dir))}")
     for line in found:
         print(f"{run_dir}: {line}")
     return int(bool(found))

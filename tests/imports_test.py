@@ -47,7 +47,6 @@ _LIBRARIES = {
     "matplotlib": ("dcmdp_jax.observe", "dcmdp_jax.lab"),
     "scipy": ("dcmdp_jax.lab.theory", "dcmdp_jax.evaluation.estimators"),
     "tensorboardX": ("dcmdp_jax.observe",),
-    "rich": ("dcmdp_jax.observe",),
     "datasets": ("dcmdp_jax.data",),
     "reasoning_gym": (),
     "verifiers": (),

@@ -92,11 +92,12 @@ def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) 
         stopped = None if dry_run else _loop(run, say)
         if hosts.is_writer and not dry_run and stopped is None:
             # Imported late: the plotting library takes most of a second.
-            from dcmdp_jax.observe.report import first_sentence, write_report
+            from dcmdp_jax.observe.report import write_report
+            from dcmdp_jax.observe.run_summary import read_run, verdict
 
             with activity("drawing the report"):
                 report = write_report([config.run_dir], config.run_dir)
-            say(first_sentence(config.run_dir))
+            say(verdict(read_run(config.run_dir)))
             say(f"report: {report}")
     # Not in the block, where it would tell the other hosts of a failure.
     if stopped is not None:

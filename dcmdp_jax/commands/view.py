@@ -31,7 +31,8 @@ from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY, SAMPLES_FILE
 from dcmdp_jax.observe.page_kit import MOST_LISTED, Completion, completions_data, render_page
-from dcmdp_jax.observe.report import labels_of, read_run, report_content, run_figures
+from dcmdp_jax.observe.report import labels_of, report_content, run_figures
+from dcmdp_jax.observe.run_summary import read_run
 
 _MOST = 2000
 _PAGE_FILE = "view.html"

@@ -26,7 +26,6 @@ Runs = Mapping[str, Series]
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _SMOOTH_ABOVE = 40
-_BARS_UP_TO = 200
 _WIDTHS = {1: 10.8, 2: 10.8, 4: 14.4}
 """Columns of panels -> width of the figure, inches."""
 
@@ -104,8 +103,8 @@ def _draw(runs: Runs, *, title: str, panels: Callable[[Runs], Iterable[Panel]]) 
     return figure
 
 
-def _place_panels(title: str, count: int, columns: int | None = None) -> tuple[Figure, list[Axes]]:
-    columns = columns or min(count, 2 if count <= 6 else 4)
+def _place_panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
+    columns = min(count, 2 if count <= 6 else 4)
     rows = -(-count // columns)
     height = 0.5 + (3.7 if rows == 1 else 2.9 * rows)
     figure, axes = make_figure(_WIDTHS[columns], height, title, rows=rows, columns=columns)
@@ -208,26 +207,6 @@ def _draw_level(axes: Axes, level: float, **style: Any) -> None:
     axes.autoscale_view(scalex=False)
 
 
-def _draw_violation(axes: Axes, runs: Runs) -> None:
-    """Draw what moves lambda as bars up and down, for a single run."""
-    axes.axhline(0.0, color=INK, linewidth=0.8)
-    if len(runs) > 1:
-        _draw_curves(axes, Panel("", "", ("dual/violation",)), runs)
-        return
-    (series,) = runs.values()
-    steps, values = series["dual/violation"]
-    finite = np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
-    parts = {
-        "over budget: lambda rises": (np.maximum(finite, 0), COLORS[1]),
-        "under budget: lambda falls": (np.minimum(finite, 0), COLORS[0]),
-    }
-    for label, (part, color) in parts.items():
-        if len(steps) <= _BARS_UP_TO:
-            axes.bar(steps, part, width=0.85, color=color, label=label)
-        else:
-            axes.fill_between(steps, part, step="mid", color=color, linewidth=0, label=label)
-
-
 def _draw_length_range(axes: Axes, runs: Runs) -> None:
     """Shade the range from the shortest to the longest completion of a single run."""
     series = next(iter(runs.values()))
@@ -247,7 +226,7 @@ def _draw_phases(axes: Axes, runs: Runs) -> None:
             values = values[np.isfinite(values)]
             seconds = float(np.median(values)) if len(values) else 0.0
             name = phase if row == 0 else None
-            axes.barh(row, seconds, left=left, height=0.6, color=_PHASE_COLORS[phase], label=name)
+            axes.barh(row, seconds, left=left, height=0.6, color=_color(STEP_PHASES.index(phase)), label=name)
             left += seconds
         axes.text(left, row, f"  {left:.3g} s", va="center", fontsize=9, color=INK)
     axes.set_yticks(range(len(runs)), list(runs))
@@ -256,60 +235,6 @@ def _draw_phases(axes: Axes, runs: Runs) -> None:
     axes.margins(x=0.12)
     style_axes(axes, "seconds of a median step")
     axes.legend(**LEGEND, ncols=len(phases), loc="lower center", bbox_to_anchor=(0.5, -0.22))
-
-
-def _draw_timeline(runs: Runs) -> Figure | None:
-    """Draw three steps of each run that samples ahead: a bar in time for each phase, a line for each process."""
-    shown = {label: chosen for label, series in runs.items() if (chosen := _three_steps(series)) is not None}
-    if not shown:
-        return None
-    figure, panels = _place_panels("Three steps", len(shown), columns=1)
-    for axes, (label, steps) in zip(panels, shown.items(), strict=True):
-        series, drawn = runs[label], set()
-        at = {name: _at(series[f"time/{name}"], steps) for name in _OF_TIMELINE}
-        # At most a step before the trainer: what samples them may have begun before a program was compiled.
-        begun = {
-            process: np.concatenate([at[f"start_{phase}"] for phase in _TIMELINE if _TIMELINE[phase] == process])
-            for process in (0, 1)
-        }
-        trainer, sampler = (np.min(each[np.isfinite(each)], initial=np.inf) for each in begun.values())
-        total = at["total"][np.isfinite(at["total"])]
-        begin = max(min(trainer, sampler), trainer - np.min(total, initial=total.max(initial=0.0)))
-        for phase, process in _TIMELINE.items():
-            starts = at[f"start_{phase}"] - begin
-            for step, start, end in zip(steps.tolist(), starts, starts + at[phase], strict=True):
-                name, start = None if phase in drawn else phase, max(start, 0.0)
-                if not start < end < np.inf:  # a phase that was not recorded has NaN
-                    continue
-                drawn.add(phase)
-                color = _PHASE_COLORS[phase]
-                axes.barh(process, end - start, left=start, height=0.6, color=color, edgecolor="white", label=name)
-                if phase in ("step", "generate"):
-                    axes.text((start + end) / 2, process, f"{step}", ha="center", va="center", fontsize=9, color=INK)
-        axes.set_xlim(left=0)
-        axes.set_yticks((0, 1), ("trainer", "sampler"))
-        style_axes(axes, f"{label}: numbers are steps", x="seconds")
-        if drawn:
-            axes.legend(**LEGEND, ncols=len(_TIMELINE), loc="upper left")
-        axes.set_ylim(-0.6, 2.2)
-    return figure
-
-
-def _three_steps(series: Series) -> np.ndarray | None:
-    """Three steps in a row of a run that samples ahead, of median duration: the first steps compile."""
-    if not all(f"time/{name}" in series for name in _OF_TIMELINE):
-        return None
-    steps, totals = series["time/start_step"][0], series["time/total"]
-    seconds = np.nan_to_num(_at(totals, steps), nan=np.inf)
-    sums = [seconds[place : place + 3].sum() for place in range(max(1, len(steps) - 2))]
-    place = int(np.argsort(sums, kind="stable")[(len(sums) - 1) // 2])
-    return steps[place : place + 3]
-
-
-# Phase -> line of its process: 0 is the trainer, 1 what samples.
-_TIMELINE = {"wait": 0, "push": 0, "step": 0, "generate": 1, "verify": 1, "pack": 0}
-_PHASE_COLORS = dict(zip((*STEP_PHASES, "wait"), COLORS, strict=False))
-_OF_TIMELINE = ("total", *_TIMELINE, *(f"start_{phase}" for phase in _TIMELINE))
 
 
 def _color(index: int) -> str:
@@ -361,7 +286,7 @@ _DISCREPANCY = (
 )  # fmt: skip
 _MULTIPLIER = (
     Panel("lambda", "lambda", ("dual/multiplier",), smoothed=False),
-    Panel("violation: mean discrepancy - c", "violation", ("dual/violation",), draw=_draw_violation),
+    Panel("violation: lambda rises where it is above 0", "violation", ("dual/violation",), from_zero=True),
 )
 _LENGTHS = (
     Panel("sampled tokens of a completion", "tokens", ("completion/length_mean",), label="mean", from_zero=True,
@@ -421,6 +346,5 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
     ),
     "optimization": ("The policy update.", _fixed("Optimization", *_OPTIMIZATION)),
     "time": ("Time per phase and throughput.", _fixed("Time", *_TIME)),
-    "timeline": ("Which phase ran when: the trainer and the sampler of later steps.", _draw_timeline),
 }
 """File stem to (caption, function), in display order."""

@@ -1,109 +1,182 @@
-"""Headline numbers of a run, and its warnings."""
+"""What a run did: its record, the facts and the sentence that every page and card of it shows, and its warnings."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.number_format import number, percent
+from dcmdp_jax.fields import flatten
+from dcmdp_jax.inputs import read_json_object
+from dcmdp_jax.number_format import duration, number, percent
+from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.alarms import alarms, spent
+from dcmdp_jax.observe.jsonl import CONFIG_FILE, HELD_OUT_FILE, METRICS_FILE, SAMPLES_FILE, STARTS_FILE
 from dcmdp_jax.observe.metric_names import form_of_score
-from dcmdp_jax.observe.metrics_io import Series
+from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
 
-_TRUNCATED_LIMIT = 0.5
-_ALL_EQUAL_LIMIT = 0.9
 _STUCK_STEPS = 5
+_ENGINE = ("rollout.engine", "rollout.precision", "rollout.compute_dtype", "rollout.kv_cache_dtype")
+_SHARES = {
+    "completion/truncated_fraction": (0.5, "{} of the last completions were cut by the length limit: rewards measure "
+    "the limit as much as the policy. Raise the limit."),
+    "reward/all_equal_groups": (0.9, "In {} of the last prompts all completions got one reward, so nearly nothing is "
+    "learned: the task is too easy or too hard for the policy."),
+}  # fmt: skip
+"""Metric -> share above which its mean over the last steps is a warning, and the warning."""
+_COUNTS = {
+    "reward/verifier_timeouts": "The verifier ran out of time on {:.0f} answers; they got reward 0.",
+    "reward/verifier_errors": "The verifier failed on {:.0f} answers; they got reward 0.",
+    "reward/verifier_over_budget": "The verifier's budget for a batch ran out on {:.0f} answers; they got reward 0, "
+    "right or wrong. Use more verifier processes or raise the budget.",
+    "optimizer/skipped_updates": "{:.0f} optimizer updates were skipped because their gradient was not finite.",
+}
+"""Metric -> warning where its sum is above 0."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoreHistory:
-    """One held-out score; `first` is the initial policy's if that was evaluated.
-
-    Attributes:
-        name: `<task>/avg@K` or `<task>/pass@K`.
-        first: value at `first_step`; likewise `last` and `best` (ties: the earliest).
-        form: writes a value, as a percentage or a number.
-    """
+class Fact(NamedTuple):
+    """One thing to know about a run: its name, the value, and details ("" if none)."""
 
     name: str
-    first_step: int
-    first: float
-    last_step: int
-    last: float
-    best_step: int
-    best: float
-    form: Callable[[float], str]
+    value: str
+    more: str = ""
 
-    @property
-    def gained(self) -> str:
-        """Last minus first, of a share in percentage points."""
-        gain = self.last - self.first
-        return f"{100 * gain:+.1f} points" if self.form is percent else f"{gain:+.4g}"
+
+class _Score(NamedTuple):
+    """A held-out score, `<task>/avg@K` or `<task>/pass@K`, at the steps that evaluated it, and how to write it."""
+
+    name: str
+    steps: np.ndarray
+    values: np.ndarray
+    form: Callable[[float], str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Summary:
-    """Headline numbers of a run; NaN if the run recorded no metric for them.
+class RecordedRun:
+    """Content of a run directory.
 
     Attributes:
-        steps: the last training step; 0 when only evaluations were recorded.
-        window: training steps averaged for "first" and "last": a tenth of the run, at least one.
-        first_reward: mean reward over the first `window` steps; `last_reward` over the last.
-        scores: held-out scores, avg@K before pass@K.
-        mean_discrepancy: over all steps.
-        tolerance: c of the last step.
-        share_over_tolerance: steps whose mean discrepancy exceeds c, as a fraction of the steps with both.
-        multiplier_low, multiplier_high: range of lambda.
-        multiplier_rises, multiplier_falls: steps with lambda above, below that of the previous step.
-        tokens_per_second: median over steps.
-        seconds: sum of `time/total`.
+        label: name in a report, unique among the runs shown together.
+        series: its metrics.
+        config: dotted key to value; empty if the run saved none.
+        samples: sample completions, in the order written.
+        held_out: completions of held-out problems, in the order written.
+        starts: records of command, code, machine and date.
     """
 
-    steps: int
-    window: int
-    first_reward: float
-    last_reward: float
-    scores: tuple[ScoreHistory, ...]
-    mean_discrepancy: float
-    tolerance: float
-    share_over_tolerance: float
-    multiplier_low: float
-    multiplier_high: float
-    multiplier_rises: int
-    multiplier_falls: int
-    tokens_per_second: float
-    seconds: float
+    label: str
+    series: Series
+    config: dict[str, Any]
+    samples: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    starts: list[dict[str, Any]]
+
+    def until(self, step: int) -> RecordedRun:
+        """The same run with its metrics up to a step."""
+        kept = {name: (steps[steps <= step], values[steps <= step]) for name, (steps, values) in self.series.items()}
+        return dataclasses.replace(self, series={name: one for name, one in kept.items() if len(one[0])})
 
 
-def summarize(series: Series) -> Summary:
-    """Compute the headline numbers of a run's metrics, ignoring values that are not finite."""
-    reward_steps, _ = series.get("reward/mean", (np.zeros(0, np.int64), None))
-    rewards, multiplier = _finite(series, "reward/mean"), _finite(series, "dual/multiplier")
-    window = max(1, len(rewards) // 10)
-    discrepancy, tolerance = _finite(series, "discrepancy/mean"), _finite(series, "dual/tolerance")
-    moves = np.sign(np.diff(multiplier))
-    return Summary(
-        steps=int(reward_steps[-1]) if len(reward_steps) else 0,
-        window=window,
-        first_reward=_mean(rewards[:window]),
-        last_reward=_mean(rewards[-window:]),
-        scores=_scores(series),
-        mean_discrepancy=_mean(discrepancy),
-        tolerance=float(tolerance[-1]) if len(tolerance) else math.nan,
-        share_over_tolerance=_mean(_over(series)),
-        multiplier_low=float(multiplier.min()) if len(multiplier) else math.nan,
-        multiplier_high=float(multiplier.max()) if len(multiplier) else math.nan,
-        multiplier_rises=int((moves > 0).sum()),
-        multiplier_falls=int((moves < 0).sum()),
-        tokens_per_second=_median(_finite(series, "throughput/tokens_per_second")),
-        seconds=float(_finite(series, "time/total").sum()) if "time/total" in series else math.nan,
+def read_run(run_dir: str | Path, label: str | None = None, *, without_metrics: bool = False) -> RecordedRun:
+    """Read a run directory; skip a last line torn by a kill.
+
+    Args:
+        run_dir: the directory.
+        label: the run's name; by default the directory's.
+        without_metrics: allow a directory that holds no metrics.
+
+    Raises:
+        ValueError: if it is not a run directory, has no metrics yet, or has a file that cannot be parsed.
+        OSError: if a file can't be read.
+    """
+    run_dir = Path(run_dir)
+    series = {} if without_metrics and not (run_dir / METRICS_FILE).is_file() else read_metrics(run_dir)
+    path = run_dir / CONFIG_FILE
+    config = flatten(read_json_object(path)) if path.exists() else {}
+    return RecordedRun(
+        label=label or run_dir.resolve().name,
+        series=without_placeholder(series, config.get("algorithm.tolerance_steps", 0)),
+        config=config,
+        samples=jsonl.read(run_dir / SAMPLES_FILE),
+        held_out=jsonl.read(run_dir / HELD_OUT_FILE),
+        starts=jsonl.readable(run_dir / STARTS_FILE),
     )
 
 
-def what_the_multiplier_did(series: Series, *, begins_at_cap: bool = False) -> str:
+def facts(run: RecordedRun) -> list[Fact]:
+    """The facts of a run, in the order to show them; what it did not record has none."""
+    series, config = run.series, run.config
+    window, rewards, discrepancy = _window(series), _finite(series, "reward/mean"), _finite(series, "discrepancy/mean")
+    found = [Fact("Training steps", str(_steps(series)))]
+    if len(rewards):
+        ends = f"mean of the first and last {window} steps" if window > 1 else "first and last step"
+        found.append(Fact("Training reward", f"{_mean(rewards[:window]):.3f} → {_mean(rewards[-window:]):.3f}", ends))
+    for name, steps, values, form in _scores(series):
+        gain, best = values[-1] - values[0], int(np.argmax(values))
+        gained = f"{100 * gain:+.1f} points" if form is percent else f"{gain:+.4g}"
+        more = f"{gained} from step {steps[0]} to {steps[-1]}; best {form(values[best])} at step {steps[best]}"
+        found.append(Fact(f"Held-out {name}", f"{form(values[0])} → {form(values[-1])}", more))
+    if len(discrepancy):
+        c, share = _tolerance(series), percent(_mean(_over(series)))
+        more = "no budget c yet" if math.isnan(c) else f"budget c = {number(c)}, exceeded in {share} of steps"
+        found.append(Fact("Mean discrepancy", number(_mean(discrepancy)), more))
+    if len(floors := _finite(series, "mismatch/noise_floor")):
+        found.append(Fact("Noise floor", number(float(floors[-1])), "the engine against itself, last measurement"))
+    if len(multiplier := _finite(series, "dual/multiplier")):
+        moves = np.diff(multiplier)
+        more = f"rose {(moves > 0).sum()} times, fell {(moves < 0).sum()} times; last {number(float(multiplier[-1]))}"
+        span = f"{number(float(multiplier.min()))} to {number(float(multiplier.max()))}"
+        found.append(Fact("Lambda, lowest and highest", span, more))
+    if len(speeds := _finite(series, "throughput/tokens_per_second")):
+        total = _finite(series, "time/total")
+        more = f"median step; {duration(float(total.sum()) if len(total) else math.nan)} in training steps"
+        found.append(Fact("Throughput", f"{number(_median(speeds), ',.0f')} tokens/s", more))
+    found += [fact for fact in (overlap(series), legs(series)) if fact]
+    engine = ", ".join(f"{name.rpartition('.')[2]} {config[name]}" for name in _ENGINE if config.get(name) is not None)
+    settings = {"Engine": engine, "Training data": config.get("task.train")}
+    settings |= {"Started from": config.get("model.path") or "a fresh model"} if config else {}
+    return found + [Fact(name, str(value)) for name, value in settings.items() if value]
+
+
+def verdict(run: RecordedRun) -> str:
+    """One sentence on what happened in a run."""
+    first, said = f"{_steps(run.series)} training steps", []
+    if model := run.config.get("model.path"):
+        engine = f"the engine {run.config.get('rollout.engine')} in {run.config.get('rollout.precision')}"
+        first += f" of {model} against {engine}"
+    if scores := _scores(run.series):
+        ends = (f"{scores[0].form(scores[0].values[place])}{_interval(run, scores[0], place)}" for place in (0, -1))
+        said.append(f"held-out {scores[0].name} went from {' to '.join(ends)}")
+    elif len(rewards := _finite(run.series, "reward/mean")):
+        window = _window(run.series)
+        ends = (number(_mean(values)) for values in (rewards[:window], rewards[-window:]))
+        said.append(f"the training reward went from {' to '.join(ends)}")
+    if story := describe_multiplier(run.series, begins_at_cap=_begins_at_cap(run)):
+        said.append(story)
+    return f"{first}: {'; '.join(said)}." if said else f"{first}."
+
+
+def provenance(run: RecordedRun) -> dict[str, str]:
+    """When, by which command, with which code and on which machine a run was started; empty if it recorded none."""
+    if not run.starts:
+        return {}
+    last = run.starts[-1]
+    said = {
+        "time": f"{run.starts[0].get('time')}",
+        "command": f"{last.get('command')}",
+        "code": f"dcmdp_jax {last.get('version')}" + (f", commit {last['commit']}" if last.get("commit") else ""),
+        "machine": f"{last.get('machine')}, jax {last.get('jax')}, Python {last.get('python')}",
+    }
+    if len(run.starts) > 1:
+        said["resumed"] = f"resumed {len(run.starts) - 1} times, last at step {last.get('step')}"
+    return said
+
+
+def describe_multiplier(series: Series, *, begins_at_cap: bool = False) -> str:
     """Describe the course of lambda, budget and discrepancy; empty for a run that recorded none of them."""
     multiplier, discrepancy = (_finite(series, name) for name in ("dual/multiplier", "discrepancy/mean"))
     over, said = _over(series), []
@@ -124,7 +197,7 @@ def what_the_multiplier_did(series: Series, *, begins_at_cap: bool = False) -> s
     return "; ".join(said)
 
 
-def overlap(series: Series) -> tuple[str, str] | None:
+def overlap(series: Series) -> Fact | None:
     """Describe the time that sampling ahead saves in a median step, and how; None for a run without it."""
     if "time/overlap" not in series:
         return None
@@ -139,67 +212,56 @@ def overlap(series: Series) -> tuple[str, str] | None:
         f"a step with {number(sampling)} s of sampling and {number(training)} s of training takes "
         f"{number(seconds('total'))} s; {waits}: the trainer {number(wait)} s, the sampler {number(idle)} s"
     )
-    return f"{number(seconds('overlap'))} s a step", more
+    return Fact("Overlap won", f"{number(seconds('overlap'))} s a step", more)
 
 
-def legs(series: Series) -> tuple[str, str] | None:
+def legs(series: Series) -> Fact | None:
     """Describe where the gap to the engine was, when it was last looked at; None for a run that did not."""
     names = [f"mismatch/leg_{name}" for name in ("decoding_share", "decoding", "one_pass")]
     if names[0] not in series:
         return None
     share, decoding, one_pass = (float(series[name][1][-1]) for name in names)
     scored = f"mean |dp| {number(decoding)} to the engine's own scores in one pass, {number(one_pass)} from there"
-    return f"{percent(share)} while the engine decodes", f"step {series[names[0]][0][-1]}: {scored} to the trainer"
+    more = f"step {series[names[0]][0][-1]}: {scored} to the trainer"
+    return Fact("Where the gap is", f"{percent(share)} while the engine decodes", more)
 
 
 def warnings(series: Series) -> list[str]:
     """List the problems in a run's metrics that put its result in doubt, each with a remedy."""
-    found = []
-    summary = summarize(series)
-    truncated = _mean(_finite(series, "completion/truncated_fraction")[-summary.window :])
-    if truncated > _TRUNCATED_LIMIT:
+    found, window, c = [], _window(series), _tolerance(series)
+    for name, (most, text) in _SHARES.items():
+        if (share := _mean(_finite(series, name)[-window:])) > most:
+            found.append(text.format(percent(share)))
+    found += [text.format(total) for name, text in _COUNTS.items() if (total := _finite(series, name).sum()) > 0]
+    if c < (floor := _mean(_finite(series, "mismatch/noise_floor"))):
         found.append(
-            f"{percent(truncated)} of the last completions were cut by the length limit: "
-            "rewards measure the limit as much as the policy. Raise the limit."
+            f"The budget c = {c:.4g} is below the noise floor {floor:.4g}, the mismatch the engine shows against "
+            "itself: no policy can meet it. Raise c."
         )
-    timeouts, errors, over_budget = (
-        _finite(series, f"reward/verifier_{kind}").sum() for kind in ("timeouts", "errors", "over_budget")
-    )
-    if timeouts > 0:
-        found.append(f"The verifier ran out of time on {timeouts:.0f} answers; they got reward 0.")
-    if errors > 0:
-        found.append(f"The verifier failed on {errors:.0f} answers; they got reward 0.")
-    if over_budget > 0:
+    if (stuck := _steps_at_cap(series)) >= _STUCK_STEPS:
         found.append(
-            f"The verifier's budget for a batch ran out on {over_budget:.0f} answers; they got reward 0, right or "
-            "wrong. Use more verifier processes or raise the budget."
-        )
-    skipped = _finite(series, "optimizer/skipped_updates").sum()
-    if skipped > 0:
-        found.append(f"{skipped:.0f} optimizer updates were skipped because their gradient was not finite.")
-    equal = _mean(_finite(series, "reward/all_equal_groups")[-summary.window :])
-    if equal > _ALL_EQUAL_LIMIT:
-        found.append(
-            f"In {percent(equal)} of the last prompts all completions got one reward, so nearly nothing is learned: "
-            "the task is too easy or too hard for the policy."
-        )
-    floor = _mean(_finite(series, "mismatch/noise_floor"))
-    if summary.tolerance < floor:
-        found.append(
-            f"The budget c = {summary.tolerance:.4g} is below the noise floor {floor:.4g}, the mismatch the engine "
-            "shows against itself: no policy can meet it. Raise c."
-        )
-    stuck = _steps_at_cap(series)
-    if stuck >= _STUCK_STEPS:
-        found.append(
-            f"Lambda stayed at {summary.multiplier_high:.4g} over the last {stuck} steps with the budget exceeded: "
-            "it is at its cap. Raise the cap or c."
+            f"Lambda stayed at {_finite(series, 'dual/multiplier').max():.4g} over the last {stuck} steps with the "
+            "budget exceeded: it is at its cap. Raise the cap or c."
         )
     found += [alarm.text for alarm in alarms(series)]
-    broken = [name for name, (_, values) in series.items() if not np.isfinite(values).all()]
-    if broken:
+    if broken := [name for name, (_, values) in series.items() if not np.isfinite(values).all()]:
         found.append(f"Values that are not finite were recorded for {', '.join(broken)}.")
     return found
+
+
+def _steps(series: Series) -> int:
+    """The last training step; 0 where only evaluations were recorded."""
+    return int(series["reward/mean"][0][-1]) if "reward/mean" in series else 0
+
+
+def _window(series: Series) -> int:
+    """Steps averaged for "first" and "last": a tenth of the run, at least one."""
+    return max(1, len(_finite(series, "reward/mean")) // 10)
+
+
+def _tolerance(series: Series) -> float:
+    values = _finite(series, "dual/tolerance")
+    return float(values[-1]) if len(values) else math.nan
 
 
 def _finite(series: Series, name: str) -> np.ndarray:
@@ -235,24 +297,29 @@ def _steps_at_cap(series: Series) -> int:
     return len(capped) if capped.all() else int(np.argmin(capped[::-1]))
 
 
-def _scores(series: Series) -> tuple[ScoreHistory, ...]:
-    scores = []
-    names = [name for name in series if name.startswith("eval/")]
-    for name in sorted(names, key=lambda name: ("/avg@" not in name, name)):
+def _scores(series: Series) -> list[_Score]:
+    """Held-out scores, avg@K before pass@K."""
+    found = []
+    for name in sorted((name for name in series if name.startswith("eval/")), key=lambda x: ("/avg@" not in x, x)):
         steps, values = series[name]
-        steps, values = steps[np.isfinite(values)], values[np.isfinite(values)]
-        if len(values):
-            best = int(np.argmax(values))
-            scores.append(
-                ScoreHistory(
-                    name=name.removeprefix("eval/"),
-                    first_step=int(steps[0]),
-                    first=float(values[0]),
-                    last_step=int(steps[-1]),
-                    last=float(values[-1]),
-                    best_step=int(steps[best]),
-                    best=float(values[best]),
-                    form=form_of_score(name, values, series),
-                )
-            )
-    return tuple(scores)
+        if (finite := np.isfinite(values)).any():
+            form = form_of_score(name, values[finite], series)
+            found.append(_Score(name.removeprefix("eval/"), steps[finite], values[finite], form))
+    return found
+
+
+def _interval(run: RecordedRun, score: _Score, place: int) -> str:
+    """The 95% interval of a score at one of its steps, where it was recorded."""
+    found = []
+    for bound in ("low", "high"):
+        name = f"eval_interval/{score.name.rpartition('/')[0]}/{bound}"
+        steps, values = run.series.get(name, (np.zeros(0), np.zeros(0)))
+        found += map(score.form, values[steps == score.steps[place]].tolist())
+    return f" (95% interval {found[0]} to {found[1]})" if len(found) == 2 else ""
+
+
+def _begins_at_cap(run: RecordedRun) -> bool:
+    """Whether lambda moves by dual ascent and began at its upper end."""
+    eta, first, cap = (run.config.get(f"algorithm.{n}") for n in ("dual_learning_rate", "multiplier", "multiplier_max"))
+    recorded = run.series.get("dual/multiplier")
+    return bool(eta and recorded and first == cap and recorded[1][0] == np.float32(first))

@@ -265,14 +265,12 @@ def test_without_a_run_failures_of_threads_are_printed(arguments):
 
 _TALKS = """
 import logging, sys
-from rich.console import Console
 from dcmdp_jax.commands.cli import run_main
 
 def main(argv):
     for line in range(3):
         print("to stdout", line, flush=True)
         print("to stderr", line, file=sys.stderr, flush=True)
-        Console(file=sys.stderr).print("by rich")
         logging.getLogger("dcmdp_jax").warning("logged")
     open(argv[1], "w").write("went on")
     return 7

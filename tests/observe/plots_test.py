@@ -129,13 +129,6 @@ def test_constant_multiplier_is_not_magnified():
     assert (low, high) == (pytest.approx(0.05), pytest.approx(0.15))
 
 
-def test_violation_bars_show_what_moves_lambda_up_and_down():
-    run = {"dual/multiplier": _series([0.1, 0.3, 0.2]), "dual/violation": _series([0.2, -0.1, math.nan])}
-    up, down = _draw("multiplier", {"r": run}).axes[1].containers
-    assert [bar.get_height() for bar in up] == [0.2, 0.0, 0.0]
-    assert [bar.get_height() for bar in down] == [0.0, -0.1, 0.0]
-
-
 def test_lengths_of_a_single_run_show_their_range():
     run = {
         "completion/length_mean": _series([10.0, 20.0]),
@@ -185,7 +178,7 @@ def test_every_figure_draws_values_that_are_not_finite():
         *("reward/mean", "discrepancy/mean", "dual/tolerance", "dual/multiplier", "dual/violation", "mismatch/k3"),
         *("completion/length_mean", "completion/truncated_fraction", "policy/entropy", "time/step", "eval/a/avg@8"),
         *("time/total", "reward/source/a/mean", "staleness/log_ratio_abs_mean", "mismatch/log_ratio_abs_mean"),
-        *(f"time/{start}{phase}" for start in ("", "start_") for phase in ("wait", *STEP_PHASES)),
+        *(f"time/{phase}" for phase in STEP_PHASES),
     ]
     runs = {"r": {name: _series([math.inf, 0.5, math.nan, -math.inf]) for name in names}, "empty": {}}
     with warnings.catch_warnings():
@@ -194,53 +187,6 @@ def test_every_figure_draws_values_that_are_not_finite():
             figure = draw(runs)
             figure.savefig(io.BytesIO(), format="png", dpi=20)
             assert all(np.isfinite(axes.get_ylim()).all() for axes in figure.axes)
-
-
-def test_the_timeline_has_each_phase_where_it_was():
-    """Steps 3 to 5 of ten, about a second each but for the first, which compiles; 4's was sampled while 3 trained."""
-    steps = np.arange(1, 11)
-    lengths = {"wait": 0.1, "push": 0.2, "step": 0.7, "generate": 0.5, "verify": 0.1, "pack": 0.05}
-    begins = {"wait": 0.0, "push": 0.1, "step": 0.3, "generate": -0.7, "verify": -0.2, "pack": -0.1}
-    series = {f"time/{name}": (steps, np.full(10, seconds)) for name, seconds in lengths.items()}
-    # Three steps in a row take 352, 3.1, 3.1, 3.1, 3.05, 3.05, 3.25 and 3.2 s: the lower median is the second 3.1.
-    series["time/total"] = steps, np.array([350.0, 1.0, 1.0, 1.1, 1.0, 1.0, 1.05, 1.0, 1.2, 1.0])
-    series |= {f"time/start_{name}": (steps, 1e9 + steps + begin) for name, begin in begins.items()}
-    (axes,) = _draw("timeline", {"r": series}).axes
-    bars = sorted((round(bar.get_x(), 6), round(bar.get_width(), 6), round(bar.get_y() + 0.3)) for bar in axes.patches)
-    expected = [
-        (step - 3 + begins[name] + 0.7, lengths[name], int(name in ("generate", "verify")))
-        for step in (3, 4, 5)
-        for name in lengths
-    ]
-    assert bars == [pytest.approx(each) for each in sorted(expected)]
-    # A run of two steps whose second was sampled before the first had compiled: at most the shorter step before it.
-    short = {name: (at[:2], values[:2]) for name, (at, values) in series.items()}
-    short["time/start_generate"] = steps[:2], np.array([1e9 - 340.0, 1e9 + 2 - 340.0])
-    (axes,) = _draw("timeline", {"r": short}).axes
-    assert 2 <= axes.get_xlim()[1] < 5 and axes.get_xlim()[0] == 0
-    # A phase that one of the steps did not record does not move the axis to 1970.
-    series["time/start_push"] = np.delete(steps, 3), np.delete(1e9 + steps + 0.1, 3)
-    (axes,) = _draw("timeline", {"r": series}).axes
-    assert 3 <= axes.get_xlim()[1] < 5 and len(axes.patches) == 17
-
-
-def test_the_timeline_has_the_colors_of_the_panel_of_phases():
-    steps = np.arange(1, 6)
-    series = {f"time/{name}": (steps, np.full(5, 0.5)) for name in ("total", "wait", *STEP_PHASES)}
-    series |= {f"time/start_{name}": (steps, 1e9 + steps) for name in ("wait", *STEP_PHASES)}
-
-    def colors(axes):
-        return {
-            bars.get_label(): to_hex(bars.patches[0].get_facecolor())
-            for bars in axes.containers
-            if not bars.get_label().startswith("_")
-        }
-
-    above, below = colors(_draw("time", {"r": series}).axes[0]), colors(_draw("timeline", {"r": series}).axes[0])
-    assert set(above) == set(STEP_PHASES) and len(set(below.values())) == 6
-    # Runs of before have no time of the noise floor, which is measured at few steps: the timeline leaves it out.
-    assert set(below) == {"wait", *STEP_PHASES} - {"noise_floor"}
-    assert all(below[phase] == above[phase] for phase in set(below) - {"wait"})
 
 
 def test_a_reward_outside_0_to_1_is_no_percentage_and_a_step_axis_has_whole_steps():

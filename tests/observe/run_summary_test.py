@@ -1,13 +1,12 @@
-"""Headline numbers and warnings by hand."""
+"""Facts and warnings of a run by hand."""
 
 import math
 
 import numpy as np
 import pytest
 
-from dcmdp_jax.number_format import percent
 from dcmdp_jax.observe.metrics_io import without_placeholder
-from dcmdp_jax.observe.run_summary import ScoreHistory, legs, overlap, summarize, warnings, what_the_multiplier_did
+from dcmdp_jax.observe.run_summary import RecordedRun, describe_multiplier, facts, legs, overlap, warnings
 
 
 def _series(values, first=1):
@@ -15,44 +14,50 @@ def _series(values, first=1):
     return np.arange(first, first + len(values)), values
 
 
-def test_headline_by_hand():
-    summary = summarize(
-        {
-            "reward/mean": _series([0.25, 0.75, *[0.5] * 16, 0.5, 1.0]),
-            "eval/math/pass@4": _series([0.5], 0),
-            "eval/math/avg@4": (np.array([0, 10, 20]), np.array([0.25, 0.75, 0.5])),
-            "discrepancy/mean": _series([0.005, 0.003, 0.0037, 0.004]),
-            "dual/tolerance": _series([0.0037] * 4),
-            "dual/multiplier": _series([0.1, 0.3, 0.2, 0.2, 0.4]),
-            "throughput/tokens_per_second": _series([10.0, 100.0, 120.0]),
-            "time/total": _series([60.0, 2.0, 1.0]),
-        }
-    )
-    assert (summary.steps, summary.window) == (20, 2)
-    # Two of twenty steps at either end, not the single noisy first and last.
-    assert (summary.first_reward, summary.last_reward) == (0.5, 0.75)
-    assert summary.scores == (
-        ScoreHistory("math/avg@4", 0, 0.25, 20, 0.5, 10, 0.75, percent),
-        ScoreHistory("math/pass@4", 0, 0.5, 0, 0.5, 0, 0.5, percent),
-    )
-    # Points are percentage points of last over first: neither the ratio (100 %) nor best over first (50).
-    assert summary.scores[0].gained == "+25.0 points"
-    assert summary.mean_discrepancy == pytest.approx((0.005 + 0.003 + 0.0037 + 0.004) / 4, rel=1e-12)
-    # A mean that equals c is within the budget: two of four, not three.
-    assert (summary.tolerance, summary.share_over_tolerance) == (0.0037, 0.5)
-    assert (summary.multiplier_low, summary.multiplier_high) == (0.1, 0.4)
-    assert (summary.multiplier_rises, summary.multiplier_falls) == (2, 1)
-    assert (summary.tokens_per_second, summary.seconds) == (100.0, 63.0)
+def _run(series, **config):
+    return RecordedRun("run", series, config, [], [], [])
+
+
+def test_facts_by_hand():
+    series = {
+        "reward/mean": _series([0.25, 0.75, *[0.5] * 16, 0.5, 1.0]),
+        "eval/math/pass@4": _series([0.5], 0),
+        "eval/math/avg@4": (np.array([0, 10, 20]), np.array([0.25, 0.75, 0.5])),
+        "discrepancy/mean": _series([0.005, 0.003, 0.0037, 0.004]),
+        "dual/tolerance": _series([0.0037] * 4),
+        "dual/multiplier": _series([0.1, 0.3, 0.2, 0.2, 0.4]),
+        "mismatch/noise_floor": (np.array([1, 17]), np.array([0.001, 0.002])),
+        "throughput/tokens_per_second": _series([10.0, 100.0, 120.0]),
+        "time/total": _series([60.0, 2.0, 1.0]),
+    }
+    found = facts(_run(series, **{"rollout.engine": "vllm", "rollout.precision": "fp8", "model.path": "m"}))
+    assert found == [
+        ("Training steps", "20", ""),
+        # Two of twenty steps at either end, not the single noisy first and last.
+        ("Training reward", "0.500 → 0.750", "mean of the first and last 2 steps"),
+        # Points are percentage points of last over first: neither the ratio (100%) nor best over first (50).
+        ("Held-out math/avg@4", "25.0% → 50.0%", "+25.0 points from step 0 to 20; best 75.0% at step 10"),
+        ("Held-out math/pass@4", "50.0% → 50.0%", "+0.0 points from step 0 to 0; best 50.0% at step 0"),
+        # (0.005 + 0.003 + 0.0037 + 0.004) / 4. A mean that equals c is within the budget: two of four, not three.
+        ("Mean discrepancy", "0.003925", "budget c = 0.0037, exceeded in 50.0% of steps"),
+        ("Noise floor", "0.002", "the engine against itself, last measurement"),
+        ("Lambda, lowest and highest", "0.1 to 0.4", "rose 2 times, fell 1 times; last 0.4"),
+        ("Throughput", "100 tokens/s", "median step; 1:03 in training steps"),
+        ("Engine", "engine vllm, precision fp8", ""),
+        ("Started from", "m", ""),
+    ]
+    # Up to step 10 the score was at its best, and the later noise floor was not measured.
+    before = {name: value for name, value, _ in facts(_run(series).until(10))}
+    assert (before["Training steps"], before["Held-out math/avg@4"]) == ("10", "25.0% → 75.0%")
+    assert before["Noise floor"] == "0.001"
 
 
 def test_share_over_tolerance_compares_the_same_steps():
-    summary = summarize(
-        {
-            "discrepancy/mean": (np.array([1, 2, 3]), np.array([9.0, 1.0, math.nan])),
-            "dual/tolerance": (np.array([2, 3]), np.array([2.0, 2.0])),
-        }
-    )
-    assert summary.share_over_tolerance == 0.0
+    series = {
+        "discrepancy/mean": (np.array([1, 2, 3]), np.array([9.0, 1.0, math.nan])),
+        "dual/tolerance": (np.array([2, 3]), np.array([2.0, 2.0])),
+    }
+    assert facts(_run(series))[1] == ("Mean discrepancy", "5", "budget c = 2, exceeded in 0.0% of steps")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +71,7 @@ def test_share_over_tolerance_compares_the_same_steps():
 def test_steps_that_c_is_measured_on_are_not_held_against_the_setting_in_its_place(measured, said):
     """The setting is 1, for the first two steps; then c = 4, which the last step meets."""
     series = {"discrepancy/mean": _series([3, 3, 3, 5, 4]), "dual/tolerance": _series([1, 1, 4, 4, 4])}
-    assert what_the_multiplier_did(without_placeholder(series, measured)).startswith(said)
+    assert describe_multiplier(without_placeholder(series, measured)).startswith(said)
 
 
 def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
@@ -74,7 +79,7 @@ def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
     seconds = {"generate": 2.5, "verify": 0.4, "pack": 0.1, "push": 0.2, "step": 1.8, "total": 3.2}
     seconds |= {"wait": 1.2, "engine_idle": 0.2, "overlap": 1.8}
     series = {f"time/{name}": (np.arange(1, 4), np.array([99.0, x, x])) for name, x in seconds.items()}
-    won, how = overlap(series)
+    _, won, how = overlap(series)
     assert won == "1.8 s a step"
     assert how == (
         "a step with 3 s of sampling and 2 s of training takes 3.2 s; the trainer waits: the trainer 1.2 s, the "
@@ -83,11 +88,14 @@ def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
     assert overlap({"time/total": series["time/total"]}) is None
 
 
-def test_nothing_recorded_is_nan_not_an_error():
-    summary = summarize({"eval/a/avg@8": _series([0.5], 0)})
-    assert summary.steps == 0 and summary.multiplier_rises == 0 and len(summary.scores) == 1
-    for value in (summary.first_reward, summary.mean_discrepancy, summary.multiplier_low, summary.seconds):
-        assert math.isnan(value)
+def test_what_was_not_recorded_is_no_fact():
+    found = facts(_run({"eval/a/avg@8": _series([0.5], 0)}))
+    assert [name for name, _, _ in found] == ["Training steps", "Held-out a/avg@8"] and found[0].value == "0"
+    unmeasured = facts(_run({"discrepancy/mean": _series([0.5]), "throughput/tokens_per_second": _series([2.0])}))
+    assert unmeasured[1:] == [
+        ("Mean discrepancy", "0.5", "no budget c yet"),
+        ("Throughput", "2 tokens/s", "median step; - in training steps"),
+    ]
 
 
 _HEALTHY = {
@@ -134,10 +142,10 @@ def test_a_fixed_multiplier_or_a_met_budget_is_not_a_cap():
 def test_where_the_gap_lies_is_of_the_last_step_that_looked():
     names = {"decoding_share": [0.5, 0.25], "decoding": [1.0, 0.001], "one_pass": [1.0, 0.003]}
     series = {f"mismatch/leg_{name}": (np.array([1, 17]), np.array(values)) for name, values in names.items()}
-    share, more = legs(series)
+    _, share, more = legs(series)
     # A share of -0.0004 is no "-0%".
     none = series | {"mismatch/leg_decoding_share": (np.array([1]), np.array([-0.0004]))}
-    assert legs(none)[0] == "0.0% while the engine decodes"
+    assert legs(none).value == "0.0% while the engine decodes"
     assert share == "25.0% while the engine decodes"
     assert more == "step 17: mean |dp| 0.001 to the engine's own scores in one pass, 0.003 from there to the trainer"
     assert legs({}) is None
