@@ -2,7 +2,6 @@
 
     dcmdp view RUNDIR [RUNDIR ...] [--out DIR]
     dcmdp view RECORDING [...] [--tokenizer DIR]            what any framework recorded, as for `dcmdp probe`
-    dcmdp view PROBE                                        the output directory of a probe
     dcmdp view evaluation-NAME.problems.jsonl               the completions of an evaluation, or of those in a DIR
 
 A run shows every recorded token (rollouts/) or, without a recording, its sample completions.
@@ -22,10 +21,8 @@ from dcmdp_jax.commands.arguments import output_directory, whole
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.data.prompts import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.lab.mismatch.formats import rows_of
 from dcmdp_jax.lab.mismatch.over_training import find_files
-from dcmdp_jax.lab.mismatch.page import COMPLETIONS_FILE
 from dcmdp_jax.lab.mismatch.recording import LISTS, checked_row
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe import jsonl
@@ -43,7 +40,7 @@ def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the page, print where it is."""
     parser = Parser("view", description="Completions and curves on one page, without any request to anywhere.")
     add = parser.add_argument
-    add("paths", nargs="+", metavar="PATH", help="run directories, recordings, a probe, or an evaluation's lines")
+    add("paths", nargs="+", metavar="PATH", help="run directories, recordings, or an evaluation's lines")
     add("--out", type=output_directory, metavar="DIR", help="where to write (default: a run's own; else view/)")
     add("--tokenizer", metavar="DIR", help="shows tokens as text (default: a run's own, else ids)")
     add(
@@ -57,7 +54,7 @@ def main(argv: list[str]) -> None:
     out = arguments.out or (runs[0] if len(runs) == 1 else Path("view"))
     if out.suffix == ".html":
         raise UserError(f"--out: got {out}, a directory is written; name one, {_PAGE_FILE} goes into it")
-    found, probes = [], []
+    found = []
     content: dict[str, Any] = {"verdicts": [], "provenance": [], "problems": [], "figures": []}
     if runs:
         labels = labels_of([path.resolve() for path in runs])
@@ -70,12 +67,9 @@ def main(argv: list[str]) -> None:
         found = list(_kept(_evaluated(paths), arguments.completions))
         if not found:
             raise UserError(f"{paths[0]}: holds no completions yet")
-    elif probes := [path for path in paths if (path / COMPLETIONS_FILE).is_file()]:
-        if len(paths) > 1:
-            raise UserError(f"PATH: {probes[0]} is a probe beside others; give it alone")
     else:
         found = list(_kept(_recorded(arguments.paths, None, _Words(arguments.tokenizer)), arguments.completions))
-    data = _of_probe(probes[0] / COMPLETIONS_FILE) if probes else completions_data(found)
+    data = completions_data(found)
     title = " / ".join(path.resolve().name for path in paths)
     page = render_page(
         _PAGE_FILE, scripts=["completions.js"] if data["rows"] else [], title=title[:200], completions=data, **content
@@ -87,8 +81,8 @@ def main(argv: list[str]) -> None:
 
 def _evaluations_in(path: Path) -> list[Path]:
     """The lines of the evaluations in a directory that holds nothing else to look at."""
-    other = (METRICS_FILE, COMPLETIONS_FILE, ROLLOUTS_DIRECTORY)
-    return [] if any((path / name).exists() for name in other) else sorted(path.glob(f"*{_EVALUATION}"))
+    is_run = any((path / name).exists() for name in (METRICS_FILE, ROLLOUTS_DIRECTORY))
+    return [] if is_run else sorted(path.glob(f"*{_EVALUATION}"))
 
 
 def _of_run(path: Path, label: str | None, arguments: Any) -> list[Completion]:
@@ -105,15 +99,6 @@ def _samples(path: Path, label: str | None) -> Iterator[Completion]:
         fields = {name: _text(record.get(key)) for name, key in texts.items()}
         numbers = {"reward": _number(record.get("reward")), "discrepancy": _number(record.get("discrepancy_mean"))}
         yield Completion(run=label, step=record.get("step"), **fields, **numbers)
-
-
-def _of_probe(path: Path) -> dict[str, Any]:
-    data = read_json_object(path)
-    rows, numbers = data.get("rows"), [data.get(name) for name in ("left_out", "unit", "full_color")]
-    whole_rows = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
-    if not (whole_rows and isinstance(data.get("words"), list) and all(isinstance(n, int | float) for n in numbers)):
-        raise UserError(f"{path}: does not hold what dcmdp probe writes; run the probe again")
-    return data
 
 
 def _evaluated(paths: list[Path]) -> Iterator[Completion]:
@@ -192,12 +177,9 @@ class _Words:
 def _advantage(cells: dict[str, Any]) -> float | None:
     """A completion's advantage; the mean over tokens where each has one, without the 0 of prompt and padding."""
     cell = cells.get("advantage", cells.get("advantages"))
-    values = [
-        number
-        for each in (cell if isinstance(cell, list | np.ndarray) else [cell])
-        if (number := _number(each)) is not None
-    ]
-    return float(np.mean([value for value in values if value] or values)) if values else None
+    values = [_number(each) for each in (cell if isinstance(cell, list | np.ndarray) else [cell])]
+    known = [value for value in values if value is not None]
+    return float(np.mean([value for value in known if value] or known)) if known else None
 
 
 def _text(value: Any) -> str:

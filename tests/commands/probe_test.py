@@ -52,23 +52,30 @@ def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
     assert pair["statistics"]["mean"] == pytest.approx(np.abs(p - q).mean(), rel=1e-9)
     assert pair["recommendation"]["tolerance"] is None  # a defect is repaired, not bounded
     page = (out / "probe.html").read_text()
-    assert "step &lt;1&gt;" in page and "<b>" not in page.replace('<b style="', "")
-    # The names of SVG's namespaces are no requests.
-    assert not re.search(r"<script|https?://|src=\"(?!data:)", re.sub(r'xmlns(:\w+)?="[^"]*"', "", page))
+    assert "step &lt;1&gt;" in page and "engine: <b>" not in page
+    # The names of SVG's namespaces are no requests; the scripts are the completions and what shows them.
+    assert not re.search(r"https?://|src=\"(?!data:)", re.sub(r'xmlns(:\w+)?="[^"]*"', "", page))
+    assert page.count("<script") == 2
     assert page.count("<figure ") == len(list((out / "plots").glob("*.png"))) == 3
 
 
-def test_text_is_colored_by_which_side_finds_it_likelier(tmp_path, capsys):
+def test_the_page_has_each_completion_with_both_probabilities_the_largest_mismatch_first(tmp_path, capsys):
     recording, out = tmp_path / "r.jsonl", tmp_path / "out"
-    row = {"token_ids": [11, 12], "old": list(np.log([0.5, 0.5])), "<b>": list(np.log([0.4, 0.9]))}
-    recording.write_text(json.dumps(row))
+    rows = [
+        {"token_ids": [13], "old": [np.log(0.5)], "<b>": [np.log(0.5)]},
+        {"token_ids": [11, 12], "old": list(np.log([0.5, 0.5])), "<b>": list(np.log([0.4, 0.9]))},
+    ]
+    recording.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, _, _ = _run(
         capsys, "--recording", recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out
     )
     page = (out / "probe.html").read_text()
-    # The 99% quantile of 0.1 and 0.4 is 0.397: 0.1 has a quarter of the full color; 0.4 is beyond it.
-    assert code == 0 and 'background: rgba(213,94,0,0.25)" title="p 0.5, q 0.4">11 <' in page
-    assert 'background: rgba(0,114,178,1.00)" title="p 0.5, q 0.9">12 <' in page
+    data = json.loads(re.search(r'<script type="application/json" id="completions">(.*?)</script>', page, re.S)[1])
+    first, second = data["rows"]
+    assert code == 0 and [data["words"][word] for word in first["tokens"]] == [" 11", " 12"]
+    assert (first["p"], first["q"]) == ([50_000, 50_000], [40_000, 90_000]) and first["discrepancy"] == 0.25
+    # Of 0, 0.1 and 0.4 the 99% quantile, 0.98 of the way from 0.1 to 0.4: from there on a token has the full color.
+    assert data["full_color"] == pytest.approx(0.394) and second["discrepancy"] == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.commands.cli import run_main
-from dcmdp_jax.commands.probe import main as probe
 from dcmdp_jax.commands.view import main
 from dcmdp_jax.observe.metrics_io import MetricsWriter
 from dcmdp_jax.record import packed_top
@@ -118,16 +117,6 @@ def test_a_name_that_is_not_utf_8_is_shown_with_a_question_mark(tmp_path, capsys
     assert "<title>run?</title>" in (tmp_path / "page" / "view.html").read_text()
 
 
-def test_a_probe_shows_its_completions_those_of_the_largest_mismatch_first(tmp_path, capsys):
-    directory = next(path for path in sorted(_RECORDED.iterdir()) if path.is_dir() and any(path.rglob("*.jsonl")))
-    with pytest.raises(SystemExit) as ended:
-        run_main(probe, ["probe", str(directory), "--out", str(tmp_path / "probe")])
-    assert ended.value.code == 0
-    assert _view(capsys, tmp_path / "probe", "--out", tmp_path / "page")[0] == 0
-    means = [row["discrepancy"] for row in _rows(tmp_path / "page" / "view.html")["rows"]]
-    assert means == sorted(means, reverse=True) and means[0] > 0
-
-
 def test_what_it_cannot_show_is_one_line(tmp_path, capsys):
     code, _, error = _view(capsys, tmp_path / "other.jsonl", "--out", tmp_path / "page.html")
     assert code == 2 and "page.html, a directory is written; name one" in error
@@ -142,8 +131,8 @@ def test_what_it_cannot_show_is_one_line(tmp_path, capsys):
     assert code == 2 and f"run directory {tmp_path / 'run'} is given twice" in error
 
 
-def test_an_evaluation_without_completions_and_a_damaged_probe_are_one_line(tmp_path, capsys):
-    """Of an earlier version, before its first problem, lists that do not fit, absent; then what no probe writes."""
+def test_an_evaluation_without_completions_is_one_line(tmp_path, capsys):
+    """Without completions, before its first problem, lists that do not fit, absent."""
     scores = {"task": "t", "scores": [1, 0]}
     whole = {**scores, "completions": ["a", "b"], "found": ["1", None]}
     cases = {
@@ -162,12 +151,6 @@ def test_an_evaluation_without_completions_and_a_damaged_probe_are_one_line(tmp_
             assert code == 2 and expected in error and error.count("\n") == 1, error
     code, _, error = _view(capsys, tmp_path / "absent.problems.jsonl", "--out", tmp_path / "page")
     assert code == 2 and "No such file" in error
-    (tmp_path / "probe").mkdir()
-    good = {"rows": [], "words": [], "left_out": 0, "unit": 1, "full_color": 1.0}
-    for damaged in ({}, good | {"rows": 5}, good | {"rows": [1]}, good | {"full_color": "x"}):
-        (tmp_path / "probe" / "completions.json").write_text(json.dumps(damaged))
-        code, _, error = _view(capsys, tmp_path / "probe", "--out", tmp_path / "page")
-        assert code == 2 and "does not hold what dcmdp probe writes" in error and error.count("\n") == 1, error
 
 
 def test_dollars_in_the_names_of_runs_are_no_mathematics(tmp_path, capsys):

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,16 +37,14 @@ JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
 LEFT_OUT = "left out"
 """Label, in a pair's source, of what a recording holds and was not read."""
 _DPI = 110
-COMPLETIONS_FILE = "completions.json"
-"""The completions of each pair with the largest mean |p - q|, as `page_kit.completions_data` makes them for a page."""
 _MOST_COMPLETIONS = 500
+"""Of each pair, those with the largest mean |p - q|."""
 _POINTS = 20_000
 _LEAST_DRAWN = 1e-8
-_TEXTS_SHOWN, _TEXT_TOKENS = 8, 400
 
 
 def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis], out_dir: Path) -> Path:
-    """Write `out_dir`/probe.json, probe.html, completions.json and plots/*.png; existing ones are replaced.
+    """Write `out_dir`/probe.json, probe.html and plots/*.png; existing ones are replaced.
 
     Args:
         title: heading of the page.
@@ -54,7 +52,7 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
         out_dir: made if it is not there.
 
     Returns:
-        The path of the page, which embeds its figures, runs no script and makes no request.
+        The path of the page, which embeds its figures and completions and makes no request.
     """
     plots = out_dir / PLOTS_DIRECTORY
     plots.mkdir(parents=True, exist_ok=True)
@@ -69,11 +67,10 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
             drawn.append((caption, inline_svg(figure)))
         images.append(drawn)
     write_json(title, analyses, out_dir, finished=True)
-    shown = completions_data([each for one in measured for each in _completions(one)])
-    atomic_write(out_dir / COMPLETIONS_FILE, json.dumps(shown, allow_nan=False) + "\n")
     page = out_dir / PAGE_FILE
-    parts = list(zip(analyses, images, map(colored_texts, measured), strict=True))
-    atomic_write(page, render_page("mismatch.html", title=title, parts=parts, color=_color))
+    values = {"title": title, "parts": list(zip(analyses, images, strict=True))}
+    values["completions"] = completions_data([each for one in measured for each in _completions(one)])
+    atomic_write(page, render_page("mismatch.html", scripts=["completions.js"], **values))
     return page
 
 
@@ -96,34 +93,12 @@ def left_unfinished(out_dir: Path) -> str:
     return f"{out_dir / JSON_FILE} is of a probe that was stopped: {', '.join(parts)}"
 
 
-def colored_texts(one: Measured) -> Iterator[dict[str, Any]]:
-    """The beginnings of completions: half have the largest means, half are around the median; equal ones come once."""
-    pairs, text, means = one.pairs, one.text, means_by_completion(one.pairs)
-    found = list(enumerate(zip(np.split(pairs.token_ids, pairs.starts[1:]), means, strict=True)))
-    alike = {(ids.tobytes(), f"{mean:.3g}"): row for row, (ids, mean) in reversed(found)}
-    rows = np.sort(np.fromiter(alike.values(), np.int64))
-    order = rows[np.argsort(-means[rows], kind="stable")]
-    half = _TEXTS_SHOWN // 2
-    middle = max(half, len(order) // 2 - half // 2)
-    for row in (*order[:half], *order[middle : middle + half]):
-        ids, p, q = _tokens_of(pairs, row, _TEXT_TOKENS)
-        words = [f"{token} " if text is None else text(token) for token in ids]
-        tokens, more = list(zip(words, p.tolist(), q.tolist(), strict=True)), int(pairs.lengths[row]) - len(ids)
-        yield {"completion": row, "mean": means[row], "tokens": tokens, "left_out": more}
-
-
-def _tokens_of(pairs: TokenPairs, row: int, most: int | None = None) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Ids and both probabilities of the first tokens of a completion."""
-    span = slice(int(pairs.starts[row]), int(pairs.starts[row] + pairs.lengths[row]))
-    p, q = (np.exp(each[span][:most].astype(np.float64)) for each in (pairs.train_logprobs, pairs.rollout_logprobs))
-    return pairs.token_ids[span][:most].tolist(), p, q
-
-
 def _completions(one: Measured) -> Iterator[Completion]:
     pairs, text = one.pairs, one.text
     for row in np.argsort(-means_by_completion(pairs), kind="stable")[:_MOST_COMPLETIONS]:
-        ids, p, q = _tokens_of(pairs, row)
-        words = [f" {token}" if text is None else text(token) for token in ids]
+        span = slice(int(pairs.starts[row]), int(pairs.starts[row] + pairs.lengths[row]))
+        p, q = (np.exp(each[span].astype(np.float64)) for each in (pairs.train_logprobs, pairs.rollout_logprobs))
+        words = [f" {token}" if text is None else text(token) for token in pairs.token_ids[span].tolist()]
         yield Completion(run=one.name, tokens=words, train_probs=p, rollout_probs=q)
 
 
@@ -197,12 +172,6 @@ def _over_training(over: OverTraining) -> list[str]:
     c = f"c = {over.tolerance:.3g}, {over.tolerance_from}" if math.isfinite(over.tolerance) else "no c"
     lines.append(f"alarms over the steps ({c}): {'none' if not over.alarms else ''}".rstrip())
     return lines + [f"  {alarm.name}: {alarm.text}" for alarm in over.alarms]
-
-
-def _color(train: float, rollout: float, full: float) -> str:
-    """Orange where the training stack finds the token likelier, blue where the engine does; full from `full` on."""
-    strength = min(abs(train - rollout) / full, 1.0) if full > 0 else 0.0
-    return f"rgba({'213,94,0' if train > rollout else '0,114,178'},{strength:.2f})"
 
 
 def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> Figure | None:

@@ -8,8 +8,6 @@ import pytest
 
 from dcmdp_jax.algorithm.discrepancy import displacement_statistics, mismatch_statistics
 from dcmdp_jax.lab.mismatch import analysis
-from dcmdp_jax.lab.mismatch.analysis import Measured
-from dcmdp_jax.lab.mismatch.page import colored_texts
 from dcmdp_jax.lab.mismatch.pairs import make_pairs, measure, recommend
 
 
@@ -122,7 +120,6 @@ def test_completions_that_are_alike_up_to_a_token_show_it_once():
     # The third has the same tokens and another probability, so another prompt.
     worst = analysis.worst_tokens(pairs, str)
     assert [(each.completion, each.position) for each in worst if each.token_id == 8] == [(2, 1), (0, 1)]
-    assert [text["completion"] for text in colored_texts(Measured("pair", {}, pairs))] == [2, 0]
 
 
 def test_growth_compares_quarters():
