@@ -1,4 +1,4 @@
-"""Look at completions, their tokens colored by mismatch, and at the curves of runs, on one self-contained page.
+"""Look at completions, their tokens colored by mismatch, on one self-contained page.
 
     dcmdp view RUNDIR [RUNDIR ...] [--out DIR]
     dcmdp view RECORDING [...] [--tokenizer DIR]            what any framework recorded, as for `dcmdp probe`
@@ -28,8 +28,7 @@ from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY, SAMPLES_FILE
 from dcmdp_jax.observe.page_kit import MOST_LISTED, Completion, completions_data, render_page
-from dcmdp_jax.observe.report import labels_of, report_content, run_figures
-from dcmdp_jax.observe.run_summary import read_run
+from dcmdp_jax.observe.report import labels_of
 
 _MOST = 2000
 _PAGE_FILE = "view.html"
@@ -38,7 +37,7 @@ _EVALUATION = ".problems.jsonl"
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the page, print where it is."""
-    parser = Parser("view", description="Completions and curves on one page, without any request to anywhere.")
+    parser = Parser("view", description="Completions on one page, without any request to anywhere.")
     add = parser.add_argument
     add("paths", nargs="+", metavar="PATH", help="run directories, recordings, or an evaluation's lines")
     add("--out", type=output_directory, metavar="DIR", help="where to write (default: a run's own; else view/)")
@@ -55,14 +54,9 @@ def main(argv: list[str]) -> None:
     if out.suffix == ".html":
         raise UserError(f"--out: got {out}, a directory is written; name one, {_PAGE_FILE} goes into it")
     found = []
-    content: dict[str, Any] = {"verdicts": [], "provenance": [], "problems": [], "figures": []}
     if runs:
-        labels = labels_of([path.resolve() for path in runs])
-        read = [read_run(path, label) for path, label in zip(runs, labels, strict=True)]
-        content |= {name: value for name, value in report_content(read).items() if name in content}
-        content["figures"] = run_figures(read)
-        several = [(path, label if len(runs) > 1 else None) for path, label in zip(runs, labels, strict=True)]
-        found = [each for path, label in several for each in _of_run(path, label, arguments)]
+        labels = labels_of([path.resolve() for path in runs]) if len(runs) > 1 else [None]
+        found = [each for run, label in zip(runs, labels, strict=True) for each in _of_run(run, label, arguments)]
     elif all(path.name.endswith(_EVALUATION) for path in paths):
         found = list(_kept(_evaluated(paths), arguments.completions))
         if not found:
@@ -71,9 +65,8 @@ def main(argv: list[str]) -> None:
         found = list(_kept(_recorded(arguments.paths, None, _Words(arguments.tokenizer)), arguments.completions))
     data = completions_data(found)
     title = " / ".join(path.resolve().name for path in paths)
-    page = render_page(
-        _PAGE_FILE, scripts=["completions.js"] if data["rows"] else [], title=title[:200], completions=data, **content
-    )
+    scripts = ["completions.js"] if data["rows"] else []
+    page = render_page(_PAGE_FILE, scripts=scripts, title=title[:200], completions=data)
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / _PAGE_FILE, page)
     print(f"wrote {out / _PAGE_FILE}: {len(data['rows']) + data['left_out']:,} completions")

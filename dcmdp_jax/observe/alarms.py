@@ -29,20 +29,20 @@ _PUSH_ROUNDING, _IDENTICAL = "mismatch/push_rounding", ("completion/identical_fr
 _MOSTLY_KEPT, _BEHIND, _STEADY_BEHIND, _ENGINE_MOVES, _AS_ROUNDING, _TWINS = 0.7, 10.0, 0.8, 0.2, 0.04, 0.1
 _LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
 
-ALARMS = (
-    "noise",
-    "mismatch",
-    "staleness",
-    "weight_sync",
-    "unseen_updates",
-    "identical",
-    "support",
-    "retokenization",
-    "charge",
-    "collapse",
-    "displacement",
-)
-"""Every alarm's name."""
+ALARMS = {
+    "noise": "alarm/noise",
+    "mismatch": "alarm/mismatch",
+    "staleness": "alarm/staleness",
+    "weight_sync": "alarm/weight_sync",
+    "unseen_updates": "alarm/unseen_updates",
+    "identical": "alarm/identical",
+    "support": "alarm/support",
+    "retokenization": "alarm/retokenization",
+    "charge": "alarm/charge",
+    "collapse": "alarm/collapse",
+    "displacement": "alarm/displacement",
+}
+"""Every alarm's name -> its metric."""
 OF_A_BUDGET = ("noise", "mismatch", "staleness")
 """Alarms that compare with c, at least where delta mixes staleness in."""
 WATCHED = (

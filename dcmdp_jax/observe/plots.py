@@ -24,7 +24,6 @@ from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, make_figure, style_a
 Runs = Mapping[str, Series]
 
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _SMOOTH_ABOVE = 40
 _WIDTHS = {1: 10.8, 2: 10.8, 4: 14.4}
 """Columns of panels -> width of the figure, inches."""
@@ -158,25 +157,6 @@ def _finish(axes: Axes, panel: Panel, last: int, *, legend: bool) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1) if panel.percent else StrMethodFormatter("{x:.6g}"))
 
 
-def _draw_held_out(axes: Axes, runs: Runs) -> None:
-    """Draw the held-out avg@K as points; of more than two tasks their mean at the steps where all were evaluated."""
-    for index, (label, series) in enumerate(runs.items()):
-        for place, (name, steps, values) in enumerate(_held_out(series)):
-            color = _color(index) if len(runs) > 1 else _color(0 if place else 1)
-            name = f"{label}: {name}" if len(runs) > 1 else name
-            style = {"linestyle": (0, (1, 2)), "linewidth": 1, "markersize": 7, "markeredgecolor": "white"}
-            axes.plot(steps, values, marker=_MARKERS[place], color=color, label=name, zorder=4, **style)
-
-
-def _held_out(series: Series) -> list[tuple[str, np.ndarray, np.ndarray]]:
-    names = sorted(name for name in series if name.startswith("eval/") and "/avg@" in name)
-    if len(names) <= 2:
-        return [(f"held-out {name.removeprefix('eval/').replace('/', ' ')}", *series[name]) for name in names]
-    steps = np.array(sorted(set.intersection(*(set(series[name][0].tolist()) for name in names))), np.int64)
-    mean = np.mean([_at(series[name], steps) for name in names], axis=0)
-    return [(f"held-out avg, mean of {len(names)} tasks", steps, mean)]
-
-
 def _draw_budget(axes: Axes, runs: Runs) -> None:
     """Draw budgets dashed and noise floors dotted: one line per constant c, a curve for one that changes."""
     constant: dict[float, list[tuple[int, np.ndarray]]] = {}
@@ -205,15 +185,6 @@ def _draw_level(axes: Axes, level: float, **style: Any) -> None:
     # axhline does not extend the axes' limits by itself.
     axes.update_datalim([(1.0, level)], updatex=False)
     axes.autoscale_view(scalex=False)
-
-
-def _draw_length_range(axes: Axes, runs: Runs) -> None:
-    """Shade the range from the shortest to the longest completion of a single run."""
-    series = next(iter(runs.values()))
-    if len(runs) == 1 and {"completion/length_min", "completion/length_max"} <= series.keys():
-        steps, low = series["completion/length_min"]
-        style = {"color": _color(0), "alpha": 0.12, "linewidth": 0, "label": "shortest to longest"}
-        axes.fill_between(steps, low, _at(series["completion/length_max"], steps), **style)
 
 
 def _draw_phases(axes: Axes, runs: Runs) -> None:
@@ -276,7 +247,7 @@ def _fixed(title: str, *panels: Panel) -> Callable[[Runs], Figure | None]:
     return functools.partial(_draw, title=title, panels=lambda runs: panels)
 
 
-_REWARD = Panel("", "mean reward", ("reward/mean",), label="training reward", from_zero=True, beside=_draw_held_out)
+_REWARD = Panel("", "mean reward", ("reward/mean",), from_zero=True)
 _SHARE = "share of completions"
 _DISCREPANCY = (
     Panel("mean over sampled tokens", "discrepancy", ("discrepancy/mean",), label="mean discrepancy", from_zero=True,
@@ -289,8 +260,8 @@ _MULTIPLIER = (
     Panel("violation: lambda rises where it is above 0", "violation", ("dual/violation",), from_zero=True),
 )
 _LENGTHS = (
-    Panel("sampled tokens of a completion", "tokens", ("completion/length_mean",), label="mean", from_zero=True,
-          beside=_draw_length_range),
+    Panel("sampled tokens of a completion", "tokens",
+          ("completion/length_mean", "completion/length_min", "completion/length_max"), from_zero=True),
     Panel("cut by the length limit", _SHARE, ("completion/truncated_fraction",), from_zero=True, percent=True),
 )  # fmt: skip
 _MISMATCH = (
@@ -321,7 +292,7 @@ _TIME = (
 )
 
 FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
-    "reward": ("Mean reward of the training completions; points are held-out evaluations.", _fixed("Reward", _REWARD)),
+    "reward": ("Mean reward of the training completions.", _fixed("Reward", _REWARD)),
     "sources": (
         "Training completions by data source.",
         functools.partial(_draw, title="By data source", panels=_source_panels),

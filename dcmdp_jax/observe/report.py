@@ -52,11 +52,6 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     return report
 
 
-def run_figures(runs: Sequence[RecordedRun]) -> list[tuple[str, str]]:
-    """Caption and inline SVG of each figure that the runs have metrics for."""
-    return [(caption, inline_svg(figure)) for _, caption, figure in _drawn(runs)]
-
-
 def _drawn(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, str, Figure]]:
     for stem, (caption, draw) in FIGURES.items():
         # A dollar in a directory's name is no mathematics.

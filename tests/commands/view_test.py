@@ -29,7 +29,7 @@ def _rows(page):
     return json.loads(found[1])
 
 
-def test_a_run_without_recorded_tokens_shows_its_samples_and_curves(tmp_path, capsys):
+def test_a_run_without_recorded_tokens_shows_its_samples(tmp_path, capsys):
     with MetricsWriter(tmp_path / "run") as writer:
         writer.write(1, {"reward/mean": 0.5, "discrepancy/mean": 0.25})
         sample = {"prompt": "1+1?", "completion": "so 2", "answer": "2", "reward": 1.0, "discrepancy_mean": 0.125}
@@ -41,7 +41,6 @@ def test_a_run_without_recorded_tokens_shows_its_samples_and_curves(tmp_path, ca
         ("so 2", 1.0, 0.125, 1),
         ("so 3", 0.0, 0.125, 1),
     ]
-    assert "<svg" in (tmp_path / "run" / "view.html").read_text()
 
 
 @pytest.mark.parametrize("framework", sorted(path.name for path in _RECORDED.iterdir() if any(path.rglob("*.jsonl"))))
@@ -151,13 +150,3 @@ def test_an_evaluation_without_completions_is_one_line(tmp_path, capsys):
             assert code == 2 and expected in error and error.count("\n") == 1, error
     code, _, error = _view(capsys, tmp_path / "absent.problems.jsonl", "--out", tmp_path / "page")
     assert code == 2 and "No such file" in error
-
-
-def test_dollars_in_the_names_of_runs_are_no_mathematics(tmp_path, capsys):
-    for name in ("a$\\frac$", "b$x$"):
-        with MetricsWriter(tmp_path / name) as writer:
-            writer.write(1, {"reward/mean": 0.5})
-    code, _, error = _view(capsys, tmp_path / "a$\\frac$", tmp_path / "b$x$", "--out", tmp_path / "page")
-    assert code == 0, error
-    page = (tmp_path / "page" / "view.html").read_text()
-    assert ">a$\\frac$<" in page and ">b$x$<" in page

@@ -47,13 +47,6 @@ def test_forty_steps_are_drawn_raw_and_forty_one_smoothed():
     assert mean.get_ydata()[4] == pytest.approx(50 / 3, rel=1e-12)
 
 
-def test_reward_carries_the_held_out_points_on_its_scale():
-    runs = {"r": {"reward/mean": _series([0.25, 0.5]), "eval/math/avg@8": _series([0.125, 0.75], 0)}}
-    curves = _curves(_draw("reward", runs).axes[0])
-    assert curves["training reward"] == ([1, 2], [0.25, 0.5])
-    assert curves["held-out math avg@8"] == ([0, 1], [0.125, 0.75])
-
-
 def test_each_data_source_has_its_curves():
     run = {
         "reward/source/a/b/mean": _series([0.5, 1.0]),
@@ -68,19 +61,15 @@ def test_each_data_source_has_its_curves():
     assert _draw("sources", {"r": {"reward/mean": _series([0.5])}}) is None
 
 
-def test_more_than_two_tasks_show_as_their_mean_where_all_were_evaluated():
+def test_each_held_out_score_has_a_panel():
     run = {
-        "reward/mean": _series([0.5]),
         "eval/a/avg@4": _series([0.25, 0.5], 0),
         "eval/b/avg@4": _series([0.5, 0.75], 0),
-        "eval/c/avg@4": _series([0.75], 0),
-        "eval/c/pass@4": _series([1.0], 0),
+        "eval/b/pass@4": _series([1.0], 0),
     }
-    curves = _curves(_draw("reward", {"r": run}).axes[0])
-    assert curves["held-out avg, mean of 3 tasks"] == ([0], [0.5])
-    assert [axes.get_title(loc="left") for axes in _draw("evaluation", {"r": run}).axes] == [
-        *("a avg@4", "b avg@4", "c avg@4", "c pass@4"),
-    ]
+    panels = _draw("evaluation", {"r": run}).axes
+    assert [axes.get_title(loc="left") for axes in panels] == ["a avg@4", "b avg@4", "b pass@4"]
+    assert [_curves(axes)["r"] for axes in panels] == [([0, 1], [0.25, 0.5]), ([0, 1], [0.5, 0.75]), ([0], [1.0])]
 
 
 def test_tolerance_is_one_dashed_line_when_runs_share_it_and_one_each_when_not():
@@ -129,16 +118,15 @@ def test_constant_multiplier_is_not_magnified():
     assert (low, high) == (pytest.approx(0.05), pytest.approx(0.15))
 
 
-def test_lengths_of_a_single_run_show_their_range():
+def test_lengths_show_their_mean_and_range():
     run = {
         "completion/length_mean": _series([10.0, 20.0]),
         "completion/length_min": _series([5.0, 6.0]),
         "completion/length_max": _series([30.0, 40.0]),
     }
-    (band,) = _draw("lengths", {"r": run}).axes[0].collections
-    vertices = band.get_paths()[0].vertices
-    assert {(1.0, 5.0), (2.0, 6.0), (1.0, 30.0), (2.0, 40.0)} <= {tuple(point) for point in vertices}
-    assert not _draw("lengths", {"r": run, "s": run}).axes[0].collections
+    expected = {"length mean": [10.0, 20.0], "length min": [5.0, 6.0], "length max": [30.0, 40.0]}
+    curves = _curves(_draw("lengths", {"r": run}).axes[0])
+    assert curves == {name: ([1, 2], values) for name, values in expected.items()}
 
 
 def test_time_is_the_median_step_so_compilation_does_not_show():

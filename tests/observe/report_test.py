@@ -242,3 +242,12 @@ def test_a_share_is_a_percentage_in_the_report_and_a_sum_of_rewards_a_number(tmp
             writer.write(step, {"eval/t/avg@1": value} | bounds | more | ({"reward/mean": 0.5} if step else {}))
     page = html.unescape(write_report([run_dir], run_dir).read_text())
     assert [text for text in said if text not in page] == []
+
+
+def test_dollars_in_the_names_of_runs_are_no_mathematics(tmp_path):
+    runs = [tmp_path / name for name in ("a$\\frac$", "b$x$")]
+    for run in runs:
+        with MetricsWriter(run) as writer:
+            writer.write(1, {"reward/mean": 0.5})
+    page = write_report(runs, tmp_path / "page").read_text()
+    assert ">a$\\frac$<" in page and ">b$x$<" in page
