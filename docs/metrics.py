@@ -11,9 +11,9 @@ PAGE = Path(__file__).with_suffix(".md")
 _INTRO = """\
 # Metrics
 
-Why has a metric its value? Each row names the function that makes it, below `dcmdp_jax/`: `training.step._update` is
-`_update` in `dcmdp_jax/training/step.py`. A part in braces is a name of yours. A run writes them to `metrics.jsonl`,
-TensorBoard and, if asked, W&B or Trackio; `dcmdp report` draws them, and `dcmdp_jax.read_metrics` reads them.
+Why has a metric its value? Each row names the file below `dcmdp_jax/` and the function in it that makes the metric. A
+part in braces is a name of yours. A run writes them to `metrics.jsonl`, TensorBoard and, if asked, W&B or Trackio;
+`dcmdp report` draws them, and `dcmdp_jax.read_metrics` reads them.
 Written by `python -m docs.metrics`.
 """
 

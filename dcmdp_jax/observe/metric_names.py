@@ -20,7 +20,7 @@ class Metric(NamedTuple):
         name: key in `metrics.jsonl`; a part in braces stands for a name of the user's.
         unit: unit of the value.
         description: one line.
-        made_by: function that makes it, below `dcmdp_jax`.
+        made_by: file below `dcmdp_jax` and the function in it that makes it, `FILE:FUNCTION`.
     """
 
     name: str
@@ -30,11 +30,11 @@ class Metric(NamedTuple):
 
 
 _TABLE = """
-@training.step_metrics.batch_metrics
+@training/step_metrics.py:batch_metrics
 reward/mean | reward | mean over the step's completions of the weighted sum of all rewards
 reward/std | reward | standard deviation of the reward over the step's completions
 reward/all_equal_groups | fraction | prompts whose completions all received the same reward (zero advantage)
-@rewards.scoring.reward_metrics
+@rewards/scoring.py:reward_metrics
 reward/without_value | completions | completions that no reward has a value for; they get reward 0
 reward/source/{source}/mean | reward | mean reward over the completions of data source {source}
 reward/source/{source}/std | reward | standard deviation of the reward over the completions of data source {source}
@@ -42,7 +42,7 @@ reward/{reward}/mean | reward | mean of the reward {reward}, before its weight, 
 reward/{reward}/std | reward | standard deviation of the reward {reward}, before its weight, over the same completions
 reward/{reward}/failed | completions | completions that the reward {reward} failed on (rewards.on_error)
 logged/{name} | as logged | {name}: what reward functions logged under this name (log_metric), mean of the step
-@training.step_rollout.length_metrics
+@training/step_rollout.py:length_metrics
 reward/verifier_timeouts | completions | answers over the verifier's time limit; they get reward 0
 reward/verifier_errors | completions | answers the verifier raised on; they get reward 0
 reward/verifier_over_budget | completions | answers undecided when the verifier's budget for the batch ran out; reward 0
@@ -56,34 +56,34 @@ completion/length_p75 | tokens | 75th percentile of the lengths
 completion/length_p90 | tokens | 90th percentile of the lengths
 completion/length_max | tokens | longest completion
 completion/truncated_fraction | fraction | completions cut by the length limit
-@rewards.scoring.BatchScoring
+@rewards/scoring.py:BatchScoring
 completion/beyond_vocabulary_fraction | fraction | sampled tokens beyond the tokenizer's vocabulary; they have no text
 environment/turns_mean | 1 | turns of the policy in a completion, mean
 environment/done_fraction | fraction | completions that the environment ended, not a limit
-@training.step_rollout.identical_metrics
+@training/step_rollout.py:identical_metrics
 completion/identical_fraction | fraction | completions that equal another one of their prompt token by token
 completion/identical_chance | fraction | the same as expected of independent samples of the engine's probabilities
-@training.step_rollout.rollout_metrics
+@training/step_rollout.py:rollout_metrics
 discrepancy/source/{source}/mean | discrepancy | mean over the completions of data source {source}, each counted once
 completion/source/{source}/length_mean | tokens | mean length of the completions of data source {source}
 rollout/sampled_prompts | prompts | prompts sampled by dynamic sampling, those of replaced groups included
 rollout/refill_rounds | calls | further calls of the engine by dynamic sampling
 rollout/unfilled_groups | prompts | groups of all-equal rewards that dynamic sampling found no other for
-@training.step_rollout.staleness_metrics
+@training/step_rollout.py:staleness_metrics
 rollout/staleness_mean | steps | mean age of the sampled tokens: the trained policy's step minus theirs
 rollout/staleness_max | steps | age of the oldest sampled token
-@training.batches.Batches
+@training/batches.py:Batches
 rollout/dropped_completions | completions | left out because a log-prob was not finite
 rollout/padding_fraction | fraction | padding among the tokens that the training step computed
-@training.step._objective
+@training/step.py:_objective
 discrepancy/mean | discrepancy | token-weighted batch mean: what the dual step compares with the tolerance
 dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum |advantage| (1 - p),
     as tokens weigh; of a charge in the loss C = sum lambda sum_a |dD / dz_a| / 2, z the logits
 policy/entropy | nats | mean entropy of the policy over sampled tokens
-@config.algorithm.AlgorithmSettings.spent_metric
+@config/algorithm.py:AlgorithmSettings.spent_metric
 discrepancy/spent | discrepancy | the quantile that algorithm.budget names, which the dual step compares with the
     tolerance; not recorded where that is the mean
-@training.step_metrics.batch_metrics
+@training/step_metrics.py:batch_metrics
 discrepancy/p50 | discrepancy | median over sampled tokens
 discrepancy/p99 | discrepancy | 99th percentile over sampled tokens
 discrepancy/max | discrepancy | largest over sampled tokens
@@ -98,9 +98,9 @@ mismatch/k1 | nats | mean of rollout - train log-probs: KL(rollout || train), un
 mismatch/k3 | nats | the same KL by the non-negative low-variance estimator
 mismatch/pearson | correlation | Pearson correlation of train and rollout token probabilities
 mismatch/effective_sample_size | fraction | effective share of tokens under train / rollout weights; 1 is best
-@training.stopping.AlarmWatch.record
+@training/stopping.py:AlarmWatch.record
 discrepancy/broken_completions | fraction | completions whose own mean is above 0.1 and 10 times the median completion's
-@algorithm.distribution.distribution_statistics
+@algorithm/distribution.py:distribution_statistics
 distribution/total_variation | probability | mean over states of the total variation of the two distributions, the tail
     as one token; recorded, as all of these, with rollout.top_logprobs
 distribution/total_variation_bound | probability | how much larger it can be: mean of the smaller tail
@@ -112,31 +112,31 @@ distribution/expected_discrepancy | discrepancy | mean over states of the engine
     discrepancy/mean estimates from the sampled tokens
 distribution/expected_discrepancy_bound | discrepancy | how much larger it can be by the tail
 distribution/head_mass | probability | mean mass of the k likeliest tokens, by the engine
-@training.step._train_step
+@training/step.py:_train_step
 distribution/sampling_noise | discrepancy | standard deviation of discrepancy/mean about that expectation, by sampling
-@training.loss_terms.head_statistics
+@training/loss_terms.py:head_statistics
 distribution/kept_mass | probability | with rollout.top_p or top_k: mean of S, the trainer's mass of the tokens that the
     engine kept, before its distribution was cut to them
-@training.batches.Batches
+@training/batches.py:Batches
 mismatch/noise_floor | discrepancy | mean discrepancy, or the quantile of algorithm.budget, of the engine against
     itself in another batch shape, at steps 1, 17, 65, 257, ...
 mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were replaced
-@training.step_rollout.leg_metrics
+@training/step_rollout.py:leg_metrics
 mismatch/leg_decoding | probability | mean |q - s|, s the engine's own probability in one pass, of the first 32
     completions; at the steps of the noise floor whose tokens are recorded, step 1 by default
 mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is the sum of both legs
 mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the other leg has the rest
-@engines.vllm.engine.VllmEngine.push_weights
+@engines/vllm/engine.py:VllmEngine.push_weights
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
-@training.build.merge
+@training/build.py:merge
 mismatch/merge_rounding | fraction | with adapters: what the engine's rounding of the merged matrices adds to or takes
     from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base
-@training.arrival.arrival
+@training/arrival.py:arrival
 mismatch/push_changed | fraction | engine weights that the step's update changes, in rollout.precision, of its matrices;
     not with adapters, as the next
 mismatch/push_rounding | 1 | norm of what the engine's rounding adds to or takes from the step's update, over
     that of the update; 0: none, 1: none of the update arrives, above 1: the rounding is larger than the update
-@training.step_metrics.gap_metrics
+@training/step_metrics.py:gap_metrics
 staleness/log_ratio_mean | nats | with rollout.lag: mean of log p_train now - log p_train of the weights that sampled
 staleness/log_ratio_abs_mean | nats | mean of its absolute value
 staleness/log_ratio_max | nats | its largest absolute value
@@ -146,46 +146,46 @@ mismatch/log_ratio_max | nats | its largest absolute value
 gap/log_ratio_mean | nats | with rollout.lag: mean of log p_train now - log p_engine, the sum of staleness and mismatch
 gap/log_ratio_abs_mean | nats | mean of its absolute value
 gap/log_ratio_max | nats | its largest absolute value
-@training.step_metrics.step_metrics
+@training/step_metrics.py:step_metrics
 dual/multiplier | advantage / discrepancy | lambda, the price of a unit of discrepancy, as this step used it
 dual/tolerance | discrepancy | c, the budget for the mean discrepancy, or for the quantile of algorithm.budget
 optimizer/learning_rate | 1 | learning rate of the step's last update
 optimizer/skipped_in_row | updates | skipped updates since the last that was made
 optimizer/loss_scale | 1 | factor of the loss against underflow of float16 gradients
-@training.step._train_step
+@training/step.py:_train_step
 dual/violation | discrepancy | mean discrepancy, or the quantile of algorithm.budget, minus the tolerance;
     lambda rises where it is positive
 correction/weight_mean | 1 | mean weight by corrections over all tokens, 0 where dropped
 correction/effective_sample_size | fraction | effective share of tokens under those weights; 1 is best
-@algorithm.corrections.statistics
+@algorithm/corrections.py:statistics
 correction/dropped_fraction | fraction | tokens that corrections leave out of the loss
 correction/truncated_fraction | fraction | kept tokens whose weight a bound of a correction changed
-@algorithm.losses.surrogate
+@algorithm/losses.py:surrogate
 policy/clip_low_fraction | fraction | tokens whose gradient the lower clip of the ratio stops
 policy/clip_high_fraction | fraction | tokens whose gradient the upper clip of the ratio stops
-@algorithm.trust_regions.clip
+@algorithm/trust_regions.py:clip
 policy/dual_clip_fraction | fraction | tokens whose gradient the dual clip stops
-@algorithm.losses.policy_loss
+@algorithm/losses.py:policy_loss
 policy/ratio_mean | ratio | mean importance ratio, train now over train at sampling
 policy/ratio_max | ratio | largest importance ratio
 policy/ratio_min | ratio | smallest importance ratio
-@training.step._update
+@training/step.py:_update
 policy/loss | advantage | the minimized loss, mean of the updates that were made
 optimizer/grad_norm | norm | global gradient norm before clipping
 optimizer/skipped_updates | updates | updates skipped: gradient, loss or advantage not finite
-@training.loss_terms.SURROGATE
+@training/loss_terms.py:SURROGATE
 policy/surrogate | advantage | its first term, recorded where the loss has others too
 policy/kl | nats | its divergence from the initial policy, before algorithm.kl_coefficient
 policy/router_loss | 1 | its load-balancing loss, before algorithm.router_aux_loss
-@models.moe.router_metrics
+@models/moe.py:router_metrics
 moe/load_max_over_mean | ratio | tokens of the busiest expert over the mean, in the layer where it is largest
 moe/load_entropy | fraction | entropy of the experts' load over its largest, mean of layers; 1 is even
 moe/router_entropy | nats | mean entropy of the router's distribution for a token
 moe/balance_loss | 1 | load-balancing loss before its weight; the experts of a token if all is even
 moe/routing_agreement | fraction | replayed experts that the trainer's router would have chosen for the token
-@training.stopping.SkippedUpdates.record
+@training/stopping.py:SkippedUpdates.record
 optimizer/skipped_share | fraction | skipped updates among those of the last 20 steps
-@training.step_rollout.PHASES
+@training/step_rollout.py:PHASES
 time/push | seconds | weights to the inference engine
 time/generate | seconds | sampling the completions
 time/verify | seconds | verifying the answers
@@ -200,16 +200,16 @@ time/start_noise_floor | seconds | with rollout.lag: Unix time at which measurin
 time/start_pack | seconds | with rollout.lag: Unix time at which packing began
 time/start_step | seconds | with rollout.lag: Unix time at which the training step began
 time/start_wait | seconds | with rollout.lag: Unix time at which the trainer's wait began
-@training.batches.Batches
+@training/batches.py:Batches
 time/engine_idle | seconds | with rollout.lag: the sampler waits for the trainer, pushes included
-@training.step_rollout.PhaseTimer.metrics
+@training/step_rollout.py:PhaseTimer.metrics
 time/overlap | seconds | with rollout.lag: the parts of a step in turn, less its time: what overlap won
 time/total | seconds | the whole step, from prompts to record
 throughput/tokens_per_second | tokens / s | prompt and completion tokens over the whole step's time
 throughput/sampled_tokens_per_second | tokens / s | sampled tokens over the time spent generating
-@observe.metrics_io.CLOCK
+@observe/metrics_io.py:CLOCK
 time/clock | seconds | Unix time at which the line was written
-@observe.alarms.ALARMS
+@observe/alarms.py:ALARMS
 alarm/noise | 0 or 1 | 1 while the alarm is raised; observe/alarms.py has its rule, and that of those below
 alarm/mismatch | 0 or 1 | 1 while the alarm is raised
 alarm/staleness | 0 or 1 | 1 while the alarm is raised
@@ -221,15 +221,15 @@ alarm/retokenization | 0 or 1 | 1 while the alarm is raised
 alarm/charge | 0 or 1 | 1 while the alarm is raised
 alarm/collapse | 0 or 1 | 1 while the alarm is raised
 alarm/displacement | 0 or 1 | 1 while the alarm is raised
-@training.loop.evaluate
+@training/loop.py:evaluate
 eval/{task}/avg@{samples} | reward | held-out {task}: mean reward over {samples} samples a problem
 eval/{task}/pass@{samples} | fraction | held-out {task}: problems solved by at least one of {samples} samples
-@evaluation.held_out.held_out_rewards
+@evaluation/held_out.py:held_out_rewards
 eval_interval/{task}/{bound} | reward | held-out {task}, {bound} bound of avg@K's 95% interval: bootstrap over problems
 eval_reward/{task}/{reward} | reward | held-out {task}/{reward}: mean of this one of several rewards, before its weight
 eval_logged/{task}/{name} | as logged | {task}/{name}: what reward functions logged on a held-out task (log_metric)
 """
-"""Under `@FUNCTION` the metrics that it makes, in the order to show them. Indented lines continue the one above."""
+"""Under `@FILE:FUNCTION` the metrics that it makes, in the order to show them. Indented lines go on."""
 
 
 def _rows() -> Iterator[Metric]:

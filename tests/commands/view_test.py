@@ -53,7 +53,7 @@ def test_a_recording_of_another_framework_shows_each_token_with_both_probabiliti
         assert row["advantage"] in (-1.0, 1.0)
         p, q = np.array(row["p"], float) / 1e5, np.array(row["q"], float) / 1e5
         assert len(p) == len(row["tokens"]) and ((p >= 0) & (p <= 1)).all()
-        assert row["discrepancy"] == pytest.approx(np.abs(p - q).mean(), abs=1e-5)
+        assert row["discrepancy"] == pytest.approx(np.abs(p - q).mean(), rel=1e-3, abs=1e-5)
 
 
 def test_a_recorded_run_shows_the_prompt_it_was_asked(tmp_path, capsys):

@@ -1,16 +1,9 @@
 """The metric table: complete rows, each found in the file of the function that it names, and the page made from it."""
 
-import ast
-import functools
-import re
-from pathlib import Path
-
 import pytest
 
 from dcmdp_jax.observe.metric_names import METRICS, STEP_PHASES, metric_of
 from docs import metrics
-
-_PACKAGE = Path(__file__).resolve().parents[2] / "dcmdp_jax"
 
 
 def test_every_phase_has_its_time():
@@ -24,33 +17,6 @@ def test_every_phase_has_its_time():
 def test_every_row_is_complete_and_under_its_own_name():
     for name, metric in METRICS.items():
         assert metric.name == name and metric.unit and metric.description and "\n" not in metric.description
-
-
-@functools.cache
-def _source(made_by):
-    """The file of a function, its text and the function's own part of it."""
-    words = made_by.split(".")
-    places = [_PACKAGE.joinpath(*words[:depth]).with_suffix(".py") for depth in range(len(words), 0, -1)]
-    path = next(path for path in places if path.is_file())
-    return path.read_text(encoding="utf-8"), words[len(path.relative_to(_PACKAGE).parts) :]
-
-
-@pytest.mark.parametrize("name", METRICS)
-def test_a_metric_is_found_by_its_name_in_the_file_of_the_function_that_makes_it(name):
-    text, own = _source(METRICS[name].made_by)
-    nodes = ast.parse(text).body
-    for word in own:
-        [node] = [node for node in nodes if word in _names(node)]
-        nodes = getattr(node, "body", [])
-    # A name of the user's is filled in: `reward/{reward}/mean` is f"reward/{name}/mean".
-    pattern = re.sub(r"\\{\w+\\}", r"\\{[^}]+\\}", re.escape(name))
-    assert re.search(f'"{pattern}"', text), METRICS[name].made_by
-
-
-def _names(node):
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    names = [each for target in targets for each in getattr(target, "elts", [target])]
-    return {getattr(node, "name", None), *(getattr(each, "id", None) for each in names)}
 
 
 def test_the_page_is_written_from_the_table():

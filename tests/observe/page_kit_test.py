@@ -21,7 +21,7 @@ def _figure(title):
 
 
 _CONTENT = {
-    "title": "<b>", "labels": ["<b>"], "steps": 0, "cards": [("<i>", "1 & 2", '"')], "problems": ["</li>"],
+    "title": "<b>", "labels": ["<b>"], "facts": [("<i>", "1 & 2", '"')], "problems": ["</li>"],
     "verdicts": ["</p>"], "provenance": [], "figures": [('<b>"', inline_svg(_figure('</svg><b>')))], "samples": [],
     "settings": {"rows": [["<k>", "<v>"]], "differs": [False]},
     "metrics": {"header": ["<m>", "last", "unit", "meaning"], "rows": []},
