@@ -13,17 +13,13 @@ Qwen3-1.7B of random weights is made on the device. Parts, in order of importanc
                         the embedded engine's tokens a second
     vllm_bfloat16, vllm_fp8
                         four steps of SmolLM2-135M against vLLM; with --vllm and --smollm2
-    discrepancy, discrepancy_fp8
-                        the engine's and the training stack's probabilities, with float32 as the reference
     step_full_remat     the step with remat=full, the default of a run
     experts             a mixture of experts beside a dense layer
     smollm2             four steps of SmolLM2-135M against the embedded engine in FP8; with --smollm2
-    torch_step, torch_generate
-                        torch and transformers on the work of `step` and `engine_bfloat16`
+    torch_step          torch and transformers on the work of `step`
     attention_packed    errors of each kernel, with float32 as the reference; its time and the plain version's
     attention_one_sequence
     step_one_sequence   the same sequences one to a row
-    step_smaller        the step of Qwen3-0.6B
 
 A part that fails, or takes longer than it may, is recorded with its error, and the others go on; the exit code is then
 1. Parts that --budget_s leaves no time for are named. The JSON is written after each part. All parts compile into one
@@ -47,7 +43,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.accelerator_parts import attention, discrepancy, engine, experts, limits, runs, step, torch_peer
+from benchmarks.accelerator_parts import attention, engine, experts, limits, runs, step, torch_peer
 from benchmarks.accelerator_parts.sizes import SIZES, size_name
 from benchmarks.accelerator_parts.tables import summary, table
 from benchmarks.arguments import at_least_one, names_of
@@ -83,17 +79,13 @@ PARTS = {
     "engine_int8": Part(functools.partial(engine.measure, precision="int8"), 90, 40),
     "vllm_bfloat16": Part(functools.partial(runs.measure_published, precision="bfloat16"), 150, 60, _VLLM, True),
     "vllm_fp8": Part(functools.partial(runs.measure_published, precision="fp8"), 150, 60, _VLLM, True),
-    "discrepancy": Part(functools.partial(discrepancy.measure, precision="bfloat16"), 90, 30),
-    "discrepancy_fp8": Part(functools.partial(discrepancy.measure, precision="fp8"), 90, 30),
     "step_full_remat": Part(functools.partial(step.measure, remat="full"), 120, 40),
     "experts": Part(experts.measure, 60, 20),
     "smollm2": Part(functools.partial(runs.measure_published, precision="fp8"), 120, 40, ("smollm2",), True),
     "torch_step": Part(torch_peer.measure_step, 90, 30, shares=True),
-    "torch_generate": Part(torch_peer.measure_generate, 90, 30, shares=True),
     "attention_packed": Part(functools.partial(attention.measure, packed=True), 90, 25),
     "attention_one_sequence": Part(functools.partial(attention.measure, packed=False), 90, 25),
     "step_one_sequence": Part(functools.partial(step.measure, segments=1, remat="none"), 180, 40),
-    "step_smaller": Part(step.measure_smaller, 120, 30),
 }
 
 Run = Callable[[str, float], dict[str, Any]]

@@ -1,7 +1,7 @@
 """This package beside TRL and Tunix, doing the same work on this machine's CPU.
 
     python -m benchmarks.compare --sizes 0.6M,9M,60M --rounds 5
-    python -m benchmarks.compare --sizes 0.6M --parts train1,rl --json result.json --plot ratios.png
+    python -m benchmarks.compare --sizes 0.6M --parts train1,rl --json result.json
     python -m benchmarks.compare --sizes 135M --lengths uniform --prompts 4 --group 4 --dtypes float32,bfloat16
 
 Each peer is installed once, with pinned versions, in a virtual environment of its own. Everybody gets the same random
@@ -262,7 +262,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         "--environments", type=Path, default=_ROOT / ".peers", help="directory of the virtual environments"
     )
     parser.add_argument("--json", type=_file, help="everything, written again after each part")
-    parser.add_argument("--plot", type=_file, help="a picture of the ratios")
     return parser.parse_args(words)
 
 
@@ -289,8 +288,6 @@ def main(argv: Sequence[str]) -> None:
                 if arguments.json:
                     report.save(comparison.result, arguments.json)
     print(report.foot(comparison.result))
-    if arguments.plot:
-        report.plot(comparison.result, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ class Size(NamedTuple):
 
     Attributes:
         model_path: `model.path`, whose last part names a published shape; empty: `architecture`.
-        smaller_model_path: the same of a second model for the step.
         architecture: fields of `model.architecture`.
         row_length: of packed rows, the longest of a step, and of attention.
         micro_batch_tokens: of the step; attention has as many rows.
@@ -38,7 +37,6 @@ class Size(NamedTuple):
     """
 
     model_path: str
-    smaller_model_path: str
     architecture: dict[str, Any]
     row_length: int
     micro_batch_tokens: int
@@ -62,13 +60,13 @@ class Size(NamedTuple):
 SIZES = {
     # The mixture is a layer of Qwen3-30B-A3B.
     "1.7B": Size(
-        "models/Qwen3-1.7B", "models/Qwen3-0.6B", {}, row_length=8192, micro_batch_tokens=16384, prompts=4, group=8,
+        "models/Qwen3-1.7B", {}, row_length=8192, micro_batch_tokens=16384, prompts=4, group=8,
         prompt_tokens=128, median_tokens=1536, decode_prompts=32, decode_group=8, decode_prompt_tokens=128,
         new_tokens=256, expert_layer=moe.Sizes(2048, 768, 8, "bfloat16"), experts=128, expert_tokens=8192, product=8192,
         copied_bytes=1 << 32, demo=(), repeats=5,
     ),
     "toy": Size(
-        "", "", {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+        "", {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
                  "head_dim": 16}, row_length=128, micro_batch_tokens=256, prompts=4, group=4, prompt_tokens=8,
         median_tokens=24, decode_prompts=2, decode_group=2, decode_prompt_tokens=8, new_tokens=8,
         expert_layer=moe.Sizes(32, 16, 2, "bfloat16"), experts=4, expert_tokens=64, product=256,

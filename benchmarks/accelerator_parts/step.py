@@ -42,11 +42,6 @@ def needed_flops(model: ModelConfig, episodes: Sequence[Episode]) -> float:
     return whole - 3 * 2.0 * model.hidden_size * model.vocab_size * prompts
 
 
-def measure_smaller(size: Size, tell: Tell) -> None:
-    """`measure` of the smaller model, in the default layout with remat=none."""
-    measure(size._replace(model_path=size.smaller_model_path), tell, remat="none")
-
-
 def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     """Train on one batch, `size.repeats` times after two steps that are not counted.
 

@@ -1,4 +1,4 @@
-"""torch and transformers on the work of the parts `step` and `engine_bfloat16`: the same shape, SDPA attention."""
+"""torch and transformers on the work of the part `step`: the same shape, SDPA attention."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from dcmdp_jax.models.hf_config import to_hf
 from dcmdp_jax.plan.published import model_of
 
 
-def _model(size: Size, dtype: str, device: str) -> Any:
-    """Random weights."""
+def _model(size: Size, device: str) -> Any:
+    """Random weights in float32."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    fields = to_hf(model_of(from_config_dict(run_settings(size))), dtype=dtype)
+    fields = to_hf(model_of(from_config_dict(run_settings(size))), dtype="float32")
     config = Qwen3Config(
         **{name: value for name, value in fields.items() if name not in ("architectures", "model_type")}
     )
     torch.manual_seed(0)
-    how = {"attn_implementation": "sdpa", "dtype": getattr(torch, dtype)}
-    return AutoModelForCausalLM.from_config(config, **how).to(device)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).to(device)
 
 
 def _device() -> str:
@@ -65,7 +64,7 @@ def measure_step(size: Size, tell: Tell) -> None:
     episodes = completions(size, model_of(from_config_dict(run_settings(size))))
     lengths = np.array([len(episode.token_ids) for episode in episodes])
     device = _device()
-    model = _model(size, "float32", device).train()
+    model = _model(size, device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=device == "cuda")
     batches = sorted_micro_batches(lengths, size.micro_batch_tokens)
     found: dict[str, Any] = {
@@ -112,30 +111,3 @@ def measure_step(size: Size, tell: Tell) -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         tell(found)
-
-
-def measure_generate(size: Size, tell: Tell) -> None:
-    """transformers' `generate` in bfloat16, without log-probs."""
-    import torch
-    import transformers
-
-    device = _device()
-    model = _model(size, "bfloat16", device).eval()
-    rows = size.decode_prompts * size.decode_group
-    ids = torch.randint(2, model.config.vocab_size, (rows, size.decode_prompt_tokens), device=device)
-    config = transformers.GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, max_new_tokens=size.new_tokens, min_new_tokens=size.new_tokens,
-        pad_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    seconds = _timed(lambda: model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config), 1)
-    tokens = rows * size.new_tokens
-    tell(
-        {
-            "kind": "torch",
-            "versions": f"{torch.__version__}, transformers {transformers.__version__}",
-            "tokens": tokens,
-            "contenders": {
-                "generate": {"seconds": seconds, "tokens_per_second": [tokens / each for each in seconds]},
-            },
-        }
-    )

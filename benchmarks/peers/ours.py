@@ -91,7 +91,8 @@ def reinforce(job: Job, rounds: Rounds) -> None:
 
     rounds.hello(_PACKAGES)
     try:
-        loop.train(stepped(plan, begin, functools.partial(_check, job)), show=print)
+        plan.engine = SteppedEngine(plan.engine, begin, functools.partial(_check, job))
+        loop.train(plan, show=print)
     except Ended:
         return
 
@@ -107,7 +108,7 @@ class SteppedEngine:
         self,
         engine: Engine,
         begin: Callable[[Params], None],
-        check: Callable[[list[Episode]], None] = lambda episodes: None,
+        check: Callable[[list[Episode]], None],
     ) -> None:
         self._engine, self._begin, self._check = engine, begin, check
 
@@ -129,51 +130,21 @@ class SteppedEngine:
         return getattr(self._engine, name)
 
 
-def stepped(
-    run: Run, begin: Callable[[Params], None], check: Callable[[list[Episode]], None] = lambda episodes: None
-) -> Run:
-    """The run with a `SteppedEngine`."""
-    run.engine = SteppedEngine(run.check().engine, begin, check)
-    return run
-
-
-def run_config(
-    checkpoint: str,
-    problems: str,
-    scratch: str,
-    *,
-    prompts: int,
-    group: int,
-    prompt_tokens: int,
-    new_tokens: int,
-    mini_batches: int,
-) -> ConfigDict:
-    """An experiment file of a model, its data and the size of a batch, in float32. The layout is left to the defaults.
-
-    As in the peers' settings no activations are recomputed.
-    """
-    config = get_config()
-    config.run_dir = str(Path(scratch) / "run")
-    config.model.path = checkpoint
-    config.model.compute_dtype = "float32"
-    config.model.remat = "none"
-    config.task.train = problems
-    config.task.prompt_suffix = ""
-    config.task.max_prompt_tokens = prompt_tokens
-    config.rollout.precision = "float32"
-    config.rollout.compute_dtype = "float32"
-    config.rollout.group_size = group
-    config.rollout.max_completion_tokens = new_tokens
-    config.algorithm.trust_region = "clip(high=0.2)"
-    config.training.prompts_per_step = prompts
-    config.training.prompts_per_mini_batch = prompts // mini_batches
-    return config
-
-
 def _run_config(job: Job, mini_batches: int) -> ConfigDict:
-    batch = {name: getattr(job, name) for name in ("prompts", "group", "prompt_tokens", "new_tokens")}
-    config = run_config(job.checkpoint, job.problems, job.scratch, mini_batches=mini_batches, **batch)
+    """The job as a run. The layout is left to the defaults; as in the peers' settings no activations are recomputed."""
+    config = get_config()
+    config.run_dir = str(Path(job.scratch) / "run")
+    config.model.path = job.checkpoint
     config.model.compute_dtype = config.rollout.precision = config.rollout.compute_dtype = job.dtype
+    config.model.remat = "none"
+    config.task.train = job.problems
+    config.task.prompt_suffix = ""
+    config.task.max_prompt_tokens = job.prompt_tokens
+    config.rollout.group_size = job.group
+    config.rollout.max_completion_tokens = job.new_tokens
+    config.algorithm.trust_region = "clip(high=0.2)"
+    config.training.prompts_per_step = job.prompts
+    config.training.prompts_per_mini_batch = job.prompts // mini_batches
     return config
 
 

@@ -1,4 +1,4 @@
-"""A comparison's results as markdown, JSON and a picture.
+"""A comparison's results as Markdown and JSON.
 
 The result is a dict, kept as JSON:
 
@@ -104,44 +104,3 @@ def foot(result: Mapping[str, Any]) -> str:
 def save(result: Mapping[str, Any], path: Path) -> None:
     """Write the JSON, atomically."""
     atomic_write(path, json.dumps(result, indent=1) + "\n")
-
-
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Bars of peer / ours, the median over rounds, with the slowest and the fastest round; nothing if nothing is whole.
-
-    Raises:
-        OSError: if it can't be written.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    groups = [measured for measured in result["parts"] if complete(measured, "ours") is not None]
-    peers = [name for name in LABELS if name != "ours" and any(complete(measured, name) for measured in groups)]
-    if not peers:
-        return
-    figure, axes = pyplot.subplots(figsize=(2 + 0.9 * len(groups), 4), layout="constrained")
-    width = 0.8 / len(peers)
-    for number, name in enumerate(peers):
-        ratios_of = {place: _ratios(measured, name) for place, measured in enumerate(groups)}
-        bars = [(place, ratios) for place, ratios in ratios_of.items() if ratios]
-        middles = [statistics.median(ratios) for _, ratios in bars]
-        below = [middle - min(ratios) for middle, (_, ratios) in zip(middles, bars, strict=True)]
-        above = [max(ratios) - middle for middle, (_, ratios) in zip(middles, bars, strict=True)]
-        places = [place + (number - (len(peers) - 1) / 2) * width for place, _ in bars]
-        axes.bar(places, middles, width, yerr=[below, above], capsize=3, label=LABELS[name])
-    axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(
-        range(len(groups)),
-        [f"{measured['part']}\n{measured['size']}\n{measured['dtype']}\n{measured['lengths']}" for measured in groups],
-    )
-    axes.set_ylabel("processor time against ours (above 1: ours is faster)")
-    figure.legend(loc="outside upper center", ncols=len(peers))
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def _ratios(measured: Mapping[str, Any], name: str) -> list[float]:
-    peer, ours = complete(measured, name), complete(measured, "ours")
-    return [] if peer is None else [a / b for a, b in zip(peer["cpu_seconds"], ours["cpu_seconds"], strict=True)]
