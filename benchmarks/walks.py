@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dcmdp_jax.commands.train import main as train
+
 _PACKAGE = str(Path(__file__).resolve().parents[1] / "dcmdp_jax")
 _TOLERANCE = 0.00123456789
 # Name of the function that begins it -> phase.
@@ -83,10 +85,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every file and function")
     arguments = parser.parse_args()
-    try:
-        from dcmdp_jax.commands.train import main as train
-    except ModuleNotFoundError:  # before the commands were in the package
-        from bin.train import main as train
     walks = Walks()
     with tempfile.TemporaryDirectory() as directory:
         words = ["--config=configs/demo.py:debug", f"--config.run_dir={directory}/run", "--config.mesh.cpu_devices=1"]
