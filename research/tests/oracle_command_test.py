@@ -1,5 +1,6 @@
 """`python -m research.oracle`: the gradients of every remedy, the arms of a study, and what is refused."""
 
+import functools
 import json
 
 import pytest
@@ -8,10 +9,10 @@ from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.losses import LOSSES
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.data.prompts import save_tokenizer
 from dcmdp_jax.models.hf_weights import save_params
 from research.oracle.__main__ import arms_of, main
+from tests.support.commands import run_command
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
 _TASK = "--config.task.train=arithmetic:difficulty=1,count=8,seed=0"
@@ -27,11 +28,7 @@ def model(tmp_path_factory):
     return root / "model"
 
 
-def _run(capsys, *arguments):
-    with pytest.raises(SystemExit) as left:
-        run_main(main, ["oracle", *map(str, arguments)])
-    said = capsys.readouterr()
-    return left.value.code, said.out, said.err
+_run = functools.partial(run_command, main, "oracle")
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.config.load import OTHER_NAMES
 from dcmdp_jax.config.settings import setting_names
+from tests.support.commands import failed_command
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DEMO = "--config=configs/demo.py"
@@ -179,12 +179,8 @@ def test_a_config_file_is_executed_once(tmp_path):
 
 def test_a_config_file_that_leaves_the_process_ends_the_command_with_code_2(tmp_path, capsys):
     (tmp_path / "leaving.py").write_text("raise SystemExit(0)\n")
-    with pytest.raises(SystemExit) as left:
-        run_main(parse, ["train", f"--config={tmp_path}/leaving.py"])
-    assert left.value.code == 2
-    assert (
-        capsys.readouterr().err == f"error: --config: {tmp_path}/leaving.py: it called exit(0); let get_config return\n"
-    )
+    said = failed_command(parse, "train", capsys, f"--config={tmp_path}/leaving.py")
+    assert said == f"--config: {tmp_path}/leaving.py: it called exit(0); let get_config return"
 
 
 @pytest.mark.parametrize("flag", ["dry_run", "print_config"])

@@ -1,6 +1,7 @@
 """The probe's command on recordings: table, JSON, PNGs, one page; bad input in one line."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.commands import probe
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.data.prompts import save_tokenizer
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
@@ -19,6 +19,7 @@ from dcmdp_jax.lab.probe import engines, rescoring
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.run.model_run import find_model
+from tests.support.commands import run_command
 from tests.support.sampled_columns import columns
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
@@ -31,11 +32,7 @@ def _write(path, pairs):
             file.write(json.dumps({"token_ids": ids.tolist(), "old": train.tolist(), "<b>": rollout.tolist()}) + "\n")
 
 
-def _run(capsys, *arguments):
-    with pytest.raises(SystemExit) as left:
-        run_main(probe.main, ["probe", *map(str, arguments)])
-    said = capsys.readouterr()
-    return left.value.code, said.out, said.err
+_run = functools.partial(run_command, probe.main, "probe")
 
 
 def test_a_recording_gives_table_json_and_page(tmp_path, capsys):

@@ -9,6 +9,7 @@ import pytest
 
 from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.report import main
+from tests.support.commands import failed_command
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,10 +63,8 @@ def test_a_bad_run_directory_is_one_line(tmp_path, content, line, capsys):
 def test_an_output_directory_that_cannot_be_is_one_line(tmp_path, capsys):
     run_dir = _make(tmp_path / "run")
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as left:
-        run_main(main, ["report", run_dir, "--out", str(tmp_path / "file")])
-    assert left.value.code == 2
-    assert capsys.readouterr().err == f"error: Not a directory: {tmp_path}/file/plots\n"
+    said = failed_command(main, "report", capsys, run_dir, "--out", tmp_path / "file")
+    assert said == f"Not a directory: {tmp_path}/file/plots"
 
 
 def test_as_a_process(tmp_path):

@@ -1,5 +1,6 @@
 """`python -m bin.sweep`: a small study stopped and continued, every study file, and what is refused."""
 
+import functools
 import json
 import os
 import re
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.commands import sweep
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.sweep import main
 from dcmdp_jax.config.load import to_saved
 from dcmdp_jax.config.settings import to_dict
@@ -20,6 +20,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies import study_runs
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
 from dcmdp_jax.observe.metrics_io import read_metrics
+from tests.support.commands import failed_command
 from tests.support.each import check_each
 from tests.support.waiting import HANGS_S
 
@@ -59,13 +60,7 @@ def _in_the_checkout(monkeypatch, run_environment):
         monkeypatch.setenv(name, run_environment[name])
 
 
-def _fails(capsys, *argv):
-    with pytest.raises(SystemExit) as left:
-        run_main(main, ["sweep", *map(str, argv)])
-    assert left.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ")
-    return lines[0].removeprefix("error: ")
+_fails = functools.partial(failed_command, main, "sweep")
 
 
 @pytest.mark.long

@@ -1,21 +1,15 @@
 """`python -m bin.toy`: its table, figures, checks and errors."""
 
+import functools
 import json
 
 import pytest
 
 from dcmdp_jax.commands import toy
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.toy import main
+from tests.support.commands import failed_command
 
-
-def _fails(capsys, *argv):
-    with pytest.raises(SystemExit) as left:
-        run_main(main, ["toy", *map(str, argv)], expected=(toy.ToyFailed,))
-    assert left.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ")
-    return lines[0].removeprefix("error: ")
+_fails = functools.partial(failed_command, main, "toy", expected=(toy.ToyFailed,))
 
 
 def test_table_figures_and_check(tmp_path, capsys):

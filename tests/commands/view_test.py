@@ -1,5 +1,6 @@
 """`dcmdp view`: what is on the page of a run and of a recording, and the one line for what it can't show."""
 
+import functools
 import json
 import os
 import re
@@ -9,19 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.view import main
 from dcmdp_jax.observe.metrics_io import MetricsWriter
 from dcmdp_jax.record import packed_top
+from tests.support.commands import run_command
 
 _RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "frameworks"
 
 
-def _view(capsys, *words):
-    with pytest.raises(SystemExit) as ended:
-        run_main(main, ["view", *map(str, words)])
-    shown = capsys.readouterr()
-    return ended.value.code, shown.out, shown.err
+_view = functools.partial(run_command, main, "view")
 
 
 def _rows(page):

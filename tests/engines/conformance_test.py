@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.commands import evaluate, probe, train
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.config.engine import find_trainable
 from dcmdp_jax.data.episode import COLUMNS, single_turn
@@ -19,6 +18,7 @@ from dcmdp_jax.engines.conformance import check_engine
 from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import EngineError, UserError
+from tests.support.commands import run_command
 
 ENGINE = "tests/engines/stub_engine.py:ENGINE"
 _TASK = "arithmetic:difficulty=1,count=4,split=heldout"
@@ -61,11 +61,9 @@ def server():
 
 
 def _run(main, capsys, *words):
-    with pytest.raises(SystemExit) as left:
-        run_main(main, ["command", *map(str, words)])
-    said = capsys.readouterr()
-    assert left.value.code in (0, None), said.err
-    return said.out
+    code, output, errors = run_command(main, "command", capsys, *words)
+    assert code in (0, None), errors
+    return output
 
 
 def _settings(server):

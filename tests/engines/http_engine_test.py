@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.commands import probe
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.http import client as http_client
@@ -26,6 +25,7 @@ from dcmdp_jax.engines.validation import check_top_logprobs, unusable_completion
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params
+from tests.support.commands import run_command
 from tests.support.sampling import local_engine, remote_engine, sample
 from tests.support.vllm_tools import shared_memory_of
 from tests.support.waiting import HANGS_S, wait_until
@@ -398,9 +398,8 @@ def test_the_probe_splits_the_gap_of_a_server_in_its_legs(remote, vllm, tmp_path
     ask = "--a=http", server, "--config.task.train=arithmetic:difficulty=1,count=2,seed=0", "--no-rescoring"
     limits = "--config.rollout.max_completion_tokens=8", "--config.rollout.group_size=4", f"--out={tmp_path}"
     limits += ("--config.task.prompt_suffix=",)  # the server has room for 64 tokens
-    with pytest.raises(SystemExit) as ended:
-        run_main(probe.main, ["probe", f"--model={model}", *ask, *limits])
-    assert ended.value.code == 0, capsys.readouterr().err
+    code, _, errors = run_command(probe.main, "probe", capsys, f"--model={model}", *ask, *limits)
+    assert code == 0, errors
     [pair] = json.loads((tmp_path / "probe.json").read_text())["pairs"]
     decoding, one_pass = pair["evidence"]["legs"]
     assert decoding["log_ratio"] + one_pass["log_ratio"] == pytest.approx(pair["statistics"]["k1"], abs=1e-6)

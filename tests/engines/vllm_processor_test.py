@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from dcmdp_jax.commands import train
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.engines.vllm import launch
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.lab.probe.specs import parse_spec
 from dcmdp_jax.parallel import backend
+from tests.support.commands import run_command
 from tests.support.processors import CACHES, PROCESSORS, REFUSED, WEIGHTS, pretend
 from tests.support.refusals import refused
 from tests.support.runs import ROOT
@@ -77,10 +77,9 @@ def test_a_run_with_a_cache_in_fp8_is_refused_before_anything_starts(dry_run, tm
     monkeypatch.setattr(launch, "installed_vllm", lambda python: ("0.32.0", "cpu"))
     monkeypatch.setattr(VllmEngine, "__init__", None)
     own = f"--config.run_dir={tmp_path / 'run'}"
-    with pytest.raises(SystemExit) as ended:
-        run_main(train.main, ["train", "--config=configs/demo_vllm.py:fp8_kv", own, *dry_run])
-    said, line = capsys.readouterr()
-    assert (ended.value.code, said, line.count("\n"), (tmp_path / "run").exists()) == (2, "", 1, False)
+    asked = ("--config=configs/demo_vllm.py:fp8_kv", own, *dry_run)
+    code, said, line = run_command(train.main, "train", capsys, *asked)
+    assert (code, said, line.count("\n"), (tmp_path / "run").exists()) == (2, "", 1, False)
     assert line.startswith("error: config.rollout.kv_cache_dtype: got 'fp8', which vLLM's CPU build computes with AVX-")
 
 

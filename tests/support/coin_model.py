@@ -1,16 +1,17 @@
 """A model whose every answer is known: its output layer is a table of next tokens."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.evaluate import main
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import param_shapes
+from tests.support.commands import failed_command
 
 TOKENIZER = build_tokenizer()
 VOCABULARY = len(TOKENIZER)
@@ -40,14 +41,8 @@ def coin_params(model, *digits):
     return jax.tree.map(jnp.asarray, params)
 
 
-def evaluation_fails(capsys, *argv):
-    """The one line that `dcmdp evaluate` fails with."""
-    with pytest.raises(SystemExit) as left:
-        run_main(main, ["evaluate", *map(str, argv)])
-    assert left.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: ")
-    return lines[0].removeprefix("error: ")
+evaluation_fails = functools.partial(failed_command, main, "evaluate")
+"""The one line that `dcmdp evaluate` fails with."""
 
 
 def save_coin(base):

@@ -8,12 +8,12 @@ import pyarrow.parquet
 import pytest
 
 from dcmdp_jax.commands import probe
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.lab.mismatch.over_training import AGREEMENT, find_files, read_run
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.training.step_rollout import _by_completion, leg_metrics
 from dcmdp_jax.types import Rows
+from tests.support.commands import run_command
 from tests.support.processes import demo
 from tests.training import recorded_penalty
 
@@ -168,10 +168,8 @@ def test_the_torch_module_on_the_runs_batches_charges_and_moves_lambda_as_the_co
 
 
 def test_the_probe_of_a_run_directory_names_a_cause_and_agrees(run, tmp_path, capsys):
-    with pytest.raises(SystemExit) as left:
-        run_main(probe.main, ["probe", str(run), "--out", str(tmp_path)])
-    said = capsys.readouterr()
-    assert (left.value.code, said.err) == (0, "") and "metrics.jsonl has the same means to" in said.out
+    code, output, errors = run_command(probe.main, "probe", capsys, run, "--out", tmp_path)
+    assert (code, errors) == (0, "") and "metrics.jsonl has the same means to" in output
     [pair] = json.loads((tmp_path / "probe.json").read_text())["pairs"]
     # The columns look like rounding; the run's settings say that the engine's weights are fp8.
     assert pair["findings"][0]["cause"] == "quantized_weights" and pair["floors"]["local:fp8"] > 0

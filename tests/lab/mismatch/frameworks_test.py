@@ -1,5 +1,6 @@
 """Recordings of other frameworks and of our own runs: found, told apart, read, and the planted cause named."""
 
+import functools
 import gzip
 import json
 import os
@@ -10,12 +11,12 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.commands import probe, view
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.over_training import find_files, read_run
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe.rollouts import RolloutWriter
 from dcmdp_jax.record import Recorder, record_skyrl, record_trl, record_verl
+from tests.support.commands import run_command
 from tests.support.sampled_columns import columns
 
 FIXTURES = Path(__file__).resolve().parents[2] / "recorded" / "frameworks"
@@ -30,11 +31,7 @@ PLANTED = {
 }
 
 
-def _probe(capsys, *arguments):
-    with pytest.raises(SystemExit) as left:
-        run_main(probe.main, ["probe", *map(str, arguments)])
-    said = capsys.readouterr()
-    return left.value.code, said.out, said.err
+_probe = functools.partial(run_command, probe.main, "probe")
 
 
 def _read(*paths, **options):

@@ -7,8 +7,8 @@ import pytest
 
 from dcmdp_jax.algorithm.distribution import state_measures
 from dcmdp_jax.commands import probe
-from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.record import Recorder, packed_top, record_skyrl, record_trl, record_verl, unpacked_top
+from tests.support.commands import failed_command, run_command
 
 N, T, K = 3, 40, 16
 
@@ -60,10 +60,8 @@ def test_the_probe_reads_the_lists_of_a_recording(tmp_path, capsys):
     """Expected |p - q| over 16 of 100 tokens in float64, and its bound; half precision leaves 2%."""
     lists = _lists()
     _write(Recorder(tmp_path, "trl"), lists)
-    with pytest.raises(SystemExit) as left:
-        run_main(probe.main, ["probe", str(tmp_path), "--out", str(tmp_path / "out")])
-    said = capsys.readouterr()
-    assert (left.value.code, said.err) == (0, "") and "whole states" in said.out
+    code, output, errors = run_command(probe.main, "probe", capsys, tmp_path, "--out", tmp_path / "out")
+    assert (code, errors) == (0, "") and "whole states" in output
     [pair] = json.loads((tmp_path / "out/probe.json").read_text())["pairs"]
     p, q = np.exp(lists[1]), np.exp(lists[2])
     found = {each["title"]: each for each in pair["states"]}
@@ -92,10 +90,7 @@ def test_lists_that_can_not_be_are_one_line(tmp_path, capsys, change, line):
     rows = [json.loads(text) for text in path.read_text().splitlines()]
     rows[1]["top"] = change(rows[1]["top"])
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(SystemExit) as left:
-        run_main(probe.main, ["probe", str(tmp_path), "--out", str(tmp_path / "out")])
-    said = capsys.readouterr().err
-    assert left.value.code == 2 and line in said and said.count("\n") == 1
+    assert line in failed_command(probe.main, "probe", capsys, tmp_path, "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize("framework", ["trl", "verl", "skyrl"])
