@@ -22,7 +22,7 @@ from dcmdp_jax.models.hf_config import layer_pattern
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.quantize import QuantizedKernel
 from dcmdp_jax.types import Params
-from tests.support.sampling import Rollout, local_engine, sample
+from tests.support.sampling import Rollout, assert_same_samples, local_engine, sample
 
 QWEN3 = ModelConfig(
     model_type="qwen3",
@@ -97,13 +97,6 @@ def teacher_forced(config: ModelConfig, weights: Params, rollout: Rollout, tempe
         log_softmax(row[prompt.size - 1 : prompt.size + ids.size - 1] / temperature)[np.arange(ids.size), ids]
         for row, (prompt, ids) in zip(logits, pairs, strict=True)
     ]
-
-
-def assert_same_samples(first: Rollout, second: Rollout, *, atol: float) -> None:
-    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(first.rollout_logprobs, second.rollout_logprobs, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("config", [QWEN3, QWEN2, LLAMA], ids=["qwen3-tied", "qwen2-untied", "llama-untied"])

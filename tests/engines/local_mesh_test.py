@@ -23,7 +23,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
 from dcmdp_jax.parallel.mesh import AXES, make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from tests.support.sampling import local_engine, sample
+from tests.support.sampling import assert_same_samples, local_engine, sample
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices, see XLA_FLAGS in BUILD.md")
 
@@ -70,15 +70,6 @@ def _one_device(config, precision):
     return made, sample(made, PROMPTS, SAMPLING, seed=1, step=2)
 
 
-def _assert_same(first, second):
-    assert first.finish_reasons == second.finish_reasons
-    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_allclose(
-        np.concatenate(first.rollout_logprobs), np.concatenate(second.rollout_logprobs), rtol=0, atol=3e-5
-    )
-
-
 @pytest.mark.parametrize(
     ("config", "sizes", "precision", "settings"),
     [
@@ -97,7 +88,7 @@ def _assert_same(first, second):
 def test_a_mesh_gives_the_tokens_of_one_device(config, sizes, precision, settings):
     one, expected = _one_device(config, precision)
     several = _engine(config, _mesh(**sizes), precision, **settings)
-    _assert_same(expected, sample(several, PROMPTS, SAMPLING, seed=1, step=2))
+    assert_same_samples(expected, sample(several, PROMPTS, SAMPLING, seed=1, step=2), atol=3e-5)
     lengths = {ids.size for ids in expected.completion_ids}
     assert len(lengths) > 4 and 20 in lengths
     assert several.weights_fingerprint == one.weights_fingerprint

@@ -16,7 +16,7 @@ from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.types import Params
-from tests.support.sampling import Rollout, local_engine, sample
+from tests.support.sampling import Rollout, assert_same_samples, local_engine, sample
 
 MODEL = ModelConfig(
     model_type="qwen3",
@@ -61,12 +61,7 @@ def alone(sampling: SamplingParams = SAMPLING, cache: str = "auto") -> Rollout:
     return generate(sampling, max_rows=1, cache_block=16, kv_cache_dtype=cache)
 
 
-def assert_same(first: Rollout, second: Rollout, atol: float = 1e-5) -> None:
-    assert first.finish_reasons == second.finish_reasons
-    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(first.rollout_logprobs, second.rollout_logprobs, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+assert_same = functools.partial(assert_same_samples, atol=1e-5)
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
 """Two processes push parameters that neither of them holds whole to engines of their own."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import free_port
 from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,9 +56,7 @@ with join_hosts(f"localhost:{port}", 2, number, 100.0) as hosts:
 
 @pytest.mark.long
 def test_engines_of_two_processes_get_the_same_weights_from_any_mesh():
-    with socket.socket() as bound:
-        bound.bind(("localhost", 0))
-        port = str(bound.getsockname()[1])
+    port = str(free_port())
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     started = [

@@ -10,7 +10,7 @@ from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import check_top_logprobs
 from dcmdp_jax.models.hf_weights import save_params
-from tests.support.sampling import local_engine, sample
+from tests.support.sampling import assert_same_samples, local_engine, sample
 from tests.support.vllm_tools import (
     STOP,
     TOTAL,
@@ -45,14 +45,6 @@ def embedded():
     made = local_engine(config, precision="exact", max_total_tokens=TOTAL)
     made.push_weights(random_params(config, 7), 7)
     return made
-
-
-def _same(first, second):
-    assert len(first.completion_ids) == len(second.completion_ids)
-    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(first.rollout_logprobs, second.rollout_logprobs, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 _EACH = tuple(range(PUSHES))
@@ -90,7 +82,7 @@ def test_a_live_engine_is_a_fresh_one_after_each_push(
     ours = [answers(version) for version in range(PUSHES)]
     for version in np.random.default_rng(0).permutation(PUSHES):
         for first, again in zip(ours[version], answers(version), strict=True):
-            _same(first, again)
+            assert_same_samples(first, again)
     # The weights matter: no two neighbors agree on the greedy completions.
     for (first, _), (second, _) in zip(ours[:-1], ours[1:], strict=True):
         assert not all(map(np.array_equal, first.completion_ids, second.completion_ids))
@@ -169,7 +161,7 @@ def test_sampling_is_a_function_of_seed_step_and_row(engine):
     asked = prompts(6, engine.config)
     first = sample(engine, asked, SAMPLED, seed=3, step=4)
     sample(engine, asked[:2], GREEDY, seed=9, step=9)
-    _same(first, sample(engine, asked, SAMPLED, seed=3, step=4))
+    assert_same_samples(first, sample(engine, asked, SAMPLED, seed=3, step=4))
     fewer = sample(engine, asked[:4], SAMPLED, seed=3, step=4)
     for a, b in zip(fewer.completion_ids, first.completion_ids, strict=False):
         np.testing.assert_array_equal(a, b)
@@ -206,7 +198,7 @@ def test_bad_input_is_refused_and_harms_nobody(engine):
         sample(engine, asked, SAMPLED, seed=-1, step=1)
     with pytest.raises(ValueError, match="3 prompts and 1 completions"):
         engine.score(asked[:3], asked[:1], temperature=1.0)
-    _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
+    assert_same_samples(before, sample(engine, asked, SAMPLED, seed=1, step=1))
 
 
 def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
@@ -222,7 +214,7 @@ def test_what_vllm_itself_refuses_leaves_no_request_behind(engine):
         sidecar.request("generate", header, arrays, answer="generated")
     health = sidecar.request("health", answer="healthy").header
     assert (health["running"], health["policy_version"]) == (0, 7)
-    _same(before, sample(engine, asked, SAMPLED, seed=1, step=1))
+    assert_same_samples(before, sample(engine, asked, SAMPLED, seed=1, step=1))
 
 
 def test_no_weights_no_completions(start):

@@ -15,7 +15,7 @@ from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar import process, segments, weights
 from dcmdp_jax.engines.sidecar.process import Sidecar
 from dcmdp_jax.engines.sidecar.supervisor import Supervisor
-from tests.support.sampling import sample
+from tests.support.sampling import assert_same_samples, sample
 from tests.support.vllm_tools import (
     STOP,
     left_behind,
@@ -45,10 +45,7 @@ def _supervisor(engine):
 
 
 def _same(first, second):
-    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(first.rollout_logprobs, second.rollout_logprobs, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_samples(first, second)
     assert first.policy_version == second.policy_version
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.engines.protocol import SamplingParams
-from tests.support.sampling import sample
+from tests.support.sampling import assert_same_samples, sample
 from tests.support.vllm_tools import STOP, memory_files, pid_of, prompts, random_params, small_model
 
 pytestmark = pytest.mark.long
@@ -20,13 +20,6 @@ def two(start):
     engine = start(config, replicas=2)
     engine.push_weights(random_params(config, 7), 7)
     return engine
-
-
-def _same(first, second):
-    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(first.rollout_logprobs, second.rollout_logprobs, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_two_replicas_are_one_engine_to_rounding(two, monkeypatch):
@@ -81,7 +74,7 @@ def test_a_killed_replica_is_restarted_alone_and_repeats_itself(two, when):
         os.kill(pids[1], signal.SIGKILL)
         two.push_weights(random_params(two.config, 7), 7)
     after = sample(two, asked, SAMPLED, seed=1, step=1, on_pull=kill if when == "sampling" else lambda complete: None)
-    _same(before, after)
+    assert_same_samples(before, after)
     assert pid_of(two, 0) == pids[0]
     assert pid_of(two, 1) not in (None, pids[1])
     if when == "sampling":
@@ -97,4 +90,4 @@ def test_a_call_that_is_given_up_ends_in_both(two):
     groups.close()
     for replica in two.replicas:
         assert replica.supervisor.sidecar.request("health", answer="healthy").header["running"] == 0
-    _same(before, sample(two, asked, SAMPLED, seed=1, step=1))
+    assert_same_samples(before, sample(two, asked, SAMPLED, seed=1, step=1))

@@ -16,6 +16,7 @@ from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.parallel import hosts as hosts_module
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
+from tests.support.processes import free_port
 from tests.support.waiting import HANGS_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,16 +91,10 @@ print(*(thread.name for thread in threading.enumerate()), sep=", ")
 """
 
 
-def _free_port():
-    with socket.socket() as bound:
-        bound.bind(("localhost", 0))
-        return str(bound.getsockname()[1])
-
-
 def _two(end, program=_PROGRAM):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    port = _free_port()
+    port = str(free_port())
     started = [
         subprocess.Popen(
             [sys.executable, "-c", program, str(number), port, end],

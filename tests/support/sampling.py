@@ -88,6 +88,15 @@ def sample(
     )
 
 
+def assert_same_samples(first: Rollout, second: Rollout, *, atol: float = 0.0) -> None:
+    """Assert the same tokens and ends, and log-probs that differ by at most `atol` nats."""
+    assert first.finish_reasons == second.finish_reasons
+    for a, b in zip(first.completion_ids, second.completion_ids, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(first.rollout_logprobs, second.rollout_logprobs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
 def counted_rollout(lengths, group_size, finish=None):
     """Completion i has prompt 100 + group and tokens i * 1000 + t, log-prob -(t + 1) / 8."""
     prompts = [np.arange(p, dtype=np.int32) + 100 for p, _ in lengths]

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet
@@ -12,6 +11,7 @@ import pytest
 
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.errors import UserError
+from tests.support.processes import children
 from tests.support.run_invariants import contradictions
 from tests.support.runs import ROOT, finish, read_digests, read_records, start
 from tests.support.waiting import wait_until
@@ -91,7 +91,7 @@ def _kill_and_resume(environment, run_dir, kills, seed, *settings):
         time.sleep(0.3 * chance.random())
         if process.poll() is not None:
             break
-        if chance.random() < 0.3 and (samplers := _samplers_of(process.pid)):
+        if chance.random() < 0.3 and (samplers := children(process.pid, "overlapping_engine")):
             os.kill(samplers[0], signal.SIGKILL)
         else:
             process.kill()
@@ -100,20 +100,6 @@ def _kill_and_resume(environment, run_dir, kills, seed, *settings):
         done += 1
     finish(process)
     return done
-
-
-def _samplers_of(trainer):
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if int(parent) == trainer and b"overlapping_engine" in command:
-                found.append(int(entry.name))
-    return found
 
 
 @pytest.mark.long

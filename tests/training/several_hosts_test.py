@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.processes import free_port
 from tests.support.run_invariants import contradictions
 from tests.support.runs import read_records
 from tests.support.waiting import HANGS_S
@@ -92,12 +93,6 @@ def _start(run_environment, run_dir, *overrides, program=_PLAIN, place=(ROOT, RO
     )
 
 
-def _free_port():
-    with socket.socket() as bound:
-        bound.bind(("localhost", 0))
-        return bound.getsockname()[1]
-
-
 def _two(
     run_environment,
     run_dir,
@@ -108,7 +103,7 @@ def _two(
     places=2 * ((ROOT, ROOT),),
 ):
     """Two processes to their end: (code, stdout, stderr) of both."""
-    address = f"localhost:{_free_port()}"
+    address = f"localhost:{free_port()}"
     hosts = (f"--config.mesh.cpu_devices={devices}", f"--config.hosts.coordinator={address}")
     hosts += ("--config.hosts.processes=2", "--config.hosts.timeout_s=10")
     started = [
@@ -191,7 +186,7 @@ def test_the_pages_commands_run_twice_and_the_second_time_from_a_cache_of_proces
     own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     environment = {name: value for name, value in run_environment.items() if name != "XLA_FLAGS"} | own
     for name in ("first", "second"):
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         given = [flag.replace("10.0.0.1:1234", address) for flag in flags]
         each = [given, [*given[:-1], given[-1].replace("=0", "=1")]]
         short = ("--config.training.steps=1", "--config.evaluation.every_steps=0", "--config.mesh.cpu_devices=2")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import children
 from tests.support.runs import read_records, start
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -34,18 +35,7 @@ def _sidecar_of(trainer):
 
 
 def _sidecars_of(trainer):
-    """The processes that run our sidecars as children of the trainer."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes()
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if b"engines/vllm/sidecar.py" in command and int(parent) == trainer and state != "Z":
-                found.append(int(entry.name))
-    return found
+    return children(trainer, "engines/vllm/sidecar.py")
 
 
 def _steps(run_dir):
