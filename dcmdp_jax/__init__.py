@@ -19,6 +19,8 @@ import os
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from dcmdp_jax.version import __version__
+
 if TYPE_CHECKING:
     from dcmdp_jax.algorithm.advantages import group_advantages
     from dcmdp_jax.algorithm.dc_grpo import DcGrpoAux, dc_grpo_loss
@@ -37,7 +39,6 @@ if TYPE_CHECKING:
     from dcmdp_jax.observe.metrics_io import read_metrics
     from dcmdp_jax.observe.report import write_report
 
-__version__ = "0.1.0"
 REPOSITORY = ""
 """Address of the public repository; empty as long as there is none. Model cards and the site link to it."""
 
@@ -64,34 +65,15 @@ _MODULES = MappingProxyType(
 )
 __all__ = ["__version__", *_MODULES]
 
-_OTHER_WORDS = MappingProxyType(
-    {
-        "DcGrpoAux": "aux",
-        "penalized_advantages": "penal charge",
-        "clipped_surrogate": "clip ppo surrogate",
-        "group_advantages": "advantage normaliz statistic",
-        "dc_grpo_loss": "loss grpo",
-        "token_discrepancy": "discrepan delta mismatch kl",
-        "importance_ratio": "ratio importance tis icepop",
-        "dual_update": "dual lambda multiplier lagrang toleran budget",
-        "read_metrics": "metric",
-        "write_report": "report plot",
-        "load_config": "config preset",
-        "train": "train run",
-    }
-)
-"""Public name -> parts of names that are tried for it; the first that occurs counts."""
-
 # transformers advises at import that PyTorch is missing; only its tokenizers are used here, and they need none.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        words = [ours for ours, tried in _OTHER_WORDS.items() if any(word in name.lower() for word in tried.split())]
-        near = [] if name.startswith("_") else [*words, *difflib.get_close_matches(name, _MODULES, n=1)]
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        near = difflib.get_close_matches(name, _MODULES, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(_MODULES)}"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{'' if name.startswith('_') else hint}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 

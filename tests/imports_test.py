@@ -252,7 +252,16 @@ def test_a_recording_is_read_and_explained_without_an_accelerator():
 
 def test_what_moves_numpy_arrays_knows_no_model():
     data = ("columns", "episode", "packing", "row_layout")
-    allowed = {"errors", "record", "types", "data", "engines", "engines.protocol", *(f"data.{name}" for name in data)}
+    allowed = {
+        "errors",
+        "record",
+        "types",
+        "version",
+        "data",
+        "engines",
+        "engines.protocol",
+        *(f"data.{name}" for name in data),
+    }
     for module in ("data.episode", "data.packing", "engines.protocol", "engines.validation"):
         ours = {name for name in _reached(f"dcmdp_jax.{module}") if name.startswith("dcmdp_jax.")}
         assert ours <= {f"dcmdp_jax.{name}" for name in (*allowed, module)}, module
@@ -262,7 +271,8 @@ def test_the_loss_functions_can_be_imported_alone():
     assert "jax" not in {name.split(".")[0] for name in _reached("dcmdp_jax")}
     reached = _reached("dcmdp_jax.algorithm.dc_grpo")
     assert "dcmdp_jax.algorithm.losses" in reached
-    assert all(_room(name) == "algorithm" or name == "dcmdp_jax.types" for name in reached if "dcmdp_jax." in name)
+    beside = ("dcmdp_jax.types", "dcmdp_jax.version")
+    assert all(_room(name) == "algorithm" or name in beside for name in reached if "dcmdp_jax." in name)
     assert {name.split(".")[0] for name in reached} - set(sys.stdlib_module_names) == {"dcmdp_jax", "jax", "numpy"}
 
 

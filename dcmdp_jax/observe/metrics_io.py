@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax import __version__
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl
@@ -47,6 +46,7 @@ from dcmdp_jax.observe.jsonl import (
     TENSORBOARD_DIRECTORY,
 )
 from dcmdp_jax.observe.rollouts import RolloutWriter
+from dcmdp_jax.version import __version__
 
 _LOG = logging.getLogger(__name__)
 

@@ -264,7 +264,7 @@ def test_type_checkers_see_the_names_of_the_table():
 def test_the_version_is_declared_once():
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())
     assert "version" not in project["project"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "dcmdp_jax.__version__"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "dcmdp_jax.version.__version__"}
 
 
 def test_the_readme_s_python_trains(tmp_path, monkeypatch):

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax import __version__
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.pairs import measure
 from dcmdp_jax.lab.probe.specs import parse_spec
 from dcmdp_jax.number_format import number, text_table
+from dcmdp_jax.version import __version__
 
 ENGINES = tuple(map(parse_spec, ("local:float32", "local:bfloat16", "local:int8", "vllm:bfloat16", "vllm:float32")))
 BAR = 0.015
