@@ -139,23 +139,24 @@ def _communication(plan: CompiledRun) -> list[str]:
         f"{least.gathers / GIB:.2f}, its gradient reduced once in float32 {least.reductions / GIB:.2f}; compiled / "
         f"least {least.traffic_ratio(plan):.2f}"
     )
-    if split := [axis for axis in ("tensor", "expert") if plan.run.mesh.shape[axis] > 1]:
+    if split := [axis for axis in ("tensor", "expert") if plan.run.placement.mesh.shape[axis] > 1]:
         lines.append(f"  the least has no activations, which travel along {' and '.join(split)} too")
     return lines
 
 
 def _operations(plan: CompiledRun) -> list[str]:
-    compiled, packing, least = plan.programs["step"], plan.run.packing, least_of(plan)
+    compiled, packing, least = plan.programs["step"], plan.run.placement.packing, least_of(plan)
     flops = compiled.account.flops
     per_token = forward_flops(plan.run.model, packing.row_lengths[-1])
+    devices = plan.run.placement.mesh.size
     return [
         "operations of a step",
-        f"  compiled, all devices: {flops.total * plan.run.mesh.size:.3e}, of which matrix products in the HLO "
-        f"{flops.products * plan.run.mesh.size:.3e}, attention kernels by their shapes "
-        f"{flops.attention * plan.run.mesh.size:.3e}",
+        f"  compiled, all devices: {flops.total * devices:.3e}, of which matrix products in the HLO "
+        f"{flops.products * devices:.3e}, attention kernels by their shapes "
+        f"{flops.attention * devices:.3e}",
         f"  needed by the model:   {least.flops:.3e}: {per_token:.3e} for a token forward, three times that with "
         "its gradient, once more for p^Train of all mini-batches but the first",
-        f"  compiled / needed {least.flops_ratio(plan):.2f}{_REMAT[plan.run.compute.remat]}",
+        f"  compiled / needed {least.flops_ratio(plan):.2f}{_REMAT[plan.run.placement.compute.remat]}",
     ]
 
 

@@ -58,7 +58,8 @@ def main() -> None:
                 config.training.steps, config.checkpoint.every_steps = arguments.steps + _WARM, 10**6
                 config.rollout.lag, config.mesh.cpu_devices = int(lag), 1
                 with _sidecars_on(cores[-1]):
-                    train(Run(from_config_dict(config)).check(), show=lambda line: None)
+                    run = Run.check(from_config_dict(config))
+                    train(run.task, run.placement, run.weights, run.start, show=lambda line: None)
                 lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
                 records = [record for record in map(json.loads, lines) if "time/step" in record]
                 steps[lag] += [record for record in records if record["step"] > _WARM]

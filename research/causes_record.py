@@ -66,10 +66,10 @@ def record_demo(run: Path) -> dict[str, Columns]:
     from dcmdp_jax.lab.probe.engines import sample
     from dcmdp_jax.lab.probe.training_stack import TrainingStack
     from dcmdp_jax.models.decoder import Compute
-    from dcmdp_jax.run.model_run import ModelRun, find_model
+    from dcmdp_jax.run.saved_model import Policy, find_model
 
     saved, early = find_model(run), find_model(run / "checkpoints" / "8")
-    model = ModelRun.of(saved, saved.settings)
+    model = Policy.of(saved, saved.settings)
     problems = load_problems("arithmetic:difficulty=2,count=2048,seed=0", limit=32, answers="unused")
     prompts = encode_prompts(problems, model.tokenizer, prompt_suffix="", max_prompt_tokens=20).token_ids
     trainer = TrainingStack(model.model, model.params, compute=Compute(dtype="float32"))

@@ -102,9 +102,9 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
     from dcmdp_jax.lab.probe import engines
     from dcmdp_jax.lab.probe.specs import parse_spec
     from dcmdp_jax.models.hf_weights import save_params
-    from dcmdp_jax.run.model_run import ModelRun, find_model
+    from dcmdp_jax.run.saved_model import Policy, find_model
 
-    run = ModelRun.of(find_model(model), for_sampling(Config(), {"task.train": task}))
+    run = Policy.of(find_model(model), for_sampling(Config(), {"task.train": task}))
     problems = load_problems(task, limit=16, answers="unused")
     prompts = encode_prompts(problems, run.tokenizer, prompt_suffix="", max_prompt_tokens=2**20).token_ids
     total = max(map(len, prompts)) + GREEDY

@@ -83,10 +83,10 @@ def main(argv: list[str] | None = None) -> None:
             continue
         shutil.rmtree(one.directory, ignore_errors=True)
         rows: list[dict[str, float]] = []
-        run = Run(config).check()
-        programs = make_step_programs(config, run.model, run.compute, run.mesh)
+        run = Run.check(config)
+        programs = make_step_programs(config, run.task.model, run.placement)
         watched = programs._replace(train_step=measured(programs.train_step, rows))
-        train(run, show=lambda line: None, programs=watched)
+        train(run.task, run.placement, run.weights, run.start, show=lambda line: None, programs=watched)
         shutil.rmtree(one.directory)
         found[one.arm] = rows
         atomic_write(arguments.out, json.dumps(found, indent=1) + "\n")

@@ -52,7 +52,7 @@ def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
     from dcmdp_jax.lab.probe import engines
     from dcmdp_jax.lab.probe.session import Session
     from dcmdp_jax.lab.probe.specs import parse_spec
-    from dcmdp_jax.run.model_run import ModelRun, find_model
+    from dcmdp_jax.run.saved_model import Policy, find_model
     from examples.one_sentence import one_sentence
 
     spec, saved = parse_spec(engine), find_model(Path(MODEL))
@@ -62,7 +62,7 @@ def sample(engine: str, batches: int) -> list[dict[str, np.ndarray]]:
         "rollout.max_completion_tokens": TOKENS, "task.train": "examples/questions.jsonl",
         "task.prompt_suffix": SUFFIX, "training.seed": 0,
     }  # fmt: skip
-    run = ModelRun.of(saved, for_sampling(saved.settings, settings))
+    run = Policy.of(saved, for_sampling(saved.settings, settings))
     problems = load_problems("examples/questions.jsonl", answers="optional")
     session = Session(run, problems, run.sampling, 1.0, (), lambda path: run, False, print)
     prompts = session.prompts(run)
@@ -113,11 +113,11 @@ def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> It
     from dcmdp_jax.models.decoder import Compute
     from dcmdp_jax.models.row_logprobs import make_row_logprobs
     from dcmdp_jax.parallel.mesh import one_device_mesh
-    from dcmdp_jax.run.model_run import ModelRun, find_model
+    from dcmdp_jax.run.saved_model import Policy, find_model
 
     jax.config.update("jax_default_matmul_precision", "highest")
     saved = find_model(Path(MODEL))
-    run, usual = ModelRun.of(saved, for_sampling(saved.settings, {})), AlgorithmSettings()
+    run, usual = Policy.of(saved, for_sampling(saved.settings, {})), AlgorithmSettings()
     compute = Compute(dtype="float32", logprob_chunk=1024)
     forward = make_row_logprobs(run.model, compute, temperature=1.0, mesh=one_device_mesh())
     score = jax.jit(lambda rows: forward(run.params, rows).logprobs)

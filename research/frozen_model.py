@@ -335,7 +335,7 @@ def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     from dcmdp_jax.data.problems import load_problems
     from dcmdp_jax.lab.probe.session import Session
     from dcmdp_jax.lab.probe.specs import parse_spec
-    from dcmdp_jax.run.model_run import ModelRun, find_model
+    from dcmdp_jax.run.saved_model import Policy, find_model
 
     spec, saved = parse_spec(name), find_model(Path(arguments.model))
     settings = {
@@ -344,7 +344,7 @@ def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
         "rollout.max_completion_tokens": arguments.tokens, "rollout.top_logprobs": arguments.likeliest,
         "task.train": arguments.task, "task.prompt_suffix": arguments.suffix, "training.seed": 0,
     }  # fmt: skip
-    run = ModelRun.of(saved, for_sampling(saved.settings, settings))
+    run = Policy.of(saved, for_sampling(saved.settings, settings))
     problems = load_problems(arguments.task, limit=arguments.prompts, answers="optional")
     return Session(run, problems, run.sampling, 1.0, (), lambda path: run, False, print), spec
 

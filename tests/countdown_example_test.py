@@ -155,7 +155,9 @@ def test_a_sampler_takes_the_memory_of_the_embedded_engine():
     mesh = make_mesh(1, 8, devices=jax.devices()[:8])
     noise = {"rollout__engine": "examples/countdown/sampler.py:SAMPLER", "rollout__engine_args": '{"noise": 0.02}'}
     runs = [planned_run(small_config(**one), mesh) for one in ({"rollout__engine": "local"}, noise)]
-    embedded, other = ([part for part in run.memory.parts if "Python" not in part.name] for run in runs)
+    embedded, other = (
+        [part for part in run.placement.engine.memory.parts if "Python" not in part.name] for run in runs
+    )
     assert embedded == other and any("cache" in part.name for part in embedded)
 
 

@@ -52,16 +52,16 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     model, plan = run.model, plan_step(run)
     sampled = completions(size, model)
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
-    batch, report = pack(sampled, rewards, run.packing, mask_truncated=False)
+    batch, report = pack(sampled, rewards, run.placement.packing, mask_truncated=False)
     micro_batches = [int(count) for count in batch.micro_batches[0]]
     executable, compiled = limits.read(plan.program, step_trip_counts(plan, micro_batches))
     found: dict[str, Any] = {
         "kind": "step",
         "parameters": num_params(model),
-        "most_sequences_per_row": run.packing.segments_per_row,
-        "row_lengths": run.packing.row_lengths,
+        "most_sequences_per_row": run.placement.packing.segments_per_row,
+        "row_lengths": run.placement.packing.row_lengths,
         "remat": remat,
-        "attention": run.compute.attention,
+        "attention": run.placement.compute.attention,
         "sequences": len(sampled),
         "tokens": report.tokens,
         "computed_tokens": report.computed_tokens,
@@ -73,14 +73,14 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     }
     tell(found)
 
-    programs = make_step_programs(config, model, run.compute, mesh)
+    programs = make_step_programs(config, model, run.placement)
     dual = initial_dual(config.algorithm)
     create = jax.jit(
         lambda key: new_state(init_params(model, key), programs.optimizer, dual, programs.loss_scale),
         out_shardings=programs.shardings,
     )
     state = jax.block_until_ready(create(jax.random.key(0)))
-    batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(run.packing.row_lengths)))
+    batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(run.placement.packing.row_lengths)))
     found["peak_bytes_before"] = limits.memory_peak()
     seconds = []
     for repeat in range(size.repeats + 2):

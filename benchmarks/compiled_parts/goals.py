@@ -64,7 +64,7 @@ class ModelShapes(NamedTuple):
 
 def check_goals(plan: CompiledRun) -> list[Check]:
     """Check the compiled programs of a run. One that does not fit has nothing to check."""
-    shapes = model_shapes(plan.run.model, plan.run.mesh)
+    shapes = model_shapes(plan.run.model, plan.run.placement.mesh)
     wrong: dict[str, list[str]] = {
         "no [tokens, vocabulary] array": [],
         "no [length, length] attention matrix": [],

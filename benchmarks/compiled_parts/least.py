@@ -31,7 +31,7 @@ class Least(NamedTuple):
 
     def flops_ratio(self, plan: CompiledRun) -> float:
         """Compiled operations of the step over those that the model needs."""
-        return plan.programs["step"].account.flops.total * plan.run.mesh.size / self.flops
+        return plan.programs["step"].account.flops.total * plan.run.placement.mesh.size / self.flops
 
     def traffic_ratio(self, plan: CompiledRun) -> float:
         """Received bytes of the step's collectives over the least; infinite where nothing has to be communicated."""
@@ -41,7 +41,7 @@ class Least(NamedTuple):
 
 def least_of(plan: CompiledRun) -> Least:
     """The least of a run's step, when every completion has the longest length."""
-    packing = plan.run.packing
+    packing = plan.run.placement.packing
     updates = packing.mini_batches * plan.step.micro_batches
     recomputed = updates - plan.step.micro_batches
     tokens = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
@@ -52,8 +52,8 @@ def least_of(plan: CompiledRun) -> Least:
         flops,
         *_least_bytes(
             plan.run.model,
-            plan.run.mesh,
-            compute_dtype=plan.run.asked.model.compute_dtype,
+            plan.run.placement.mesh,
+            compute_dtype=plan.run.config.model.compute_dtype,
             updates=updates,
             recomputations=recomputed,
             mini_batches=packing.mini_batches,

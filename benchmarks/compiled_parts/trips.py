@@ -63,12 +63,12 @@ def step_trip_counts(step: StepPlan, micro_batches: Sequence[int] | None = None)
         micro_batches: of a mini-batch, in each bucket; by default those of the worst case, in which every completion
             has the longest length, so that the bucket of the longest rows is full.
     """
-    model, mesh, packing = step.run.model, step.run.mesh, step.run.packing
+    model, mesh, packing = step.run.model, step.run.placement.mesh, step.run.placement.packing
     counts = micro_batches or (*(0 for _ in packing.micro_batches[:-1]), packing.micro_batches[-1])
     tokens = predicted_tokens(packing, mesh)[-1]
     axes = kernel_axes(model, mesh)
     vocab = model.vocab_size // (1 if axes.vocab is None else mesh.shape[axes.vocab])
-    blocks, _ = token_blocks(tokens, step.run.compute.logprob_chunk, vocab, axes)
+    blocks, _ = token_blocks(tokens, step.run.placement.compute.logprob_chunk, vocab, axes)
 
     def trips(op_name: str) -> float | None:
         if in_scope(op_name, CHUNKS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +28,9 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh, training_mesh
 from dcmdp_jax.process_memory import release_freed_memory
-from dcmdp_jax.run.run import Run, compute_on, packing_on
+from dcmdp_jax.run.placement import compute_on, packing_on
+from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.services import Services
 from dcmdp_jax.training import loop
 from dcmdp_jax.types import Params
 
@@ -82,17 +85,22 @@ def reinforce(job: Job, rounds: Rounds) -> None:
     config.training.steps = config.checkpoint.every_steps = 10**6
     if job.lora:
         config.model.lora_rank, config.model.lora_alpha, config.model.lora_base = LORA.rank, LORA.alpha, "float32"
-    plan = Run(from_config_dict(config)).check()
+    run = Run.check(from_config_dict(config))
 
     def begin(params: Params) -> None:
         jax.block_until_ready(params)
         if not rounds.boundary():
             raise Ended
 
+    def start() -> Services:
+        services = run.start()
+        return dataclasses.replace(
+            services, engine=SteppedEngine(services.engine, begin, functools.partial(_check, job))
+        )
+
     rounds.hello(_PACKAGES)
     try:
-        plan.engine = SteppedEngine(plan.engine, begin, functools.partial(_check, job))
-        loop.train(plan, show=print)
+        loop.train(run.task, run.placement, run.weights, start, show=print)
     except Ended:
         return
 

@@ -40,7 +40,7 @@ from dcmdp_jax.lab.probe import certificate
 from dcmdp_jax.lab.probe.engines import settings_for
 from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
-from dcmdp_jax.run.model_run import ModelRun, find_model
+from dcmdp_jax.run.saved_model import Policy, find_model
 
 _PROBES_OWN = {"rollout.group_size": 8, "rollout.max_rows": 256, "training.seed": 0, "task.verifier_budget": 0.0}
 _PROBES_OWN |= {"rewards.on_error": "error"}
@@ -185,14 +185,14 @@ def open_session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) ->
         raise UserError(
             "config.rollout.temperature: got 0 (greedy), whose log-probs are those at 1; give --score-temperature=1"
         )
-    run = ModelRun.of(saved, config)
+    run = Policy.of(saved, config)
     session = Session(
         run=run,
         problems=load_problems(config.task.train, limit=arguments.prompts, answers="unused"),
         sampling=dataclasses.replace(run.sampling, top_p=arguments.top_p),
         score_temperature=rollout.temperature if arguments.score_temperature is None else arguments.score_temperature,
         earlier=[find_model(path) for path in arguments.earlier or ()],
-        load=functools.cache(lambda path: ModelRun.of(find_model(path), config)),
+        load=functools.cache(lambda path: Policy.of(find_model(path), config)),
         rescore=not arguments.no_rescoring,
         show=lambda line: print(line, file=sys.stderr, flush=True),
     )

@@ -238,8 +238,8 @@ def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[
         return
     # transformers takes a while to import; a study without an evaluation does not need it.
     from dcmdp_jax.commands.evaluate import parse, read_tasks
-    from dcmdp_jax.run.model_run import PAPERS_EVALUATION, ModelRun
-    from dcmdp_jax.run.run import Run
+    from dcmdp_jax.run.evaluation_setup import PAPERS_EVALUATION
+    from dcmdp_jax.run.task import read_model
 
     seen = set()
     for run, config in zip(runs, configs, strict=True):
@@ -255,7 +255,6 @@ def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[
             if (key := repr((config.model, config.max_total_tokens, asked))) in seen:
                 continue
             seen.add(key)
-            trained = Run(config)
-            read_tasks(ModelRun(one, model=trained.model, tokenizer=trained.tokenizer), arguments)
+            read_tasks(one, *read_model(config), overlap=arguments.overlap)
         except UserError as error:
             raise UserError(f"study: evaluation of {run.label}: {error}") from None

@@ -87,7 +87,7 @@ def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) 
     with joined_hosts(config) as hosts:
         say = show if hosts.is_writer else (lambda line: None)
         hosts.check_same(lambda: settings_and_code(config), "start all hosts with the same command and package version")
-        run = Run(config, hosts).check()
+        run = Run.check(config, hosts)
         say(describe(run, whole=dry_run))
         stopped = None if dry_run else _loop(run, say)
         if hosts.is_writer and not dry_run and stopped is None:
@@ -106,7 +106,7 @@ def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) 
 
 def _loop(run: Run, say: Callable[[str], None]) -> Interrupted | None:
     try:
-        loop.train(run, show=say)
+        loop.train(run.task, run.placement, run.weights, run.start, show=say)
     except Interrupted as stopped:
         say(f"{stopped}; the same command resumes")
         return stopped

@@ -35,6 +35,10 @@ class HeldOutTask(NamedTuple):
     samples: int
 
 
+HeldOut = tuple[tuple[HeldOutTask, EncodedPrompts], ...]
+"""Tasks to evaluate on, each with its encoded problems."""
+
+
 def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
     """The tasks of the settings `evaluation.task` and `evaluation.samples`, in order.
 

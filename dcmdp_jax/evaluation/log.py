@@ -7,9 +7,10 @@ Nothing in the file depends on time, so a continued evaluation ends with the sam
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,8 +18,12 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import VERIFIER_COUNTS, EvaluationResult
+from dcmdp_jax.evaluation.held_out import HeldOut
+from dcmdp_jax.evaluation.overlap import Overlap
+from dcmdp_jax.evaluation.table import plain_average, to_record
 from dcmdp_jax.inputs import shorten
 
 _DONE = {"done": True}
@@ -218,3 +223,58 @@ def _belongs(out: Path, header: Mapping[str, Any]) -> bool:
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as JSON, atomically."""
     atomic_write(path, json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+
+def evaluation_header(
+    settings: Mapping[str, Any], held_out: HeldOut, *, model: str, step: int | None, files: Iterable[Path]
+) -> dict[str, Any]:
+    """Everything that changes a score: a continued evaluation must have the same.
+
+    Args:
+        settings: settings and arguments of the command that change a score.
+        held_out: the tasks.
+        model, step, files: name, step and weights of the policy.
+    """
+    return {
+        "model": model,
+        "step": step,
+        # A directory may get other files under the same name.
+        "weights": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)],
+        "settings": dict(settings),
+        "problems": {task.name: _digest(prompts) for task, prompts in held_out},
+    }
+
+
+def _digest(prompts: EncodedPrompts) -> str:
+    asked = [(ids.tolist(), problem.answer) for ids, problem in zip(prompts.token_ids, prompts.problems, strict=True)]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def evaluation_record(
+    method: str,
+    header: Mapping[str, Any],
+    results: Sequence[EvaluationResult],
+    held_out: HeldOut,
+    overlaps: Mapping[str, Sequence[Overlap]],
+    *,
+    seed: int,
+) -> dict[str, Any]:
+    """The results of an evaluation, JSON types.
+
+    Args:
+        method: label of the table's row.
+        header: see `evaluation_header`.
+        results: of each task.
+        held_out: the tasks.
+        overlaps: by task; empty where nobody asked.
+        seed: the bootstrap's.
+    """
+    tasks = {}
+    for result, (_, prompts) in zip(results, held_out, strict=True):
+        rows = [problem.index for problem in prompts.problems]
+        made = to_record(result, seed=seed) | {"dropped_prompts": prompts.dropped, "problem_rows": rows}
+        if overlaps:
+            made["overlap"] = [overlap._asdict() for overlap in overlaps[result.task]]
+        tasks[result.task] = made
+    described = {name: header[name] for name in ("model", "step", "settings")}
+    return {"method": method, **described, "average": plain_average(results), "tasks": tasks}

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dcmdp_jax.data.prompts import EncodedPrompts
+from dcmdp_jax.data.mixtures import parse_mixture
+from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation.average import EvaluationResult
+from dcmdp_jax.evaluation.held_out import HeldOut
+from dcmdp_jax.evaluation.table import shown_score
 
 _RUN = 8
 _SHARE = 0.5
@@ -68,20 +72,73 @@ def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[O
     return sorted(found)
 
 
-def leave_out(prompts: EncodedPrompts, overlaps: Sequence[Overlap], *, task: str) -> EncodedPrompts:
-    """The problems of a task that are in no overlap.
+def training_overlaps(held_out: HeldOut, train: str) -> dict[str, list[Overlap]]:
+    """Problems of each task that training had, by the task's name; `train_problem` is the row in its file.
+
+    Args:
+        held_out: the tasks.
+        train: the setting `task.train`, the problems that the policy was trained on.
 
     Raises:
-        UserError: if none is left.
+        UserError: in one line, for training problems that can't be read.
     """
-    kept = sorted(set(range(len(prompts.problems))) - {overlap.problem for overlap in overlaps})
-    if not kept:
-        raise UserError(f"--overlap=drop: every problem of {task} is in config.task.train, nothing is left to evaluate")
-    return dataclasses.replace(
-        prompts,
-        problems=[prompts.problems[place] for place in kept],
-        token_ids=[prompts.token_ids[place] for place in kept],
-    )
+    try:
+        parts = parse_mixture(train)
+        problems = [
+            each for part in parts for each in load_problems(part.location, on_bad_row="skip", answers="unused")
+        ]
+    except UserError as error:
+        raise UserError(f"config.task.train: {error}") from error
+    texts = [problem.prompt for problem in problems]
+    return {
+        task.name: [
+            overlap._replace(train_problem=problems[overlap.train_problem].index)
+            for overlap in find_overlap([problem.prompt for problem in prompts.problems], texts)
+        ]
+        for task, prompts in held_out
+    }
+
+
+def leave_out(held_out: HeldOut, overlaps: Mapping[str, Sequence[Overlap]]) -> HeldOut:
+    """The problems of each task that are in no overlap.
+
+    Raises:
+        UserError: if none is left of a task.
+    """
+    kept = []
+    for task, prompts in held_out:
+        places = sorted(set(range(len(prompts.problems))) - {overlap.problem for overlap in overlaps[task.name]})
+        if not places:
+            raise UserError(
+                f"--overlap=drop: every problem of {task.name} is in config.task.train, nothing is left to evaluate"
+            )
+        problems, ids = ([each[place] for place in places] for each in (prompts.problems, prompts.token_ids))
+        kept.append((task, dataclasses.replace(prompts, problems=problems, token_ids=ids)))
+    return tuple(kept)
+
+
+def describe_overlaps(
+    results: Sequence[EvaluationResult], overlaps: Mapping[str, Sequence[Overlap]], train: str, *, dropped: bool
+) -> Iterator[str]:
+    """A line for each task that shares problems with training: how many, and its score without them.
+
+    Args:
+        results: of each task.
+        overlaps: see `training_overlaps`.
+        train: the setting `task.train`.
+        dropped: the problems were left out.
+    """
+    for result in results:
+        shared = {overlap.problem for overlap in overlaps.get(result.task, ())}
+        if not shared:
+            continue
+        found = f"overlap of {result.task} with {train}: {len(shared)} problems"
+        if dropped:
+            yield f"{found}, left out"
+        else:
+            rest = [place for place in range(len(result.scores)) if place not in shared]
+            alone = shown_score(result, result.select(rest).average) if rest else "no problem"
+            yield f"{found}; avg@{result.samples} is {shown_score(result, result.average)}, without them {alone}"
 
 
 def _runs(prompt: str) -> set[tuple[str, ...]]:

@@ -24,11 +24,11 @@ def describe_plan(plan: CompiledRun) -> str:
 
 def plan_record(plan: CompiledRun) -> dict[str, Any]:
     """The same as a tree for JSON. Bytes are those of one device."""
-    packing = plan.run.packing
+    packing = plan.run.placement.packing
     return {
         "topology": plan.topology.name,
-        "devices": plan.run.mesh.size,
-        "mesh": dict(plan.run.mesh.shape),
+        "devices": plan.run.placement.mesh.size,
+        "mesh": dict(plan.run.placement.mesh.shape),
         "model_type": plan.run.model.model_type,
         "parameters": num_params(plan.run.model),
         "rows_per_micro_batch": list(packing.rows_per_micro_batch),
@@ -47,14 +47,14 @@ def plan_record(plan: CompiledRun) -> dict[str, Any]:
 
 
 def _heading(plan: CompiledRun) -> list[str]:
-    packing, chip, config = plan.run.packing, plan.topology.chip, plan.run.asked
+    packing, chip, config = plan.run.placement.packing, plan.topology.chip, plan.run.config
     rows = ", ".join(
         f"{rows} x {length} tokens, {count} of them at most"
         for rows, length, count in zip(
             packing.rows_per_micro_batch, packing.row_lengths, packing.micro_batches, strict=True
         )
     )
-    model, compute, mesh = plan.run.model, plan.run.compute, plan.run.mesh
+    model, compute, mesh = plan.run.model, plan.run.placement.compute, plan.run.placement.mesh
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     engine = f"{config.rollout.engine}, whose programs are not compiled here"
     if plan.engine is not None:
@@ -158,7 +158,7 @@ def forward_flops(model: ModelConfig, length: int) -> float:
 
 def at_lengths(plan: CompiledRun, lengths: Lengths) -> AtLengths:
     """The step of a plan at lengths. Prompts are lognormal with a median of a quarter of their limit."""
-    packing, limit = plan.run.packing, plan.run.asked.task.max_prompt_tokens
+    packing, limit = plan.run.placement.packing, plan.run.config.task.max_prompt_tokens
     prompts = lognormal(max(1, limit // 4), limit).draw(4096, seed=0)
     expected = expected_step(packing, np.minimum(prompts, limit), lengths)
     worst = (

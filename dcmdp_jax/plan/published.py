@@ -13,7 +13,7 @@ from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_config import from_hf, read_model_config
-from dcmdp_jax.run.files import fresh_model
+from dcmdp_jax.run.task import fresh_model
 
 _SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
 _OTHERS = {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}

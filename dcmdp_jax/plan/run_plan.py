@@ -14,13 +14,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
-from dcmdp_jax.config.engine import engine_arguments
+from dcmdp_jax.config.engine import engine_arguments, forward_scheme
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import DeviceShare, EnginePlan
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import PREEMPTED, Machine
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, row_shards
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
@@ -28,8 +28,9 @@ from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology
 from dcmdp_jax.run.memory_use import CUDNN_WORKSPACE
 from dcmdp_jax.run.model_checks import check_experts, check_lengths, platform_kernel
-from dcmdp_jax.run.run import Run
-from dcmdp_jax.training.build import abstract_arguments, make_step_programs
+from dcmdp_jax.run.placement import Placement, placed
+from dcmdp_jax.run.weights import model_shardings
+from dcmdp_jax.training.build import make_step_programs
 
 GIB = 2**30
 _ENGINE_PLATFORM = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
@@ -39,18 +40,38 @@ PROGRAMS = ("step", "prefill", "decode", "score")
 """Names of the programs of a run; the last three are the embedded engine's."""
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """A run whose shapes alone are known.
+
+    Attributes:
+        config: the settings.
+        model: the model's shape.
+        placement: devices, shapes and memory; its memory is by arithmetic, as `dcmdp train --dry_run` has it.
+    """
+
+    config: Config
+    model: ModelConfig
+    placement: Placement
+
+    @property
+    def lora(self) -> Lora | None:
+        """Shape of the adapters; None trains all parameters."""
+        return self.config.model.lora
+
+
 class StepPlan(NamedTuple):
     """A training step to compile.
 
     Attributes:
         program: the step.
-        run: the parts it is made of.
+        run: what it is made of.
         params_bytes, optimizer_bytes: on each device.
         micro_batches: micro-batches of one mini-batch in the worst case: all completions have the longest length.
     """
 
     program: Lowerable
-    run: Run
+    run: PlannedRun
     params_bytes: int
     optimizer_bytes: int
     micro_batches: int
@@ -104,7 +125,7 @@ class CompiledRun:
 
     Attributes:
         topology: the devices.
-        run: the parts; its memory is by arithmetic, as `dcmdp train --dry_run` has it.
+        run: what was planned.
         step: the training step.
         engine: plan of an engine in the trainer's process; None with another, whose programs are not ours.
         programs: compiled, by name.
@@ -113,7 +134,7 @@ class CompiledRun:
     """
 
     topology: Topology
-    run: Run
+    run: PlannedRun
     step: StepPlan
     engine: EnginePlan | None
     programs: dict[str, Compiled]
@@ -125,9 +146,9 @@ class CompiledRun:
         """Every compiled program with what stays in memory beside its arguments, and the phases without a program."""
         found = [Phase(name, compiled.peak, self._beside(name)) for name, compiled in self.programs.items()]
         if self.engine is not None:
-            parts = [part for part in self.run.memory.parts if "push" in part.phases and part.each]
+            parts = [part for part in self.run.placement.engine.memory.parts if "push" in part.phases and part.each]
             found.append(Phase("push", 0, {part.name: part.each for part in parts}))
-        elif (shared := _share(self.run.asked)) is not None and shared.sampling:
+        elif (shared := _share(self.run.config)) is not None and shared.sampling:
             share = int(shared.sampling * self.topology.chip.memory_gib * GIB)
             found.append(Phase("sample", 0, self.step.program.held | {"the engine's share": share}))
         return found
@@ -136,14 +157,16 @@ class CompiledRun:
         """Memory that is held while a program runs and is none of its arguments."""
         if name == "step":
             return {
-                part.name: part.each for part in self.run.memory.parts if part.name == CUDNN_WORKSPACE and part.each
+                part.name: part.each
+                for part in self.run.placement.engine.memory.parts
+                if part.name == CUDNN_WORKSPACE and part.each
             }
         if self.engine is None:
             return {}
         beside = dict(self.step.program.held)
         if name in ("prefill", "decode") and self.engine.refills:
             # New rows enter a batch while it decodes.
-            preempted = sum(part.each for part in self.run.memory.parts if part.name == PREEMPTED)
+            preempted = sum(part.each for part in self.run.placement.engine.memory.parts if part.name == PREEMPTED)
             beside |= {PREEMPTED: preempted} if preempted else {}
             beside |= {"engine's cache": self.engine.cache_bytes} if name == "prefill" else {}
         return beside
@@ -189,29 +212,44 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
     return model
 
 
-def planned_run(config: Config, mesh: Mesh, **parts: Any) -> Run:
+def planned_run(
+    config: Config, mesh: Mesh, *, model: ModelConfig | None = None, machine: Machine | None = None
+) -> PlannedRun:
     """A run whose shapes alone are asked for: no data, no run directory, prompts of the longest length.
 
     Args:
         config: the settings.
         mesh: the training devices.
-        parts: others that are made already.
+        model: None reads it from the settings.
+        machine: memory that there is; None looks at this machine.
     """
-    known = {"fitted_rows": 0, "mesh": mesh, "held_out": (), "shortest_prompt": 0}
-    known |= {"prompt_lengths": [config.task.max_prompt_tokens]}
-    return Run(config, **known | ({} if "model" in parts else {"model": model_of(config)}) | parts)
+    model, platform = model or model_of(config), mesh.devices.flat[0].platform
+    engine = engine_arguments(config, model=model, platform=_ENGINE_PLATFORM.get(platform, platform))
+    placement = placed(
+        config,
+        *engine,
+        mesh,
+        forward_scheme(config, platform, model=model),
+        prompt_lengths=[config.task.max_prompt_tokens],
+        shortest_prompt=0,
+        completions=config.training.prompts_per_step * config.rollout.group_size,
+        lora=config.model.lora,
+        machine=machine,
+    )
+    return PlannedRun(config, model, placement)
 
 
-def plan_step(run: Run) -> StepPlan:
+def plan_step(run: PlannedRun) -> StepPlan:
     """The step that `dcmdp train` would run. Nothing is allocated."""
-    config, model, mesh, packing = run.asked, run.model, run.mesh, run.packing
-    programs = make_step_programs(config, model, run.compute, mesh, run.lora)
-    state, batch = abstract_arguments(run, programs)
+    config, model, mesh, packing = run.config, run.model, run.placement.mesh, run.placement.packing
+    programs = make_step_programs(config, model, run.placement, run.lora)
+    state, batch = programs.arguments
     params, optimizer = bytes_per_device(state.params), bytes_per_device(state.opt_state)
     held, frozen = {"parameters": params, "optimizer": optimizer}, None
     if run.lora or config.algorithm.kl_coefficient:
         dtype = config.model.lora_base if run.lora else config.model.param_dtype
-        frozen = sharded(param_shapes(model, "bfloat16" if dtype == "int8" else dtype), run.shardings)
+        shapes = param_shapes(model, "bfloat16" if dtype == "int8" else dtype)
+        frozen = sharded(shapes, model_shardings(model, config.model.param_dtype, mesh))
         held["frozen base" if run.lora else "reference policy"] = bytes_per_device(frozen)
     trace = functools.partial(programs.train_step.trace, state, batch, frozen)
     program = Lowerable("step", trace, held, packing.row_lengths, min(predicted_tokens(packing, mesh)))
@@ -254,12 +292,11 @@ def compile_run(
         config,
         make_mesh(*sizes, devices=topology.devices),
         model=model,
-        engine_platform=_ENGINE_PLATFORM[topology.platform],
         machine=Machine(topology.platform, len(topology.devices), usable, None),
     )
     if refuse:
-        run.memory.check()
-    step, engine = plan_step(run), plan_engine(run, run.memory.rows)
+        run.placement.engine.memory.check()
+    step, engine = plan_step(run), plan_engine(run, run.placement.engine.memory.rows)
     if only and engine is None and "step" not in only:
         raise UserError(f"--programs: {', '.join(only)} are the embedded engine's, not {config.rollout.engine}'s")
     programs: dict[str, Compiled] = {}
@@ -271,7 +308,7 @@ def compile_run(
     return CompiledRun(topology, run, step, engine, programs, usable, reason)
 
 
-def plan_engine(run: Run, max_rows: int) -> EnginePlan | None:
+def plan_engine(run: PlannedRun, max_rows: int) -> EnginePlan | None:
     """The programs of the engine on the devices of the training mesh; None where they are not ours.
 
     Args:
@@ -281,8 +318,9 @@ def plan_engine(run: Run, max_rows: int) -> EnginePlan | None:
     Raises:
         UserError: if the engine's settings do not divide the devices or the model.
     """
-    with as_settings(of_engine(run.engine_kind)):
-        return run.engine_kind.programs(dataclasses.replace(run.engine_asked, max_rows=max_rows), run.workload)
+    setup = run.placement.engine
+    with as_settings(of_engine(setup.kind)):
+        return setup.kind.programs(dataclasses.replace(setup.arguments, max_rows=max_rows), setup.workload)
 
 
 def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:

@@ -19,7 +19,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dcmdp_jax.config.arguments import as_settings, in_settings, of_engine
-from dcmdp_jax.config.engine import forward_scheme
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.episode import COLUMNS, column_shapes
 from dcmdp_jax.data.packing import abstract_batch
@@ -246,26 +245,26 @@ def training_memory(
     config: Config,
     model: ModelConfig,
     compute: Compute,
+    scheme: Scheme,
     mesh: Mesh,
     packing: RowShapes,
     machine: Machine,
-    *,
     completions: int,
     lora: Lora | None = None,
 ) -> list[MemoryPart]:
-    """The parts of a run's trainer.
+    """Memory that the trainer itself needs, by kind.
 
     Args:
         config: the settings.
         model: the model's shape.
         compute: options of the training stack.
+        scheme: the engine's roundings that the forward pass repeats.
         mesh: the training devices.
         packing: shapes of a batch.
         machine: the memory available.
         completions: maximum number sampled in one call of the engine.
         lora: shape of the adapters; None trains all parameters.
     """
-    scheme = forward_scheme(config, machine.platform, model=model)
     parts = _training_parts(config, model, mesh, machine, lora)
     parts += _step_parts(model, compute, scheme, mesh, packing, machine)
     return parts + _batch_parts(config, model, mesh, packing, machine, completions)

@@ -16,7 +16,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.ops import choose_ops
-from dcmdp_jax.models.scheme import FULL
+from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
 
 
@@ -56,8 +56,8 @@ def check_experts(config: Config, model: ModelConfig) -> None:
             raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
 
 
-def check_forward(config: Config, engine: EngineArguments, platform: str) -> None:
-    """Refuse to repeat roundings that the trainer can't, or those of another build of the engine than the one here.
+def forward_scheme_on(config: Config, engine: EngineArguments, platform: str) -> Scheme:
+    """The engine's roundings that the forward pass repeats; those of another build of the engine are refused.
 
     Args:
         config: the settings.
@@ -71,6 +71,7 @@ def check_forward(config: Config, engine: EngineArguments, platform: str) -> Non
             f"config.model.{name}: got {getattr(config.model, name)!r}; the engine computes on {engine.platform}, the "
             f"trainer on {platform}, and its build for {platform} rounds otherwise; set 'full'"
         )
+    return scheme
 
 
 def check_reductions(config: Config, mesh: Mesh) -> None:

@@ -15,7 +15,7 @@ from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.models.hf_hub import model_directory
-from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.task import Task
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "transformers")
 _DIGITS = 16
@@ -37,21 +37,21 @@ def settings_and_code(config: Config) -> dict[str, str]:
     }
 
 
-def data_facts(run: Run) -> dict[str, str]:
+def data_facts(task: Task) -> dict[str, str]:
     """Devices, encoded problems, worked solutions and the files of the weights, as this host sees them."""
     devices = jax.local_devices()
     facts = {
         "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "problems of task.train (digest)": digest_of(run.train),
+        "problems of task.train (digest)": digest_of(task.train),
     }
-    for task, prompts in run.held_out:
-        facts[f"problems of {task.location} of evaluation.task (digest)"] = digest_of(prompts)
-    if run.worked_solutions:
+    for held_out, prompts in task.held_out:
+        facts[f"problems of {held_out.location} of evaluation.task (digest)"] = digest_of(prompts)
+    if task.worked_solutions:
         facts["problems of warmup.task (digest)"] = _digest(
-            ids.tobytes() for pair in zip(*run.worked_solutions, strict=True) for ids in pair
+            ids.tobytes() for pair in zip(*task.worked_solutions, strict=True) for ids in pair
         )
-    if run.config.model.path:
-        facts["files of model.path (digest)"] = _digest(_ends_of_files(model_directory(run.config.model.path)))
+    if task.config.model.path:
+        facts["files of model.path (digest)"] = _digest(_ends_of_files(model_directory(task.config.model.path)))
     return facts
 
 

@@ -24,12 +24,14 @@ from dcmdp_jax.data.lengths import padding_advice
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.parallel.sharding import to_global
-from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.placement import Placement
+from dcmdp_jax.run.services import Services
+from dcmdp_jax.run.task import Task
 from dcmdp_jax.training.build import StepPrograms
 from dcmdp_jax.training.rollout_sampler import NOISE_FLOOR_STEPS, NoiseFloor, StepRollouts
 from dcmdp_jax.training.state import batch_shardings
 from dcmdp_jax.training.step_rollout import PhaseTimer, StepRollout, staleness_metrics
-from dcmdp_jax.training.stopping import InThread, Together
+from dcmdp_jax.training.stopping import CollectiveExit, ThreadExit
 from dcmdp_jax.types import Batch, Params, Rows, TrainState
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ _MUCH_PADDING = 0.3
 
 
 class Sampled(NamedTuple):
-    """Samples for a step, all of them, or on several hosts beside the step this host's share.
+    """A step's samples; with several hosts and a lag, this host's share only.
 
     Attributes:
         rollout: completions and rewards.
@@ -76,32 +78,38 @@ class Batches:
     """Makes batches in the order of their steps.
 
     Args:
-        run: checked and started.
+        services: engine, scorer and turns.
+        placement: hosts, devices and shapes of a batch.
+        task: the problems, and how they are sampled.
         programs: the step's programs.
         behind: older versions of the parameters by their steps, as restored.
-        together: ends the work of this process with that of the others.
+        leave: ends the work of this process with that of the others.
         taken: positions of the stream of prompts that the finished steps have taken.
         frozen: the base of the adapters, if what is trained are adapters.
     """
 
     def __init__(
         self,
-        run: Run,
+        services: Services,
+        placement: Placement,
+        task: Task,
         programs: StepPrograms,
         behind: Mapping[int, Params],
-        together: Together,
+        leave: CollectiveExit,
         *,
         taken: int,
         frozen: Params | None = None,
     ) -> None:
-        self._run, self._programs, self._together, self._frozen = run, programs, together, frozen
-        self._lag, self._next, self._position = run.config.rollout.lag, 0, taken
-        self._thread = InThread(together) if self._lag and run.samples_beside else None
+        self._engine, self._placement, self._task, self._programs = services.engine, placement, task, programs
+        self._config, self._hosts, self._exit, self._frozen = task.config, placement.hosts, leave, frozen
+        self._lag, self._next, self._position = task.config.rollout.lag, 0, taken
+        self._thread = ThreadExit(leave) if self._lag and placement.samples_while_training else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling") if self._thread else None
-        # The sampler's thread does not meet other hosts: what it leaves is exchanged by the trainer's.
-        self._exchanges = self._thread is not None and run.hosts.count > 1
-        self._rollouts = StepRollouts(run, self._thread or together, meets=not self._exchanges)
-        self._noise_floor = NoiseFloor(run)
+        # The sampler's thread calls nothing collective: what it leaves is exchanged by the trainer's.
+        self._exchanges = self._thread is not None and self._hosts.count > 1
+        own = self._thread or leave
+        self._rollouts = StepRollouts(services, task, self._hosts, own, collective=not self._exchanges)
+        self._noise_floor = NoiseFloor(services.engine, task)
         self._in_flight: dict[int, Future[Sampled]] = {}
         # In the parameters' own dtype: a push of a copy in another one would not give the engine the same weights.
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=programs.shardings.params)
@@ -113,13 +121,13 @@ class Batches:
     def close(self) -> None:
         """Give up what is being sampled."""
         if self._thread:
-            self._thread.given_up.set()
+            self._thread.cancelled.set()
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def resume(self, step: int) -> None:
         """Begin after `step` finished steps: sample again what was in flight, each batch by the weights it had."""
         self._next = step
-        for version in self.behind(step) if step < self._run.config.training.steps else ():
+        for version in self.behind(step) if step < self._config.training.steps else ():
             self.push(self._kept[version], version, timer := PhaseTimer())
             self._start(version, timer)
 
@@ -139,8 +147,8 @@ class Batches:
         with timer.phase("push"):
             if self._pushed is None or self._pushed[0] != step:
                 whole, merge = self._programs.merged(params, self._frozen)
-                measured = self._run.engine.push_weights(whole, step) | jax.device_get(merge)
-                largest = self._run.hosts.largest(*measured.values())
+                measured = self._engine.push_weights(whole, step) | jax.device_get(merge)
+                largest = self._hosts.largest(*measured.values())
                 self._pushed = step, dict(zip(measured, largest, strict=True))
         return self._pushed[1]
 
@@ -162,7 +170,7 @@ class Batches:
             batch, rows, metrics = self._pack(rollout, step)
         if step in NOISE_FLOOR_STEPS:
             # c must be moved by the same number on all hosts.
-            [floor] = self._run.hosts.largest(-1.0 if floor is None else floor)
+            [floor] = self._hosts.largest(-1.0 if floor is None else floor)
             if floor >= 0:
                 metrics["mismatch/noise_floor"] = floor
         if self._lag:
@@ -178,14 +186,14 @@ class Batches:
 
     @contextlib.contextmanager
     def _waiting(self, timer: PhaseTimer) -> Iterator[None]:
-        """Wait for the sampler; all hosts leave together what one of them does not get."""
-        with self._together.alone(), timer.phase("wait") if self._lag else contextlib.nullcontext():
+        """Wait for the sampler; if it fails on any host, raise on all."""
+        with self._exit.scope(), timer.phase("wait") if self._lag else contextlib.nullcontext():
             yield
-            self._together.check()
+            self._exit.check()
 
     def _start(self, version: int, timer: PhaseTimer) -> None:
-        """Start the batches that the weights of `version` sample, which the engine holds: in turn, they are made."""
-        while self._next <= min(version + self._lag, self._run.config.training.steps - 1):
+        """Sample every batch assigned to policy `version`: in the sampler thread, or here."""
+        while self._next <= min(version + self._lag, self._config.training.steps - 1):
             arguments = self._next, version, PhaseTimer(first=timer.first)
             if self._pool is None:
                 future: Future[Sampled] = Future()
@@ -196,7 +204,7 @@ class Batches:
             self._next += 1
         if self._pool is None:
             # Before the step, whose peak they would add to; the next push brings new ones in any case.
-            self._run.engine.release_weights()
+            self._engine.release_weights()
 
     def _sample(self, step: int, version: int, timer: PhaseTimer) -> Sampled:
         """Sample and verify the batch of a step, which begins in the stream where the one before ends."""
@@ -205,19 +213,19 @@ class Batches:
             self._position += rollout.taken
             if self._lag:
                 check_versions(rollout.episodes, version)
-            first = self._run.hosts.share(rollout.batch_groups).start if self._exchanges else 0
+            first = self._hosts.share(rollout.batch_groups).start if self._exchanges else 0
             with timer.phase("noise_floor"):
-                first *= self._run.sampling.group_size
+                first *= self._task.sampling.group_size
                 measured = self._noise_floor.measure(rollout.episodes, step, first=first)
             return Sampled(rollout, *measured, timer)
         except BaseException:
             if self._thread:
-                self._thread.given_up.set()
+                self._thread.cancelled.set()
             raise
 
     def _pack(self, rollout: StepRollout, step: int) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
         """The batch on the devices, its rows on the host, and metrics."""
-        config, packing, chosen = self._run.config, self._run.packing, rollout.rows
+        config, packing, chosen = self._config, self._placement.packing, rollout.rows
         batch, report = pack(
             [rollout.episodes[row] for row in chosen],
             rollout.scores.totals[chosen],
@@ -238,7 +246,7 @@ class Batches:
             )
             advice = in_settings(advice, PACKING)
             logger.warning("step %d: %.0f%% of what is computed is padding; %s", step + 1, 100 * padding, advice)
-        on_devices = to_global(batch, batch_shardings(self._run.mesh, buckets=len(packing.row_lengths)))
+        on_devices = to_global(batch, batch_shardings(self._placement.mesh, buckets=len(packing.row_lengths)))
         return on_devices, batch.rows, metrics
 
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
@@ -249,7 +257,7 @@ class Batches:
         return self._programs.old_logprobs(params, batch) if self._lag else batch
 
     def _keep(self, params: Params, step: int) -> None:
-        """Keep a copy of the policy of a step, which takes its memory; forget those that no later batch needs."""
+        """Copy this step's parameters; drop copies no in-flight batch needs."""
         oldest = max(0, step + 1 - self._lag)
         self._kept = {version: kept for version, kept in self._kept.items() if version >= oldest}
         self._kept[step] = self._copy(params)

@@ -23,7 +23,10 @@ from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.run.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.run.directory import claimed, record_config
-from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.placement import Placement
+from dcmdp_jax.run.services import Services
+from dcmdp_jax.run.task import Task
+from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training.across_hosts import data_facts, digest_of
 from dcmdp_jax.training.batches import Batches
 from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, start
@@ -38,7 +41,7 @@ from dcmdp_jax.training.step_rollout import (
     rollout_metrics,
     shown_samples,
 )
-from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, SkippedUpdates, StopSignal, Together
+from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, CollectiveExit, SkippedUpdates, StopSignal
 from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
@@ -52,7 +55,9 @@ class Trainer:
 
     def __init__(
         self,
-        run: Run,
+        services: Services,
+        placement: Placement,
+        task: Task,
         programs: StepPrograms,
         checkpoints: Checkpoints,
         stop: StopSignal,
@@ -64,7 +69,9 @@ class Trainer:
         """Store the parts; nothing is compiled or loaded yet.
 
         Args:
-            run: checked and started.
+            services: engine, scorer and turns.
+            placement: hosts, devices and shapes of a batch.
+            task: the problems to train on and to evaluate on.
             programs: the step's programs.
             checkpoints: the run's checkpoints.
             stop: says when to leave.
@@ -72,18 +79,18 @@ class Trainer:
             frozen: see `build.frozen_params`.
             compiled: waits for a step that is being compiled.
         """
-        self.run, self.programs, self.config = run, programs, run.config
-        self.hosts, self.checkpoints, self.frozen, self.compiled = run.hosts, checkpoints, frozen, compiled
+        self.services, self.task, self.config, self.programs = services, task, task.config, programs
+        self.hosts, self.checkpoints, self.frozen, self.compiled = placement.hosts, checkpoints, frozen, compiled
         self._finished: tuple[TrainState, int] | None = None
         # Until the first step is done programs compile; later on the step that runs would be lost.
         first = self.checkpoints.latest_step or 0
         stop.all_saved = lambda: (
-            run.hosts.count == 1 and (not self._finished or self._finished[1] == first and checkpoints.has(first))
+            self.hosts.count == 1 and (not self._finished or self._finished[1] == first and checkpoints.has(first))
         )
         self._prompts_taken = prompts_taken
-        self._together = Together(run.hosts, stop, self._save_and_wait)
-        base = frozen if run.lora else None
-        self.batches = Batches(run, programs, checkpoints.behind, self._together, taken=prompts_taken, frozen=base)
+        self._exit = CollectiveExit(self.hosts, stop, self._save_and_wait)
+        made_of = services, placement, task, programs, checkpoints.behind, self._exit
+        self.batches = Batches(*made_of, taken=prompts_taken, frozen=frozen if task.lora else None)
 
     def train(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Train from `state` to the last step, or until a signal comes or the engine gives up; save in any case.
@@ -102,7 +109,7 @@ class Trainer:
     def _keep_finished_steps(self) -> str:
         """Save the state after the last finished step if that can be done; say what is kept.
 
-        On several hosts saving needs all of them, and only `Together` knows that all leave. It has saved then.
+        On several hosts saving needs all of them, and only `CollectiveExit` knows that all leave. It has saved then.
         """
         saved = self.checkpoints.latest_step
         if self._finished is not None:
@@ -130,7 +137,7 @@ class Trainer:
         if not resumed:
             self._save()
         self.batches.resume(step)
-        tasks = [task.name for task, _ in self.run.held_out]
+        tasks = [task.name for task, _ in self.task.held_out]
         recorded = all(has_record(config.run_dir, step, f"eval/{name}/") for name in tasks)
         [evaluated] = self.hosts.largest(recorded)
         if self._evaluation_is_due(step) and not evaluated:
@@ -156,14 +163,14 @@ class Trainer:
             metrics |= alarms.record(step, metrics, completions)
             if writer.records(step):
                 exact = self.programs.rescore is not None
-                given = rollout, self.run.train.problems, made.rows, *jax.device_get(recorded)
+                given = rollout, self.task.train.problems, made.rows, *jax.device_get(recorded)
                 tokens = recorded_completions(*given, exact=exact)
                 metrics |= leg_metrics(tokens, rollout.rows, {} if exact else made.scored)
             writer.write(step, metrics)
             if step == config.algorithm.measured_steps:
                 state = self._with_measured_tolerance(state)
             self._finished = state, step
-            if samples := shown_samples(self.run, step, rollout, completions):
+            if samples := shown_samples(self.task, step, rollout, completions):
                 writer.write_samples(step, samples)
             if writer.records(step):
                 writer.write_rollouts(step, tokens)
@@ -202,8 +209,8 @@ class Trainer:
         """
         state, step = self._finished
         self.batches.push(state.params, step, PhaseTimer())
-        results = [self._evaluate_task(step, task, prompts) for task, prompts in self.run.held_out]
-        named = zip(results, self.run.held_out, strict=True)
+        results = [self._evaluate_task(step, task, prompts) for task, prompts in self.task.held_out]
+        named = zip(results, self.task.held_out, strict=True)
         name = " ".join(
             f"{result.task}/avg@{result.samples} {task.location} ({digest_of(prompts)})"
             for result, (task, prompts) in named
@@ -215,25 +222,25 @@ class Trainer:
             metrics[f"{result.task}/avg@{result.samples}"] = result.average
             metrics[f"{result.task}/pass@{result.samples}"] = result.pass_at_k
             metrics |= held_out_rewards(result)
-        asked = zip(results, (prompts for _, prompts in self.run.held_out), strict=True)
-        samples = [record for each in asked for record in held_out_samples(*each, self.run.tokenizer)]
+        asked = zip(results, (prompts for _, prompts in self.task.held_out), strict=True)
+        samples = [record for each in asked for record in held_out_samples(*each, self.task.tokenizer)]
         writer.write_held_out(step, samples)
         writer.write(step, metrics)
 
     def _evaluate_task(self, step: int, task: HeldOutTask, prompts: EncodedPrompts) -> EvaluationResult:
         temperature = self.config.evaluation.temperature
-        sampling = dataclasses.replace(self.run.sampling, group_size=task.samples, temperature=temperature)
+        sampling = dataclasses.replace(self.task.sampling, group_size=task.samples, temperature=temperature)
         share = self.hosts.share(len(prompts.problems))
-        with self._together.alone():
+        with self._exit.scope():
             result = evaluate(
-                self.run,
+                self.services,
                 prompts.select(share),
                 sampling,
                 task=f"eval/{task.name}",
                 seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
                 first_prompt=share.start,
-                state=trainer_state(self.run, step, self._prompts_taken),
-                check_stop=self._together.check,
+                state=trainer_state(self.task, step, self._prompts_taken),
+                check_stop=self._exit.check,
             )
         return join(self.hosts.gather(result, EvaluationResult))
 
@@ -243,7 +250,7 @@ class Trainer:
         release_freed_memory(above=KEPT_BYTES)
         with activity("saving a checkpoint"):
             behind = self.batches.behind(step)
-            self.checkpoints.save(step, state, model=self.run.model, prompts_taken=self._prompts_taken, behind=behind)
+            self.checkpoints.save(step, state, model=self.task.model, prompts_taken=self._prompts_taken, behind=behind)
         return step
 
     def _save_and_wait(self) -> int:
@@ -253,13 +260,24 @@ class Trainer:
         return step
 
 
-def train(run: Run, *, show: Callable[[str], None], programs: StepPrograms | None = None) -> None:
-    """Run a plan to its end, from its newest checkpoint if the run directory has one.
+def train(
+    task: Task,
+    placement: Placement,
+    weights: Weights,
+    start_services: Callable[[], Services],
+    *,
+    show: Callable[[str], None],
+    programs: StepPrograms | None = None,
+) -> None:
+    """Train a run to its end, from its newest checkpoint if the run directory has one.
 
     Each process of a run on several hosts calls this.
 
     Args:
-        run: its parts; what is not checked yet is checked first. It is closed at the end.
+        task: the problems to train on and to evaluate on, with the settings.
+        placement: where the run computes.
+        weights: what it starts from.
+        start_services: starts engine, scorer and turns, once the run directory is claimed; they are closed at the end.
         show: prints a line for people.
         programs: programs of an earlier run of the same kind; None makes them.
 
@@ -268,28 +286,27 @@ def train(run: Run, *, show: Callable[[str], None], programs: StepPrograms | Non
         TrainingStopped: when the gradients stay broken.
         ValueError, OSError, EngineError: in one line, what is wrong with input, files or engine.
     """
-    config = run.check().config
-    stop = StopSignal()
-    stop.all_saved = lambda: run.hosts.count == 1
+    config, hosts, stop = task.config, placement.hosts, StopSignal()
+    stop.all_saved = lambda: hosts.count == 1
     with contextlib.ExitStack() as stack:
-        run.hosts.check_same(lambda: data_facts(run), "give all hosts the same files")
-        stack.enter_context(claimed(config, run.hosts))
+        hosts.check_same(lambda: data_facts(task), "give all hosts the same files")
+        stack.enter_context(claimed(config, hosts))
         stack.enter_context(stop.listening())
-        stack.callback(run.close)
-        run.start()
+        services = stack.enter_context(start_services())
         kept = config.checkpoint
         checkpoints = Checkpoints(
             config.run_dir,
             keep_last=kept.keep_last,
             keep_best=kept.keep_best,
-            hosts=run.hosts,
-            adapters=run.saved_adapters,
-            problems=digest_of(run.train),
+            hosts=hosts,
+            adapters=weights.saved_adapters,
+            problems=digest_of(task.train),
         )
         stack.callback(checkpoints.close)
-        programs = programs or make_step_programs(config, run.model, run.compute, run.mesh, run.lora)
-        compiled = programs.compile_ahead(run)
-        state, resumed, prompts_taken = start(run, programs, checkpoints, stop, show)
+        programs = programs or make_step_programs(config, task.model, placement, task.lora)
+        # The shapes of frozen parameters are known once they are loaded.
+        compiled = (lambda: None) if weights.has_frozen else programs.compile_ahead()
+        state, resumed, prompts_taken = start(task, placement, weights, programs, checkpoints, stop, show)
         release_freed_memory()
         step = int(state.step)
         if step > config.training.steps:
@@ -298,21 +315,31 @@ def train(run: Run, *, show: Callable[[str], None], programs: StepPrograms | Non
                 f"{step}; raise it or choose another run_dir"
             )
         with activity("opening the run's records"):
-            writer = _open_records(run, stack, step, resumed) if run.hosts.is_writer else NoWriter()
-        frozen = frozen_params(run, checkpoints, step)
+            writer = _open_records(task, placement, stack, step, resumed) if hosts.is_writer else NoWriter()
+        frozen = frozen_params(weights, checkpoints, step)
         trainer = Trainer(
-            run, programs, checkpoints, stop, prompts_taken=prompts_taken, frozen=frozen, compiled=compiled
+            services,
+            placement,
+            task,
+            programs,
+            checkpoints,
+            stop,
+            prompts_taken=prompts_taken,
+            frozen=frozen,
+            compiled=compiled,
         )
         trainer.train(state, writer, resumed=resumed)
         with activity("writing the last checkpoint"):
             checkpoints.wait()
 
 
-def _open_records(run: Run, stack: contextlib.ExitStack, step: int, resumed: bool) -> MetricsWriter:
+def _open_records(
+    task: Task, placement: Placement, stack: contextlib.ExitStack, step: int, resumed: bool
+) -> MetricsWriter:
     """Write what describes the run, and open what grows with it."""
-    config = run.config
-    record_config(config, run.memory.rows)
-    save_tokenizer(run.tokenizer, Path(config.run_dir) / "tokenizer", run.sampling.stop_token_ids)
+    config = task.config
+    record_config(config, placement.engine.memory.rows)
+    save_tokenizer(task.tokenizer, Path(config.run_dir) / "tokenizer", task.stop_token_ids)
     measured = config.algorithm.measured_steps
     progress = stack.enter_context(Progress(config.training.steps, step, measured_steps=measured))
     return stack.enter_context(
@@ -321,7 +348,7 @@ def _open_records(run: Run, stack: contextlib.ExitStack, step: int, resumed: boo
             wandb_project=config.observe.wandb_project or None,
             trackio_project=config.observe.trackio_project or None,
             resume_step=step if resumed else None,
-            devices=run.mesh.size,
+            devices=placement.mesh.size,
             listener=progress.update,
             rollouts_every_steps=config.observe.rollouts_every_steps,
         )

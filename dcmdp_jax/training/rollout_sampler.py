@@ -17,7 +17,7 @@ from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.dual import QUANTILES
 from dcmdp_jax.config.arguments import EPISODES, REWARDS, as_settings
 from dcmdp_jax.data.episode import Episode, in_prompt_order
-from dcmdp_jax.engines.protocol import EngineError
+from dcmdp_jax.engines.protocol import Engine, EngineError
 from dcmdp_jax.engines.validation import (
     broken_tokens,
     check_routed_experts,
@@ -25,12 +25,14 @@ from dcmdp_jax.engines.validation import (
     sample_alone,
     unusable_completions,
 )
+from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.protocol import TrainerState
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring
-from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.services import Services
+from dcmdp_jax.run.task import Task
 from dcmdp_jax.training.step_rollout import PhaseTimer, StepRollout, join
-from dcmdp_jax.training.stopping import Together
+from dcmdp_jax.training.stopping import CollectiveExit
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +45,9 @@ NOISE_FLOOR_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
 _SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
 
 
-def trainer_state(run: Run, step: int, position: int) -> TrainerState:
+def trainer_state(task: Task, step: int, position: int) -> TrainerState:
     """State of the run for reward functions: finished steps, and the position in the stream of prompts."""
-    return TrainerState(step, run.config.training.steps, position / sum(run.stream.sizes))
+    return TrainerState(step, task.config.training.steps, position / sum(task.stream.sizes))
 
 
 class StepRollouts:
@@ -58,19 +60,23 @@ class StepRollouts:
     differing groups above B are discarded.
 
     Args:
-        run: started; its engine gets the weights of the step before `sample`.
-        together: ends the work of this process with that of the others.
-        meets: whether `sample` meets the other hosts. Otherwise its result is this host's share of its single round,
+        services: engine, scorer and turns; the engine gets the weights of the step before `sample`.
+        task: the problems, and the distribution that they are sampled from.
+        hosts: the processes of the run.
+        leave: ends the work of this process with that of the others.
+        collective: whether `sample` gathers over hosts. Otherwise its result is this host's share of its single round,
             which `exchange` makes into all hosts' rollout.
     """
 
-    def __init__(self, run: Run, together: Together, *, meets: bool = True) -> None:
-        self._run, self._together, self._meets = run, together, meets
+    def __init__(
+        self, services: Services, task: Task, hosts: Hosts, leave: CollectiveExit, *, collective: bool = True
+    ) -> None:
+        self._services, self._task, self._hosts, self._exit, self._collective = services, task, hosts, leave, collective
 
     def sample(self, step: int, first: int, timer: PhaseTimer) -> StepRollout:
         """Sample and score the problems from position `first` of the stream on: a function of (seed, step, first).
 
-        Collective, unless it does not meet the others: each process samples its share, and gets all of it.
+        Collective by default: each process samples its share, and gets all of it.
 
         Args:
             step: step of the batch.
@@ -81,9 +87,10 @@ class StepRollouts:
             RewardError: if a reward function failed and the scorer stops then.
             EngineError: if the engine breaks or a log-prob is not finite, unless those completions are dropped.
         """
-        wanted, rounds = self._run.config.training.prompts_per_step, self._run.config.algorithm.refill_rounds
+        config = self._task.config
+        wanted, rounds = config.training.prompts_per_step, config.algorithm.refill_rounds
         share = self._share(step, 0, first, wanted, timer)
-        if not self._meets:
+        if not self._collective:
             return share
         parts, taken = [self.exchange(share)], wanted
         while len(parts) <= rounds and (missing := wanted - sum(int(part.differing.sum()) for part in parts)) > 0:
@@ -94,32 +101,33 @@ class StepRollouts:
 
     def _share(self, step: int, number: int, position: int, count: int, timer: PhaseTimer) -> StepRollout:
         """One call of the engine for this process's part of the `count` problems from `position` on."""
-        run, together = self._run, self._together
-        share, group_size = run.hosts.share(count), run.sampling.group_size
-        chosen = run.stream.at(seed=run.config.training.seed, first=position, count=count)[share]
-        problems = [run.train.problems[i] for i in np.repeat(chosen, group_size)]
-        scoring = BatchScoring(run.scorer, run.tokenizer, problems, trainer_state(run, step, position))
-        with timer.phase("generate"), together.alone():
-            together.check()
+        task, seed = self._task, self._task.config.training.seed
+        share, group_size = self._hosts.share(count), task.sampling.group_size
+        chosen = task.stream.at(seed=seed, first=position, count=count)[share]
+        problems = [task.train.problems[i] for i in np.repeat(chosen, group_size)]
+        state = trainer_state(task, step, position)
+        scoring = BatchScoring(self._services.scorer, task.tokenizer, problems, state)
+        with timer.phase("generate"), self._exit.scope():
+            self._exit.check()
             episodes = self._generate(chosen, share.start, step, number, scoring) if len(chosen) else []
-        with timer.phase("verify"), together.alone(), as_settings(REWARDS):
-            texts, scores = scoring.finish(together.check)
-        dropped, batch_groups = np.zeros(len(texts), bool), run.config.training.prompts_per_step
+        with timer.phase("verify"), self._exit.scope(), as_settings(REWARDS):
+            texts, scores = scoring.finish(self._exit.check)
+        dropped, batch_groups = np.zeros(len(texts), bool), task.config.training.prompts_per_step
         return StepRollout(chosen, episodes, texts, scores, dropped, batch_groups, taken=count)
 
     def _generate(
         self, chosen: np.ndarray, first_prompt: int, step: int, number: int, scoring: BatchScoring
     ) -> list[Episode]:
         """Sample the chosen problems; start the rewards of each group as it comes. Returns prompt order."""
-        run, sampling, check = self._run, self._run.sampling, self._together.check
-        prompts = [run.train.token_ids[i] for i in chosen]
-        seed = run.config.training.seed + number * _ROUND_SEED_OFFSET
+        task, sampling, turns, check = self._task, self._task.sampling, self._services.turns, self._exit.check
+        prompts = [task.train.token_ids[i] for i in chosen]
+        seed = task.config.training.seed + number * _ROUND_SEED_OFFSET
         numbers = {"seed": seed, "step": step, "first_prompt": first_prompt}
-        if run.turns is None:
-            sampled = run.engine.generate(prompts, sampling, **numbers)
+        if turns is None:
+            sampled = self._services.engine.generate(prompts, sampling, **numbers)
         else:
-            asked = [run.train.problems[i] for i in chosen]
-            sampled = run.turns.generate(prompts, asked, sampling, **numbers, check_stop=check)
+            asked = [task.train.problems[i] for i in chosen]
+            sampled = turns.generate(prompts, asked, sampling, **numbers, check_stop=check)
         episodes: list[Episode] = []
         total = len(prompts) * sampling.group_size
         with activity("sampling", total, "completions") as doing, contextlib.closing(sampled) as groups:
@@ -129,8 +137,8 @@ class StepRollouts:
                 rows = [episode.group * sampling.group_size + episode.member for episode in complete]
                 scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in complete])
                 episodes += complete
-        if run.turns is not None:
-            scoring.add_played(run.turns.played)
+        if turns is not None:
+            scoring.add_played(turns.played)
         return in_prompt_order(episodes)
 
     def exchange(self, share: StepRollout) -> StepRollout:
@@ -139,29 +147,30 @@ class StepRollouts:
         Raises:
             EngineError: if a log-prob is not finite, unless those completions are dropped.
         """
-        run = self._run
-        rollout = join(run.hosts.gather(share, StepRollout, Episode, BatchScores, Grades))
+        task, rollout = self._task, self._task.config.rollout
+        joined = join(self._hosts.gather(share, StepRollout, Episode, BatchScores, Grades))
         with as_settings(EPISODES):
-            dropped = unusable_completions(rollout.episodes, drop=run.config.rollout.on_non_finite == "drop")
-            if run.config.rollout.router_replay:
-                check_routed_experts(rollout.episodes, *run.model.routing)
-            if count := run.config.rollout.top_logprobs:
-                check_top_logprobs(rollout.episodes, count, run.model.vocab_size, whole=run.sampling.cuts)
-        return dataclasses.replace(rollout, dropped=dropped)
+            dropped = unusable_completions(joined.episodes, drop=rollout.on_non_finite == "drop")
+            if rollout.router_replay:
+                check_routed_experts(joined.episodes, *task.model.routing)
+            if count := rollout.top_logprobs:
+                check_top_logprobs(joined.episodes, count, task.model.vocab_size, whole=task.sampling.cuts)
+        return dataclasses.replace(joined, dropped=dropped)
 
 
 _Scored = dict[int, np.ndarray]
 
 
 class NoiseFloor:
-    """The engine against itself in another batch shape, on the first completions: no budget below it can be met.
+    """Measures the engine's noise floor: its log-probs re-scored in another batch shape. No budget below it can be met.
 
     Args:
-        run: started; its engine still has the weights that sampled.
+        engine: still has the weights that sampled.
+        task: the settings, and the distribution that was sampled from.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run, algorithm = run, run.config.algorithm
+    def __init__(self, engine: Engine, task: Task) -> None:
+        self._engine, self._task, algorithm = engine, task, task.config.algorithm
         # Compiled as one: each operation alone would be a program of its own.
         self._discrepancy = jax.jit(
             functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided)
@@ -181,7 +190,7 @@ class NoiseFloor:
             The floor; and number of a completion -> the log-probs of its tokens in one pass, [T] float32 nats, none
             where the sampled distribution was cut.
         """
-        run, sampling = self._run, self._run.sampling
+        config, sampling = self._task.config, self._task.sampling
         if step not in NOISE_FLOOR_STEPS:
             return None, {}
         rows = (row for row, episode in enumerate(episodes) if not broken_tokens(episode).any())
@@ -193,15 +202,15 @@ class NoiseFloor:
             sampling, max_completion_tokens=min(_TOKENS_SAMPLED_AGAIN, sampling.max_completion_tokens)
         )
         try:
-            scored = run.engine.score(
+            scored = self._engine.score(
                 [episode.prompt_ids for episode in usable.values()],
                 [episode.completion_ids for episode in usable.values()],
                 temperature=sampling.temperature,
             )
-            together, alone = sample_alone(run.engine, few, shorter, seed=run.config.training.seed, step=step)
+            together, alone = sample_alone(self._engine, few, shorter, seed=config.training.seed, step=step)
         except EngineError as error:
             # A diagnostic does not end a run that is set to go on without what is broken.
-            if run.config.rollout.on_non_finite != "drop":
+            if config.rollout.on_non_finite != "drop":
                 raise
             logger.warning("no noise floor: %s", error)
             return None, {}
@@ -212,6 +221,6 @@ class NoiseFloor:
         differences = [] if sampling.cuts else [self._discrepancy(again, sampled)]
         if together.size:
             differences.append(self._discrepancy(alone, together))
-        share = QUANTILES.get(run.config.algorithm.budget)
+        share = QUANTILES.get(config.algorithm.budget)
         values = (float(np.mean(each) if share is None else np.quantile(each, share)) for each in differences)
         return max(values, default=None), {} if sampling.cuts else dict(zip(usable, scored, strict=True))

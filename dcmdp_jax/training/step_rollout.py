@@ -22,10 +22,10 @@ from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.record import packed_top
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.scoring import BatchScores, merge_scores, reward_metrics
-from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.task import Task
 from dcmdp_jax.types import Batch, Rows
 
-_SAID = {
+_PHASE_LABELS = {
     "push": "pushing the weights to the engine",
     "wait": "waiting for the sampler",
     "generate": "sampling",
@@ -123,7 +123,7 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Time a block; blocks of one name add up."""
         began = time.monotonic()
-        with activity(_SAID[name] + (" (the first time it compiles)" if self.first else "")):
+        with activity(_PHASE_LABELS[name] + (" (the first time it compiles)" if self.first else "")):
             yield
         release_freed_memory(above=KEPT_BYTES if self.first else _KEPT_BETWEEN_STEPS)
         ended = time.monotonic()
@@ -233,29 +233,29 @@ def staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
     return {"rollout/staleness_mean": float(lag.mean()), "rollout/staleness_max": float(lag.max())}
 
 
-def shown_samples(run: Run, step: int, rollout: StepRollout, discrepancy: np.ndarray) -> list[dict[str, Any]]:
+def shown_samples(task: Task, step: int, rollout: StepRollout, discrepancy: np.ndarray) -> list[dict[str, Any]]:
     """A few completions of a finished step for people, if they are due: the first of each of the first prompts.
 
     Several completions of one prompt would say less.
 
     Args:
-        run: checked.
+        task: the settings and the problems.
         step: finished steps.
         rollout: the step's completions and rewards.
         discrepancy: mean of each completion of the batch.
     """
-    settings, size = run.config.observe, run.sampling.group_size
+    settings, size = task.config.observe, task.sampling.group_size
     if not settings.samples or (step - 1) % settings.samples_every_steps:
         return []
     means = discrepancy.reshape(-1)
     return [
         {
-            "prompt": run.tokenizer.decode(rollout.episodes[group * size].prompt_ids),
+            "prompt": task.tokenizer.decode(rollout.episodes[group * size].prompt_ids),
             "completion": rollout.texts[group * size],
-            "answer": run.train.problems[rollout.problems[group]].answer,
+            "answer": task.train.problems[rollout.problems[group]].answer,
             "reward": float(rollout.scores.totals[group * size]),
             "rewards": rollout.scores.of_completion(group * size),
-            "source": run.train.problems[rollout.problems[group]].source,
+            "source": task.train.problems[rollout.problems[group]].source,
             **({"extra": extra} if (extra := rollout.scores.extra_of(group * size)) else {}),
             "discrepancy_mean": float(means[place * size]),
         }

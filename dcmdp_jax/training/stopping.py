@@ -50,12 +50,12 @@ class Interrupted(Exception):
         self.signal_number = signal_number
 
 
-class Leaving(Exception):
+class ExitRequested(Exception):
     """This process or another one was asked to stop. Its own work ends here."""
 
 
-class Together:
-    """Work that each process does by itself, and that all leave together.
+class CollectiveExit:
+    """Scope of per-process work; a signal or failure in one process ends it in all.
 
     Args:
         hosts: the processes.
@@ -67,12 +67,12 @@ class Together:
         self._hosts, self._stop, self._save = hosts, stop, save
 
     def check(self) -> None:
-        """Raise `Leaving`, within `alone`, if a signal came, here or to another process."""
+        """Raise `ExitRequested`, within `scope`, if a signal came, here or to another process."""
         if self._stop.received is not None or self._hosts.called_together:
-            raise Leaving
+            raise ExitRequested
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def scope(self) -> Iterator[None]:
         """Run a block without other processes; leave it with them.
 
         After a signal to any of them, or the failure of an engine or of a reward function, all save what is finished
@@ -85,7 +85,7 @@ class Together:
         failure: Exception | None = None
         try:
             yield
-        except Leaving:
+        except ExitRequested:
             self._hosts.call_together()
         except (RewardError, *ENDS_A_RUN) as error:
             failure = error
@@ -99,37 +99,41 @@ class Together:
             raise failure
         step = self._save()
         if breaks:
-            raise failure if broken else EngineError("the engine gave up on another host, which says why")
+            raise failure if broken else EngineError("the engine failed on another host; see its log")
         if signal_number:
             raise Interrupted(int(signal_number), f"after step {step}, saved")
         raise UserError(
-            f"config.rewards.functions: {failure or 'one failed on another host'}; saved after step {step}: mend the "
-            "function and run the same command again, or go on without its values by rewards.on_error=none (time "
-            "limit: rewards.timeout)"
+            f"config.rewards.functions: {failure or 'one failed on another host'}; saved after step {step}: fix the "
+            "function and rerun the same command, or set rewards.on_error=none to ignore its failures (time limit: "
+            "rewards.timeout)"
         ) from failure
 
 
-class InThread(Together):
-    """Work in a thread, for which the main thread waits within `alone`, where it is left."""
+class ThreadExit(CollectiveExit):
+    """Exit of work in a thread; the main thread waits for it within `scope`, where all processes leave.
 
-    def __init__(self, together: Together) -> None:
-        self._together = together
-        self.given_up = threading.Event()
+    Attributes:
+        cancelled: set to end the thread's work.
+    """
+
+    def __init__(self, leave: CollectiveExit) -> None:
+        self._exit = leave
+        self.cancelled = threading.Event()
 
     def check(self) -> None:
-        """Raise `Leaving` if the thread is to end, too."""
-        if self.given_up.is_set():
-            raise Leaving
-        self._together.check()
+        """Raise `ExitRequested` if the thread is to end, too."""
+        if self.cancelled.is_set():
+            raise ExitRequested
+        self._exit.check()
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Run a block; no other process is met."""
+    def scope(self) -> Iterator[None]:
+        """Run a block; nothing collective is called."""
         yield
 
 
 class StopSignal:
-    """Records SIGTERM, SIGINT and SIGHUP; the run looks for them where it can stop.
+    """Records SIGTERM, SIGINT and SIGHUP; the run polls for them at safe points.
 
     The first is answered on the console at once, also while a compiled program runs. A second one, more than a second
     later (`timeout` sends one twice), leaves at once: what was saved stays, and nothing more is. So does the first one

@@ -29,7 +29,8 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.probe.specs import parse_spec
 from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.rewards.scoring import BatchScoring
-from dcmdp_jax.run.files import checked_columns, needs_columns
+from dcmdp_jax.run.services import make_scorer, make_verifier
+from dcmdp_jax.run.task import Task, checked_rewards, needs_columns
 from research.oracle import page
 from research.oracle.oracle import ask
 
@@ -46,17 +47,21 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--top-p: got {arguments.top_p}; whole distributions are compared, leave it out")
     arms = arms_of(arguments.study) if arguments.study else None
     session, first = open_session(arguments, overrides)
-    results, algorithm, task = [], session.run.asked.algorithm, session.run.asked.task
-    if needs_columns(session.run.asked):
+    results, algorithm, task = [], session.run.config.algorithm, session.run.config.task
+    if needs_columns(session.run.config):
         problems = load_problems(task.train, limit=arguments.prompts, answers="unused", keep_columns=True)
         session = dataclasses.replace(session, problems=problems)
-    with contextlib.closing(session.run) as run:
-        if task.environment:
-            raise UserError(f"config.task.environment: got {task.environment}; one turn is sampled, set it empty")
-        run.columns = checked_columns(run.asked, run.rewards, session.problems, run.tokenizer)
+    if task.environment:
+        raise UserError(f"config.task.environment: got {task.environment}; one turn is sampled, set it empty")
+    policy = session.run
+    rewards, columns = checked_rewards(policy.config, session.problems, policy.tokenizer)
+    judged = Task(
+        policy.config, policy.model, policy.tokenizer, policy.stop_token_ids, (), rewards, columns, longest_prompt=0
+    )
+    with make_verifier(policy.config) as verifier, contextlib.closing(make_scorer(judged, verifier)) as scorer:
 
         def grade(problems: Sequence[Problem], completion_ids: Sequence[np.ndarray]) -> np.ndarray:
-            scoring = BatchScoring(run.scorer, run.tokenizer, problems)
+            scoring = BatchScoring(scorer, policy.tokenizer, problems)
             scoring.begin(range(len(problems)), completion_ids)
             return scoring.finish()[1].totals
 

@@ -158,7 +158,7 @@ def ask(
 
 def _check(session: Session, batches: int, settings: Sequence[AlgorithmSettings]) -> None:
     for each in settings:
-        if (each.centers or each.state_charge) and not session.run.asked.rollout.top_logprobs:
+        if (each.centers or each.state_charge) and not session.run.config.rollout.top_logprobs:
             name = "score_centering" if each.centers else each.state_charge
             raise UserError(f"config.rollout.top_logprobs: got 0, {name} needs the engine's likeliest tokens; set 32")
     if batches < 4:
@@ -169,7 +169,7 @@ def _check(session: Session, batches: int, settings: Sequence[AlgorithmSettings]
         )
     if session.sampling.temperature == 0:
         raise UserError("config.rollout.temperature: got 0 (greedy), whose samples are all equal; give one above 0")
-    all_need = all(name in NEED_ANSWERS for name in session.run.asked.rewards.names)
+    all_need = all(name in NEED_ANSWERS for name in session.run.config.rewards.names)
     if all_need and (bare := [problem.index for problem in session.problems if not problem.answer]):
         raise UserError(f"config.task.train: row {bare[0]} has no answer; --remedies needs rewards")
 

@@ -13,7 +13,7 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.lab.probe.session import Session
-from dcmdp_jax.run.model_run import ModelRun, SavedModel
+from dcmdp_jax.run.saved_model import Policy, SavedModel
 from dcmdp_jax.types import Rows
 from research.oracle.gradients import JudgedBatch, Moments, quality, token_slopes
 from research.oracle.oracle import EXACT, NOTHING, Verdict, Verdicts, ask, entries, summary
@@ -23,14 +23,9 @@ from tests.support.tiny_model import CONFIG, TOKENIZER, params
 
 def _session(**settings):
     config = for_sampling(Config(), {"rollout.max_rows": 16, "training.seed": 0, **settings})
-    run = ModelRun(
-        config,
-        saved=SavedModel("tiny", CONFIG, Path(), Path(), None, ()),
-        model=CONFIG,
-        tokenizer=TOKENIZER,
-        stop_token_ids=(TOKENIZER.eos_token_id,),
-        params=params(),
-    )
+    saved = SavedModel("tiny", CONFIG, Path(), Path(), None, ())
+    run = Policy(config, saved, CONFIG, TOKENIZER, (TOKENIZER.eos_token_id,))
+    run.__dict__["params"] = params()  # read already
     return Session(
         run=run,
         problems=load_problems("arithmetic:difficulty=1,count=3,seed=0", limit=3),

@@ -92,7 +92,7 @@ def test_no_array_of_all_tokens_and_the_vocabulary(plan):
     arrays, vocab = plan.programs["step"].account.arrays, plan.run.model.vocab_size
     # Logits exist for an eighth of the 104 tokens of the vocabulary at a time.
     assert any(array.dims == (79, vocab // 8) for array in arrays)
-    assert all_logits(arrays, 79, model_shapes(plan.run.model, plan.run.mesh)) == []
+    assert all_logits(arrays, 79, model_shapes(plan.run.model, plan.run.placement.mesh)) == []
 
 
 def test_replayed_experts_are_in_the_programs():

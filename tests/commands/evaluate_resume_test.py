@@ -11,7 +11,7 @@ import pytest
 
 from dcmdp_jax.commands import evaluate
 from dcmdp_jax.commands.evaluate import main, part_seed
-from dcmdp_jax.run import model_run
+from dcmdp_jax.run import saved_model
 from tests.support.coin_model import (
     ROWS,
     SAMPLES,
@@ -187,7 +187,7 @@ def test_one_table_over_finished_evaluations(hf_dir, tasks, tmp_path, capsys):
     ],
 )
 def test_bad_input_is_one_line(hf_dir, tasks, tmp_path, capsys, monkeypatch, argv, line):
-    monkeypatch.setattr(model_run, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(saved_model, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
     (tmp_path / "odd.jsonl").write_text('{"problem": "p", "answer": "4"}\n{"instruction": "p", "output": "4"}\n')
     (tmp_path / "half.jsonl").write_text('{"question": "p", "target": "4"}\n')
     places = {"tmp": tmp_path, "hf": hf_dir, "task": tasks.split(",")[0]}

@@ -22,7 +22,7 @@ from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.run import memory_use, model_run
+from dcmdp_jax.run import evaluation_setup, memory_use, saved_model
 from dcmdp_jax.run.checkpoint import Checkpoints
 from dcmdp_jax.training.state import new_state
 from tests.support.coin_model import (
@@ -169,7 +169,7 @@ def test_without_out_a_run_keeps_every_evaluation(run_dir):
 @pytest.mark.skipif(not _BENCHMARKS.is_dir(), reason="the benchmark files are not beside this checkout")
 def test_the_six_benchmarks_with_the_papers_k(tmp_path, capsys, monkeypatch):
     # Six shapes compile several times faster for one device.
-    monkeypatch.setattr(model_run, "make_mesh", lambda **_: make_mesh(devices=jax.devices()[:1]))
+    monkeypatch.setattr(evaluation_setup, "make_mesh", lambda **_: make_mesh(devices=jax.devices()[:1]))
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     model = coin_model(4096)
     save_params(coin_params(model, "4"), model, tmp_path / "m", dtype="bfloat16", tokenizer_dir=tmp_path / "tokenizer")
@@ -192,7 +192,7 @@ def test_the_six_benchmarks_with_the_papers_k(tmp_path, capsys, monkeypatch):
 @pytest.mark.skipif(not _BENCHMARKS.is_dir(), reason="the benchmark files are not beside this checkout")
 def test_every_row_of_the_six_benchmarks_is_answered_and_graded(tmp_path, monkeypatch, record_property):
     """A tiny policy that always says 4, once for each problem: right where the file's answer is 4, or 4 degrees."""
-    monkeypatch.setattr(model_run, "make_mesh", lambda **_: make_mesh(devices=jax.devices()[:1]))
+    monkeypatch.setattr(evaluation_setup, "make_mesh", lambda **_: make_mesh(devices=jax.devices()[:1]))
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
     model = coin_model(8192)
     save_params(coin_params(model, "4"), model, tmp_path / "m", dtype="float32", tokenizer_dir=tmp_path / "tokenizer")
@@ -278,7 +278,7 @@ def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
     ],
 )
 def test_bad_arguments_are_one_line_before_any_weight_is_read(hf_dir, tasks, tmp_path, capsys, monkeypatch, argv, line):
-    monkeypatch.setattr(model_run, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(saved_model, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
     places = {"tmp": tmp_path, "hf": hf_dir}
     given = [word.format(**places) for word in argv]
     got = evaluation_fails(capsys, hf_dir, TASK, tasks, TOKENS, 4, *given)
@@ -286,7 +286,7 @@ def test_bad_arguments_are_one_line_before_any_weight_is_read(hf_dir, tasks, tmp
 
 
 def test_a_length_that_does_not_fit_names_the_one_that_does(hf_dir, tasks, capsys, monkeypatch):
-    monkeypatch.setattr(model_run, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(saved_model, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
     # 8 tokens of template, 2 of the problem: 256 - 10.
     assert evaluation_fails(capsys, hf_dir, TASK, tasks, "--config.task.prompt_suffix", "") == (
         "config.rollout.max_completion_tokens: got 32768, with the longest prompt (10 tokens, three) more than the "
@@ -335,7 +335,7 @@ def test_weights_that_are_not_finite_are_named_before_anything_is_sampled(hf_dir
 
 
 def test_an_engine_that_cannot_fit_is_refused_before_any_weight_is_read(hf_dir, tasks, capsys, monkeypatch):
-    monkeypatch.setattr(model_run, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
+    monkeypatch.setattr(saved_model, "load_params", lambda *_, **__: pytest.fail("the weights were read"))
     monkeypatch.setattr(memory_use, "free_host_bytes", lambda: 1000)
     for held in ("_resident_bytes", "_first_resident_bytes"):
         monkeypatch.setattr(memory_use, held, lambda: 10**9)

@@ -18,7 +18,7 @@ from dcmdp_jax.lab.mismatch.recording import Columns
 from dcmdp_jax.lab.probe import engines, rescoring
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import save_params
-from dcmdp_jax.run.model_run import find_model
+from dcmdp_jax.run.saved_model import find_model
 from tests.support.commands import run_command
 from tests.support.sampled_columns import columns
 from tests.support.tiny_model import CONFIG, TOKENIZER, params

@@ -9,6 +9,7 @@ import pytest
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation.held_out import HeldOutTask
 from dcmdp_jax.evaluation.overlap import Overlap, find_overlap, leave_out
 from dcmdp_jax.rewards.protocol import Problem
 
@@ -35,11 +36,12 @@ def test_the_same_text_and_half_of_the_runs():
 def test_what_overlaps_can_be_left_out():
     problems = [Problem(text, "1", "s", index) for index, text in enumerate("abc")]
     prompts = EncodedPrompts(problems, [np.array([place]) for place in range(3)], dropped=4, with_control_tokens=0)
-    rest = leave_out(prompts, [Overlap(1, 9, True, 1.0)], task="t")
+    asked = ((HeldOutTask("t", "t.jsonl", 1), prompts),)
+    [(_, rest)] = leave_out(asked, {"t": [Overlap(1, 9, True, 1.0)]})
     assert [problem.prompt for problem in rest.problems] == ["a", "c"] and rest.dropped == 4
     assert [ids.tolist() for ids in rest.token_ids] == [[0], [2]]
     with pytest.raises(UserError, match="every problem of t is in config.task.train"):
-        leave_out(prompts, [Overlap(place, 0, True, 1.0) for place in range(3)], task="t")
+        leave_out(asked, {"t": [Overlap(place, 0, True, 1.0) for place in range(3)]})
 
 
 @pytest.mark.skipif(not _DATA.is_dir(), reason="the data files are not beside this checkout")

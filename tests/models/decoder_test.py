@@ -22,7 +22,7 @@ from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.models.ops import CPU
 from dcmdp_jax.models.params import init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.run.run import compute_on
+from dcmdp_jax.run.placement import compute_on
 from tests.support.refusals import refused
 
 TEMPERATURE = 0.7

@@ -11,7 +11,6 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.plan_text import describe_plan, plan_record
 from dcmdp_jax.plan.run_plan import GIB, compile_run, planned_run, usable_memory
 from dcmdp_jax.plan.topologies import CHIPS, Topology
-from dcmdp_jax.run.run import Run
 from tests.support.small_plan import EIGHT_CHIPS, small_config
 
 
@@ -67,8 +66,10 @@ def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
     assert usable_memory(asleep, gpus) == (72 * GIB, "80 GiB less a tenth, while vLLM sleeps")
     assert usable_memory(_with_vllm(visible_devices="8,9"), gpus)[0] == int(79.1 * 0.9 * GIB)
     beside_vllm = dataclasses.replace(plan, topology=gpus, engine=None, programs={"step": plan.programs["step"]})
-    assert [phase.name for phase in dataclasses.replace(beside_vllm, run=Run(awake)).phases] == ["step"]
-    (_, sample) = dataclasses.replace(beside_vllm, run=Run(asleep)).phases
+    assert [
+        phase.name for phase in dataclasses.replace(beside_vllm, run=dataclasses.replace(plan.run, config=awake)).phases
+    ] == ["step"]
+    (_, sample) = dataclasses.replace(beside_vllm, run=dataclasses.replace(plan.run, config=asleep)).phases
     assert sample.total == plan.step.params_bytes + plan.step.optimizer_bytes + 32 * GIB
 
 
@@ -76,7 +77,7 @@ def test_a_plan_looks_at_no_run_directory(tmp_path):
     (tmp_path / "config.json").write_text("torn")
     config = dataclasses.replace(small_config(), run_dir=str(tmp_path))
     run = planned_run(config, make_mesh(1, 8, devices=jax.devices()[:8]))
-    assert run.memory.rows == run.asked.rollout.max_rows
+    assert run.placement.engine.memory.rows == run.config.rollout.max_rows
 
 
 def test_a_sidecar_that_leaves_nothing():

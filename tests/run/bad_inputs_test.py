@@ -21,9 +21,11 @@ from dcmdp_jax.models.lora import adapter_declarations
 from dcmdp_jax.models.params import draw_params, init_params
 from dcmdp_jax.models.peft_files import save_adapter
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.run import files as run_files
-from dcmdp_jax.run import model_checks, run
+from dcmdp_jax.run import model_checks, placement
+from dcmdp_jax.run import task as run_task
 from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.task import read_model
+from dcmdp_jax.run.weights import Weights
 from tests.support.refusals import refused
 
 _MODEL = ModelConfig("qwen3", 104, 16, 32, 2, 4, 2, 8, max_position_embeddings=256)
@@ -217,8 +219,8 @@ def _one_line(caught, directory, words):
 def test_a_malformed_directory_is_named_before_the_tokenizer_is_touched(whole, tmp_path, monkeypatch, name):
     change, words = _DIRECTORIES[name]
     directory = _broken(whole, tmp_path, change)
-    monkeypatch.setattr(run_files, "load_tokenizer", lambda *_: pytest.fail("the tokenizer was loaded"))
-    monkeypatch.setattr(run_files, "load_problems", lambda *_, **__: pytest.fail("the problems were loaded"))
+    monkeypatch.setattr(run_task, "load_tokenizer", lambda *_: pytest.fail("the tokenizer was loaded"))
+    monkeypatch.setattr(run_task, "load_problems", lambda *_, **__: pytest.fail("the problems were loaded"))
     config = demo.get_config("debug")
     config.run_dir, config.model.path = str(tmp_path / "run"), str(directory)
     if name == "tied":
@@ -227,7 +229,7 @@ def test_a_malformed_directory_is_named_before_the_tokenizer_is_touched(whole, t
             load_params(directory, read_model_config(directory), dtype="float32")
     else:
         with pytest.raises((ValueError, FileNotFoundError)) as caught:
-            Run(from_config_dict(config)).check()
+            Run.check(from_config_dict(config))
     _one_line(caught, directory, words)
 
 
@@ -314,11 +316,11 @@ def test_a_built_in_task_takes_the_digits_0_to_9(spec):
     [("cudnn", "needs an NVIDIA GPU with cuDNN, this is cpu; choose auto"), ("splash", "needs a TPU, this is cpu")],
 )
 def test_an_attention_kernel_that_is_not_here_is_named_before_anything_is_loaded(tmp_path, monkeypatch, kernel, words):
-    monkeypatch.setattr(Run, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(Weights, "initial", lambda *_: pytest.fail("parameters were made"))
     config = demo.get_config("debug")
     config.run_dir, config.model.attention = str(tmp_path / "run"), kernel
     with pytest.raises(ValueError, match=f"^config.model.attention: got '{kernel}', which {words}"):
-        Run(from_config_dict(config)).check()
+        Run.check(from_config_dict(config))
 
 
 @pytest.mark.parametrize(
@@ -332,31 +334,31 @@ def test_an_attention_kernel_that_is_not_here_is_named_before_anything_is_loaded
     ],
 )
 def test_adapters_that_do_not_fit_are_named_before_anything_is_loaded(tmp_path, monkeypatch, changes, said):
-    monkeypatch.setattr(Run, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(Weights, "initial", lambda *_: pytest.fail("parameters were made"))
     config = demo.get_config("debug")
     config.run_dir = str(tmp_path / "run")
     if changes.get("adapter") == "of rank 4":
-        model, lora = Run(from_config_dict(config)).model, Lora(4, 8.0)
+        (model, _), lora = read_model(from_config_dict(config)), Lora(4, 8.0)
         adapters = draw_params(adapter_declarations(model, lora), jax.random.key(0), "float32")
         save_adapter(adapters, model, lora, tmp_path / "adapter", base_model="", checksum=0, digest=0)
         changes = changes | {"adapter": str(tmp_path / "adapter")}
     config.model.update({"lora_rank": 4} | changes)
     with pytest.raises(ValueError) as caught:
-        Run(from_config_dict(config)).check()
+        Run.check(from_config_dict(config))
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_sizes_of_a_fresh_model_are_multiplied_before_anything_is_allocated(tmp_path, monkeypatch):
     # Three MLP matrices of 16,384 x 65,536 in each of three layers: 9.7e9 parameters, 36 GiB in float32.
-    monkeypatch.setattr(Run, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(Weights, "initial", lambda *_: pytest.fail("parameters were made"))
     config = demo.get_config("debug")
     config.run_dir = str(tmp_path / "run")
     config.model.architecture.hidden_size = 16384
     config.model.architecture.intermediate_size = 65536
     config.mesh.data = config.mesh.fsdp = config.mesh.tensor = 1
-    monkeypatch.setattr(run, "training_mesh", lambda *_, num_params: make_mesh(devices=jax.devices()[:1]))
+    monkeypatch.setattr(placement, "training_mesh", lambda *_, num_params: make_mesh(devices=jax.devices()[:1]))
     with pytest.raises(ValueError, match="^memory: this machine has .* GiB and the phase 'step' takes at least"):
-        Run(from_config_dict(config)).check()
+        Run.check(from_config_dict(config))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from dcmdp_jax.plan.run_plan import plan_step, planned_run
 from dcmdp_jax.run import memory_use as memory_plan
 from dcmdp_jax.run.memory_use import MemoryUse, free_host_bytes, loaded_parameters, this_machine, with_engine
 from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.weights import Weights
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
 from tests.support.processes import finished
 from tests.support.refusals import refused
@@ -155,9 +156,11 @@ def test_recorded_lists_are_counted_as_the_step_returns_them():
     run = planned_run(from_config_dict(config), make_mesh(2, 1, 1, 1, devices=jax.devices()[:2]))
     returned = plan_step(run).program.trace().out_info[1]["tokens/top_logprobs"]
     size = sum(4 * leaf.size for leaf in jax.tree.leaves(returned))
-    assert size % 32 == 0 and part_of(run.memory, "recorded likeliest").host == 2 * size + 30 * size // 4
+    assert (
+        size % 32 == 0 and part_of(run.placement.engine.memory, "recorded likeliest").host == 2 * size + 30 * size // 4
+    )
     config.observe.rollouts_every_steps = 0
-    silent = planned_run(from_config_dict(config), run.mesh).memory
+    silent = planned_run(from_config_dict(config), run.placement.mesh).placement.engine.memory
     assert not any(part.name.startswith("recorded likeliest") for part in silent.parts)
 
 
@@ -312,11 +315,11 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path,
     # As in a process that no run was in before, and that gives nothing back.
     for held in ("_resident_bytes", "_first_resident_bytes"):
         monkeypatch.setattr(memory_plan, held, lambda: 10**9)
-    monkeypatch.setattr(Run, "initial_params", lambda *_: pytest.fail("parameters were made"))
+    monkeypatch.setattr(Weights, "initial", lambda *_: pytest.fail("parameters were made"))
     with pytest.raises(
         ValueError, match=r"^memory: this machine has \d+\.\d GiB and the phase '.*' takes at least \d+\.\d, of which"
     ) as caught:
-        Run(from_config_dict(config)).check()
+        Run.check(from_config_dict(config))
     assert "\n" not in str(caught.value) and "smaller with" in str(caught.value)
 
 
@@ -334,6 +337,7 @@ from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.machine import Machine
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.models.params import num_params
 config = base.get_config("debug")
 config.run_dir, config.task.prompt_suffix, config.mesh.cpu_devices = sys.argv[1], "", 1
@@ -341,10 +345,10 @@ config.model.compute_dtype = "float32"
 config.training.steps, config.rollout.max_rows = 1, 16
 architecture = config.model.architecture
 architecture.hidden_size, architecture.intermediate_size, architecture.num_layers = 512, 16384, 2
-plan = Run(from_config_dict(config)).check()
-train(plan, show=lambda line: None)
+plan = Run.check(from_config_dict(config))
+train(plan.task, plan.placement, plan.weights, plan.start, show=lambda line: None)
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-print(json.dumps([plan.memory.peak("host")[1], int(status["VmHWM"].split()[0]) * 1024]))
+print(json.dumps([plan.placement.engine.memory.peak("host")[1], int(status["VmHWM"].split()[0]) * 1024]))
 """
 
 

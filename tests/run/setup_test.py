@@ -15,7 +15,7 @@ from dcmdp_jax.machine import Machine
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import directory as run_directory
-from dcmdp_jax.run import run
+from dcmdp_jax.run import placement
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
 
@@ -27,14 +27,14 @@ def _plan(tmp_path, shape=(1, 1, 1), source=demo, **changes):
     for name, value in changes.items():
         section, field = name.split("__")
         setattr(config[section], field, value)
-    with mock.patch.object(run, "training_mesh", lambda *sizes, num_params: mesh):
-        return Run(from_config_dict(config)).check()
+    with mock.patch.object(placement, "training_mesh", lambda *sizes, num_params: mesh):
+        return Run.check(from_config_dict(config))
 
 
 def _packing(tmp_path, shape=(1, 1, 1), **changes):
     """The shapes on a mesh of that shape; and what people are told."""
     plan = _plan(tmp_path, shape, **changes)
-    return plan.packing, describe(plan)
+    return plan.placement.packing, describe(plan)
 
 
 def test_rows_are_told(tmp_path):
@@ -55,10 +55,10 @@ def test_rows_are_told(tmp_path):
 def test_rows_are_long_where_the_kernel_skips_other_segments(kernel, most):
     """On a GPU too: cuDNN takes each segment as a sequence of its own, and keeps memory for each of them."""
     config, mesh = from_config_dict(qwen3_8b.get_config()), make_mesh(devices=jax.devices()[:1])
-    shapes = run.packing_on(config, mesh, Compute(attention=kernel))
+    shapes = placement.packing_on(config, mesh, Compute(attention=kernel))
     assert shapes.segments_per_row == most and (len(shapes.row_lengths) > 3) == (kernel == "xla")
     given = dataclasses.replace(config, training=dataclasses.replace(config.training, segments_per_row=3))
-    assert run.packing_on(given, mesh, Compute(attention=kernel)).segments_per_row == 3
+    assert placement.packing_on(given, mesh, Compute(attention=kernel)).segments_per_row == 3
 
 
 @pytest.mark.parametrize(
@@ -119,38 +119,39 @@ def test_the_engines_mesh_is_in_the_plan_and_must_divide_the_model(tmp_path):
 def test_settings_of_experts_must_fit_the_model(tmp_path, source, shape, changes, message):
     with pytest.raises(UserError, match=f"^{message}$"):
         _plan(tmp_path, shape, source, **changes)
-    assert _plan(tmp_path, (1, 1, 1, 2), demo_moe, rollout__router_replay=True).model.num_experts == 8
+    assert _plan(tmp_path, (1, 1, 1, 2), demo_moe, rollout__router_replay=True).task.model.num_experts == 8
 
 
 def test_more_experts_for_a_token_than_there_are(tmp_path):
     config = demo_moe.get_config()
     config.run_dir, config.model.architecture.num_experts_per_tok = str(tmp_path / "run"), 9
     with pytest.raises(UserError, match="^config.model.architecture.num_experts_per_tok: got 9, must be at most num_e"):
-        Run(from_config_dict(config)).check()
+        Run.check(from_config_dict(config))
 
 
 def test_rows_that_do_not_fit_are_lowered_once_and_kept_by_the_run(tmp_path, monkeypatch):
     """What is sampled is no function of an estimate made anew: the first start's number is in config.json."""
 
     def started(free, rows=256):
-        monkeypatch.setattr(run, "this_machine", lambda platform: Machine("gpu", 1, free, 2**40))
+        monkeypatch.setattr(placement, "this_machine", lambda platform: Machine("gpu", 1, free, 2**40))
         return _plan(tmp_path, rollout__max_rows=rows, rollout__min_rows=8)
 
-    roomy = started(None)
-    assert roomy.memory.rows == roomy.engine_arguments.max_rows == 256
+    roomy = started(None).placement
+    assert roomy.engine.memory.rows == roomy.engine.arguments.max_rows == 256
     # Prompts are padded to 32 slots; 3 layers of one head of 32 numbers, keys and values, in float32.
-    [cache] = [part for part in roomy.memory.parts if part.name.startswith("key-value cache")]
+    [cache] = [part for part in roomy.engine.memory.parts if part.name.startswith("key-value cache")]
     assert cache.each == 256 * (32 + 36) * 2 * 3 * 1 * 32 * 4
-    full = roomy.memory.total("sample", "first")
+    full = roomy.engine.memory.total("sample", "first")
     small = started(full - cache.each // 2)
-    rows = small.memory.rows
-    assert 8 <= rows < 256 and small.engine_arguments.max_rows == rows
-    assert small.memory.total("sample", "first") <= full - cache.each // 2
+    setup = small.placement.engine
+    rows = setup.memory.rows
+    assert 8 <= rows < 256 and setup.arguments.max_rows == rows
+    assert setup.memory.total("sample", "first") <= full - cache.each // 2
     assert f"at most {rows} rows at a time (rollout.max_rows=256 does not fit)" in describe(small)
     (tmp_path / "run").mkdir()
-    run_directory.record_config(small.config, rows)
+    run_directory.record_config(small.task.config, rows)
     # Resumed where there is more memory, or nobody knows how much.
     for free in (None, full):
-        assert started(free).memory.rows == rows
+        assert started(free).placement.engine.memory.rows == rows
     # Another number of rows gets a new estimate.
-    assert started(full, rows=128).memory.rows == 128
+    assert started(full, rows=128).placement.engine.memory.rows == 128

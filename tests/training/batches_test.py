@@ -10,12 +10,15 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from dcmdp_jax.data.episode import single_turn
+from dcmdp_jax.data.mixtures import prompt_order
 from dcmdp_jax.errors import EngineError
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.training import batches as module
+from dcmdp_jax.training import rollout_sampler
 from dcmdp_jax.training.batches import Batches, check_versions
 from dcmdp_jax.training.step_rollout import PhaseTimer
-from dcmdp_jax.training.stopping import StopSignal, Together
+from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
+from tests.support.small_task import EchoEngine, ParityScoring, small_placement, small_services, small_task
 
 _FLOOR = "mismatch/noise_floor"
 
@@ -36,13 +39,13 @@ class _Engine:
 class _Sampler:
     """Takes `step + 1` prompts for the batch of a step, and notes (step, weights, position)."""
 
-    def __init__(self, run, together, *, meets=True):
-        self.engine, self.together, self.meets, self.made = run.engine, together, meets, []
+    def __init__(self, services, task, hosts, leave, *, collective=True):
+        self.engine, self.exit, self.collective, self.made = services.engine, leave, collective, []
 
     def sample(self, step, first, timer):
         for name in ("generate", "verify"):
             with timer.phase(name):
-                self.together.check()
+                self.exit.check()
         self.made.append((step, self.engine.version, first))
         return SimpleNamespace(taken=step + 1, episodes=[], batch_groups=4)
 
@@ -53,7 +56,7 @@ class _Sampler:
 class _Floor:
     """Measures 0.25 on each batch, and notes the number of its first completion."""
 
-    def __init__(self, run):
+    def __init__(self, engine, task):
         self.first = []
 
     def measure(self, episodes, step, *, first):
@@ -65,14 +68,8 @@ def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=O
     monkeypatch.setattr(module, "StepRollouts", sampler)
     monkeypatch.setattr(module, "NoiseFloor", _Floor)
     monkeypatch.setattr(Batches, "_pack", lambda self, rollout, step: ("batch", (), {}))
-    config = SimpleNamespace(rollout=SimpleNamespace(lag=lag), training=SimpleNamespace(steps=steps))
-    run = SimpleNamespace(
-        config=config,
-        samples_beside=beside,
-        hosts=hosts,
-        engine=_Engine(),
-        sampling=SimpleNamespace(group_size=8),
-    )
+    task = small_task(group=8, rollout={"lag": lag}, training={"steps": steps})
+    placement = small_placement(hosts=hosts, samples_while_training=beside)
     programs = SimpleNamespace(
         policy=lambda params, _: params,
         merged=lambda params, _: (params, {}),
@@ -80,7 +77,8 @@ def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=O
         rescore=None,
         old_logprobs=lambda params, batch: float(params["a"][0]),
     )
-    return Batches(run, programs, dict(behind), Together(hosts, StopSignal(), lambda: 0), taken=taken)
+    leave = CollectiveExit(hosts, StopSignal(), lambda: 0)
+    return Batches(small_services(_Engine()), placement, task, programs, dict(behind), leave, taken=taken)
 
 
 def _params(version):
@@ -132,7 +130,7 @@ def test_a_failure_ends_the_later_batches_and_is_the_one_that_is_raised(monkeypa
     class Failing(_Sampler):
         def sample(self, step, first, timer):
             go_on.wait()
-            self.together.check()
+            self.exit.check()
             self.made.append(step)
             raise EngineError(f"batch {step}")
 
@@ -170,7 +168,37 @@ def test_hosts_take_the_largest_noise_floor_of_all_and_a_thread_counts_its_share
     batches.close()
     # They meet for it in the step that measures it alone.
     assert floors == [0.5, None, None] and hosts.floors == [(0.25,)] and batches._noise_floor.first[0] == first
-    assert batches._rollouts.meets is not beside
+    assert batches._rollouts.collective is not beside
+
+
+def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sampled(monkeypatch):
+    """Two prompts of two completions. Problem i is the token i, asked and answered; odd ones get 1 twice."""
+    monkeypatch.setattr(rollout_sampler, "BatchScoring", ParityScoring)
+    task = small_task(training={"prompts_per_step": 2, "prompts_per_mini_batch": 2, "seed": 5})
+    programs = SimpleNamespace(
+        policy=lambda params, _: params,
+        merged=lambda params, _: (params, {}),
+        shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
+        rescore=None,
+    )
+    leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
+    batches = Batches(small_services(EchoEngine()), small_placement(), task, programs, {}, leave, taken=2)
+    batches.resume(3)
+    batches.push(_params(0), 3, timer := PhaseTimer())
+    made = batches.make(SimpleNamespace(params=_params(0)), 3, timer)
+    numbers = prompt_order(8, seed=5, first=2, count=2)
+    [rows] = made.batch.rows
+    tokens = np.asarray(rows.input_ids).reshape(4, 4)
+    # One completion a row, the longest first; all have one token of prompt and one of completion, and two of padding.
+    assert sorted(tokens.tolist()) == sorted([[number, number, 0, 0] for number in np.repeat(numbers, 2).tolist()])
+    mask = np.asarray(rows.completion_mask).reshape(4, 4)
+    np.testing.assert_array_equal(mask, [[False, True, False, False]] * 4)
+    found = np.asarray(rows.columns["rollout_logprobs"]).reshape(4, 4)[mask]
+    np.testing.assert_allclose(sorted(found), [-0.1, -0.1, 0.0, 0.0], rtol=1e-6)
+    rewards = [reward for number in numbers for reward in ((1.0, 1.0) if number % 2 else (0.0, 1.0))]
+    np.testing.assert_array_equal(np.asarray(made.batch.rewards)[0], rewards)
+    assert made.metrics["rollout/padding_fraction"] == 0.5 and made.rollout.taken == 2
+    assert made.metrics["rollout/staleness_max"] == 0.0
 
 
 def test_a_token_of_another_version_than_the_one_announced_names_both():

@@ -9,7 +9,7 @@ from configs import qwen3_8b
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.run_plan import planned_run
-from dcmdp_jax.training.build import abstract_arguments, make_step_programs
+from dcmdp_jax.training.build import make_step_programs
 
 
 def test_the_step_is_compiled_beside_the_start_and_kept(monkeypatch):
@@ -24,9 +24,9 @@ def test_the_step_is_compiled_beside_the_start_and_kept(monkeypatch):
     config = qwen3_8b.get_config("local,debug")
     config.model.compute_dtype = config.rollout.compute_dtype = config.rollout.precision = "float32"
     run = planned_run(from_config_dict(config), make_mesh(1, 2, 1, devices=jax.devices()[:2]))
-    programs = make_step_programs(run.asked, run.model, run.compute, run.mesh)
-    programs.compile_ahead(run)()
+    programs = make_step_programs(run.config, run.model, run.placement)
+    programs.compile_ahead()()
     steps = [thread for name, thread in found if "step" in name]
     assert steps == ["compile a program"]
-    programs.train_step.lower(*abstract_arguments(run, programs), None).compile()
+    programs.train_step.lower(*programs.arguments, None).compile()
     assert len([name for name, _ in found if "step" in name]) == 1

@@ -156,7 +156,8 @@ def _policy(directory):
     if not out.exists():
         still = "--config.training.steps=1 --config.optimizer.learning_rate=1e-12"
         config = _config(run, still.split(), "--config.warmup.steps=300 --config.warmup.batch_size=16".split())
-        train(Run(config).check(), show=print)
+        run = Run.check(config)
+        train(run.task, run.placement, run.weights, run.start, show=print)
         convert.main(["convert", "export", str(run), str(out), "--dtype", "float32"])
     return out
 
@@ -169,14 +170,16 @@ def main(directory, *names):
             engine, settings = FAULTS[name]
             own = (f"--config.model.path={policy}", "--config.warmup.steps=0", "--config.observe.on_alarm=stop")
             config = _config(directory / name, settings, own)
-            run = Run(config, lasting=end, **shared.get(settings, {})).check()
-            shared[settings] = {"engine": run.engine, "verifier": run.verifier}
-            run.engine = engine(run.engine)
+            run = Run.check(config)
+
+            def planted(run=run, settings=settings, engine=engine):
+                shared[settings] = services = run.start(shared=end, lent=shared.get(settings))
+                return dataclasses.replace(services, engine=engine(services.engine))
 
             handler = logging.FileHandler(directory / f"{name}.log", mode="w")
             logging.getLogger().addHandler(handler)
             try:
-                train(run, show=print)
+                train(run.task, run.placement, run.weights, planted, show=print)
                 print(name, "ended", flush=True)
             except TrainingStopped as stopped:
                 print(name, "stopped:", stopped, flush=True)

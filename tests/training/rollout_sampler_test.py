@@ -1,21 +1,17 @@
 """Prompts and completions of a step: the order of prompts, and dynamic sampling with known rewards."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from dcmdp_jax.data import mixtures
-from dcmdp_jax.data.episode import single_turn
-from dcmdp_jax.data.mixtures import PromptStream, prompt_order
+from dcmdp_jax.data.mixtures import prompt_order
 from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.training import rollout_sampler
-from dcmdp_jax.training.rollout_sampler import StepRollouts
+from dcmdp_jax.training.rollout_sampler import NoiseFloor, StepRollouts
 from dcmdp_jax.training.step_rollout import PhaseTimer, StepRollout, rollout_metrics
-from dcmdp_jax.training.stopping import StopSignal, Together
-
-_GROUP = 2
+from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
+from tests.support.small_task import EchoEngine, ParityScoring, small_services, small_task
 
 
 def test_prompt_order_covers_each_epoch_once_and_depends_on_position_alone():
@@ -27,50 +23,12 @@ def test_prompt_order_covers_each_epoch_once_and_depends_on_position_alone():
     assert not np.array_equal(prompt_order(10, seed=4, first=0, count=40), whole)
 
 
-class _Engine:
-    """Samples the problem's number as the only token of each completion, and the member as its log-prob."""
-
-    def __init__(self):
-        self.calls = []
-
-    def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
-        self.calls.append((len(prompts), seed, step))
-        for group, prompt in enumerate(prompts):
-            place = dict(policy_version=step, group=group, finish_reason="stop")
-            yield [
-                single_turn(prompt, prompt, np.array([-0.1 * member], np.float32), member=member, **place)
-                for member in range(sampling.group_size)
-            ]
-
-
-class _Scoring:
-    """Members of even problems get rewards 0 and 1, those of odd ones both 1."""
-
-    def __init__(self, scorer, tokenizer, problems, state):
-        self._problems = [int(problem.answer) for problem in problems]
-
-    def begin(self, rows, completion_ids):
-        pass
-
-    def finish(self, on_wait):
-        totals = [1.0 if problem % 2 else float(place % _GROUP) for place, problem in enumerate(self._problems)]
-        totals = np.array(totals, np.float32)
-        texts = [str(problem) for problem in self._problems]
-        return texts, BatchScores(totals=totals, values={"math": totals}, failed={}, grades=None)
-
-
 def _sample(monkeypatch, *, problems, wanted, rounds, first=0):
-    monkeypatch.setattr(rollout_sampler, "BatchScoring", _Scoring)
-    training = SimpleNamespace(prompts_per_step=wanted, seed=5, steps=9)
-    rollout = SimpleNamespace(on_non_finite="error", router_replay=False, top_logprobs=0)
-    config = SimpleNamespace(training=training, algorithm=SimpleNamespace(refill_rounds=rounds), rollout=rollout)
-    ids = [np.array([i], np.int32) for i in range(problems)]
-    train = SimpleNamespace(problems=[SimpleNamespace(answer=str(i)) for i in range(problems)], token_ids=ids)
-    run = SimpleNamespace(config=config, engine=_Engine(), train=train, hosts=ONE_PROCESS, tokenizer=None)
-    run.sampling, run.stream = SimpleNamespace(group_size=_GROUP), PromptStream((problems,))
-    run.scorer = run.turns = None
-    together = Together(ONE_PROCESS, StopSignal(), lambda: 0)
-    return StepRollouts(run, together).sample(7, first, PhaseTimer()), run.engine.calls
+    monkeypatch.setattr(rollout_sampler, "BatchScoring", ParityScoring)
+    task = small_task(problems, training={"prompts_per_step": wanted, "seed": 5}, algorithm={"refill_rounds": rounds})
+    leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
+    rollouts = StepRollouts(small_services(engine := EchoEngine()), task, ONE_PROCESS, leave)
+    return rollouts.sample(7, first, PhaseTimer()), engine.calls
 
 
 def _refill_metrics(rollout):
@@ -126,3 +84,21 @@ def test_a_group_differs_by_its_usable_completions_alone():
     scores = BatchScores(totals=rewards.reshape(-1), values={}, failed={}, grades=None)
     rollout = StepRollout(np.arange(4), [], [""] * 8, scores, ~usable.reshape(-1), batch_groups=2, taken=4)
     assert rollout.differing.tolist() == [True, False, False, False] and rollout.groups.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("scored", "alone", "log_ratio"), [(0.2, 0.0, 0.2), (0.0, 0.3, 0.3), (0.2, 0.3, 0.3)])
+def test_the_noise_floor_is_the_larger_mean_of_one_pass_and_of_sampling_alone(scored, alone, log_ratio):
+    """|p - q| of log-probs 0 and -0.1 that come again lower by `log_ratio`: (1 + e^-0.1) / 2 (1 - e^-log_ratio)."""
+    task = small_task(training={"seed": 5})
+    engine = EchoEngine(scored=scored, alone=alone)
+    episodes = [
+        episode
+        for group in engine.generate(task.train.token_ids[:3], task.sampling, seed=5, step=0)
+        for episode in group
+    ]
+    floor = NoiseFloor(engine, task)
+    measured, again = floor.measure(episodes, 0, first=4)
+    assert measured == pytest.approx((1 + np.exp(-0.1)) / 2 * (1 - np.exp(-log_ratio)), rel=1e-5)
+    # Numbered among the completions of all hosts; four of them were sampled alone, one prompt each.
+    assert list(again) == list(range(4, 10)) and engine.calls[1:] == [(1, 5, 0)] * 4
+    assert floor.measure(episodes, 1) == (None, {})

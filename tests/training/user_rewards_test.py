@@ -175,8 +175,8 @@ def test_a_reward_that_fails_saves_and_stops_the_run_with_one_line(environment, 
     line = errors.splitlines()[-1]
     assert line.startswith(f"error: config.rewards.functions: reward {name}: {problem}")
     assert line.endswith(
-        "saved after step 0: mend the function and run the same command again, or go on without its values by "
-        "rewards.on_error=none (time limit: rewards.timeout)"
+        "saved after step 0: fix the function and rerun the same command, or set rewards.on_error=none to ignore its "
+        "failures (time limit: rewards.timeout)"
     )
     assert "Traceback" not in errors and not (run_dir / "error.log").exists()
     assert (run_dir / "checkpoints" / "0").is_dir()
@@ -239,6 +239,6 @@ def test_a_function_that_can_not_be_called_is_found_before_the_run_starts(tmp_pa
         ["train", *_SMALL[:3], f"--config.rewards.functions={function}", f"--config.run_dir={run_dir}"]
     ).config
     with pytest.raises(ValueError) as raised:
-        Run(config).check()
+        Run.check(config)
     assert str(raised.value).startswith("config.rewards.functions: reward ") and problem in str(raised.value)
     assert not run_dir.exists()

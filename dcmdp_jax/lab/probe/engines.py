@@ -28,7 +28,7 @@ from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.process_memory import show_torch
-from dcmdp_jax.run.model_run import ModelRun
+from dcmdp_jax.run.saved_model import Policy
 from dcmdp_jax.types import Params
 
 _MIN_ROWS = 32
@@ -79,19 +79,19 @@ def sample(engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingPara
     )
 
 
-def build(spec: ProbeSpec, run: ModelRun, *, directory: Path, max_total_tokens: int) -> Scorer:
+def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens: int) -> Scorer:
     """Build an engine and give it the weights.
 
     Args:
         spec: the engine.
-        run: its model, and the engine's own settings.
+        policy: its model, and the engine's own settings.
         directory: for a sidecar's files, or a copy of the model for `hf`.
         max_total_tokens: longest prompt with its completion.
 
     Raises:
         UserError, EngineError, MemoryError: in one line, if this machine can't run it.
     """
-    config, params = run.model, run.params
+    config, params = policy.model, policy.params
     if spec.kind == "trainer":
         compute = Compute(dtype=spec.compute, logprob_chunk=LOGPROB_CHUNK)
         return TrainingStack(config, params, compute=compute, scheme=_scheme(spec, config))
@@ -99,7 +99,7 @@ def build(spec: ProbeSpec, run: ModelRun, *, directory: Path, max_total_tokens: 
         return HuggingFace(config, params, directory)
     kind = spec.record
     _, arguments = engine_arguments(
-        dataclasses.replace(run.asked, rollout=settings_for(spec, run.asked.rollout)),
+        dataclasses.replace(policy.config, rollout=settings_for(spec, policy.config.rollout)),
         kind=kind,
         model=config,
         max_total_tokens=max_total_tokens,

@@ -32,7 +32,7 @@ from dcmdp_jax.lab.probe.rescoring import Setup
 from dcmdp_jax.lab.probe.specs import SAMPLING_KINDS, ProbeSpec
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import Problem
-from dcmdp_jax.run.model_run import ModelRun, SavedModel
+from dcmdp_jax.run.saved_model import Policy, SavedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,12 +57,12 @@ class Session:
         keep: gets the pairs as they are after each measurement.
     """
 
-    run: ModelRun
+    run: Policy
     problems: Sequence[Problem]
     sampling: SamplingParams
     score_temperature: float
     earlier: Sequence[SavedModel]
-    load: Callable[[Path], ModelRun]
+    load: Callable[[Path], Policy]
     rescore: bool
     show: Callable[[str], None]
     keep: Callable[[list[Measured]], None] = lambda measured: None
@@ -70,17 +70,17 @@ class Session:
     @property
     def seed(self) -> int:
         """Seed of the samples."""
-        return self.run.asked.training.seed
+        return self.run.config.training.seed
 
-    def prompts(self, run: ModelRun) -> list[np.ndarray]:
+    def prompts(self, run: Policy) -> list[np.ndarray]:
         """The problems as token ids, by a model's tokenizer."""
-        task = self.run.asked.task
+        task = self.run.config.task
         return encode_prompts(
             self.problems, run.tokenizer, prompt_suffix=task.prompt_suffix, max_prompt_tokens=2**31 - 1,
             chat_template_kwargs=task.chat_template_kwargs,
         ).token_ids  # fmt: skip
 
-    def total_tokens(self, prompts: Sequence[np.ndarray], runs: Sequence[ModelRun]) -> int:
+    def total_tokens(self, prompts: Sequence[np.ndarray], runs: Sequence[Policy]) -> int:
         """Tokens of the longest prompt with its completion.
 
         Raises:
@@ -141,7 +141,7 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[
     # Each engine renders the prompts by its own tokenizer, as two frameworks would.
     prompts = [session.prompts(model) for model in models]
     total = session.total_tokens([*prompts[0], *prompts[1]], models)
-    config, limit = session.run.asked, session.sampling.max_completion_tokens
+    config, limit = session.run.config, session.sampling.max_completion_tokens
     room = min(model.model.max_position_embeddings for model in models)
     variants = prompt_variants(session.problems, models[1].tokenizer, config.task) if session.rescore else {}
     variants = {name: side for name, side in variants.items() if max(map(len, side)) + limit <= room}
@@ -186,7 +186,7 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[
 
 
 def _lifted(
-    session: Session, spec: ProbeSpec, run: ModelRun, prompts: Sequence[np.ndarray], sampled: engines.Sampled,
+    session: Session, spec: ProbeSpec, run: Policy, prompts: Sequence[np.ndarray], sampled: engines.Sampled,
     measured: Measured, total: int,
 ) -> list[Lifted]:  # fmt: skip
     """Price of each quantization, by the engine without it; empty if that engine does not run here."""

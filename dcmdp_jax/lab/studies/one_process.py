@@ -15,6 +15,7 @@ from dcmdp_jax.lab.studies.kept_metrics import append_kept_metrics, kept_runs
 from dcmdp_jax.lab.studies.study import StudyRun
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.run import Run
+from dcmdp_jax.run.services import Services
 from dcmdp_jax.training.build import StepPrograms, make_step_programs
 from dcmdp_jax.training.loop import train
 
@@ -29,7 +30,7 @@ class Shared:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._parts: dict[str, Any] = {}
+        self._services: Services | None = None
         self._programs: StepPrograms | None = None
         self._kind: dict[str, Any] = {}
 
@@ -44,13 +45,17 @@ class Shared:
         kind, before = _without_free(to_dict(config)), self._kind
         if _of_the_engine(kind) != _of_the_engine(before):
             self._stack.close()
-            self._parts = {}
-        run = Run(config, lasting=self._stack, **self._parts).check()
-        self._parts = {"engine": run.engine, "verifier": run.verifier}
+            self._services = None
+        run = Run.check(config)
         if kind != before:
-            self._programs = make_step_programs(config, run.model, run.compute, run.mesh)
+            self._programs = make_step_programs(config, run.task.model, run.placement, run.task.lora)
             self._kind = kind
-        train(run, show=show, programs=self._programs)
+
+        def start() -> Services:
+            self._services = run.start(shared=self._stack, lent=self._services)
+            return self._services
+
+        train(run.task, run.placement, run.weights, start, show=show, programs=self._programs)
 
 
 def run_in_one_process(

@@ -1,6 +1,7 @@
 """Which parts runs of a study share: the step of one kind, the engine of like kinds."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,29 +14,24 @@ def made(monkeypatch):
     """What is made, trained and closed, in order; an engine is its number."""
     events = []
 
-    class FakeRun:
-        model = compute = mesh = verifier = None
-
-        def __init__(self, config, lasting, **parts):
-            self.__dict__ = {"config": config, "lasting": lasting, **parts}
-
-        def check(self):
-            return self
-
-        def __getattr__(self, name):
-            assert name == "engine"
+    def start(shared, lent):
+        if lent is None:
             events.append("engine")
-            self.lasting.callback(events.append, "closed")
-            self.engine = len(events)
-            return self.engine
+            shared.callback(events.append, "closed")
+        return lent or SimpleNamespace(engine=len(events))
 
     def programs(config, *rest):
         events.append("step")
         return f"programs of {config.algorithm.multiplier_max}"
 
-    monkeypatch.setattr(one_process, "Run", FakeRun)
+    def train(task, placement, weights, start, *, show, programs):
+        events.append((start().engine, programs))
+
+    task = SimpleNamespace(model=None, lora=None)
+    run = SimpleNamespace(task=task, placement=None, weights=None, start=start)
+    monkeypatch.setattr(one_process.Run, "check", lambda config: run)
     monkeypatch.setattr(one_process, "make_step_programs", programs)
-    monkeypatch.setattr(one_process, "train", lambda run, show, programs: events.append((run.engine, programs)))
+    monkeypatch.setattr(one_process, "train", train)
     return events
 
 
@@ -54,6 +50,6 @@ def test_another_charge_makes_a_step_and_another_engine_closes_the_last(made):
             ("rollout", {"max_rows": 8}),
         ):
             shared.train(_config(section, **changes), print)
-    first = (1, f"programs of {Config().algorithm.multiplier_max}")
-    one = ["engine", "step", first, first, first, "step", (1, "programs of 7.0"), "closed"]
-    assert made == [*one, "engine", "step", (9, first[1]), "closed"]
+    first = (2, f"programs of {Config().algorithm.multiplier_max}")
+    one = ["step", "engine", first, first, first, "step", (2, "programs of 7.0"), "closed"]
+    assert made == [*one, "step", "engine", (10, first[1]), "closed"]

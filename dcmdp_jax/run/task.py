@@ -1,7 +1,4 @@
-"""Contents of a run's files: the model's shape, its tokenizer, the data, and the functions that score.
-
-Everything here is read and checked before a device starts.
-"""
+"""What a run learns, read from its settings and files: model shape, tokenizer, problems, rewards. No device starts."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
-from dcmdp_jax.config.arguments import EVALUATION, REWARDS, as_settings, in_settings
+from dcmdp_jax.config.arguments import EVALUATION, LORA, REWARDS, as_settings, in_settings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
@@ -23,26 +20,140 @@ from dcmdp_jax.data.prompts import (
     EncodedPrompts,
     encode_prompts,
     encode_texts,
+    end_token_ids,
     join_prompts,
     load_tokenizer,
     template_variables,
 )
+from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_tasks
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.evaluation.held_out import HeldOut, held_out_tasks
+from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.hf_config import layer_pattern, read_model_config
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import directory_digest
+from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.peft_files import Adapter, read_adapter
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
+from dcmdp_jax.run.model_checks import check_experts, check_lengths
 
 
-def tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What the policy is trained or evaluated on.
+
+    Attributes:
+        config: the settings.
+        model: the model's shape.
+        tokenizer: with a chat template and an end token.
+        stop_token_ids: the ids that end a completion.
+        held_out: the tasks to evaluate on, each with its encoded problems; empty without evaluation.
+        rewards: the rewards of a completion, with their weights.
+        columns: names of the data's columns that reward functions and the environment get.
+        longest_prompt: maximum number of tokens of a prompt.
+        train, stream: the encoded problems to train on and the order they are asked in; none in an evaluation.
+        worked_solutions: prompts and solutions of the warm-up, token ids; None without one.
+        adapter: the adapters of `model.adapter`; None without.
+        lora: shape of the adapters that are trained; None trains all parameters.
+    """
+
+    config: Config
+    model: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+    held_out: HeldOut
+    rewards: tuple[Reward, ...]
+    columns: tuple[str, ...]
+    longest_prompt: int
+    train: EncodedPrompts = EncodedPrompts([], [], 0, 0)
+    stream: PromptStream = PromptStream(())
+    worked_solutions: tuple[list[np.ndarray], list[np.ndarray]] | None = None
+    adapter: Adapter | None = None
+    lora: Lora | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The distribution that training samples from."""
+        return sampling(self.config, self.stop_token_ids)
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Number of tokens of each prompt, to train on and to evaluate on."""
+        return [len(ids) for prompts in (self.train, *(one for _, one in self.held_out)) for ids in prompts.token_ids]
+
+    @property
+    def completions(self) -> int:
+        """Maximum number of completions sampled in one call of the engine."""
+        evaluated = [len(prompts.problems) * task.samples for task, prompts in self.held_out]
+        trained_on = self.config.training.prompts_per_step * self.config.rollout.group_size
+        return max(*evaluated, trained_on if self.train.problems else 0, 0)
+
+
+def read_task(config: Config) -> Task:
+    """Read and check the files that the settings of a run name; reward functions and the environment are called.
+
+    Raises:
+        UserError: in one line naming setting or file, value and remedy.
+        OSError: for directories and files that can't be read.
+    """
+    with activity(f"reading {'model files, ' * bool(config.model.path)}tokenizer and data"):
+        model, tokenizer = read_model(config)
+        adapter = _adapter(config, model) if config.model.adapter else None
+        lora = adapter.lora if adapter else config.model.lora
+        with as_settings(LORA):
+            trained(model, lora)
+        directory = path_of_model(config) if config.model.path else None
+        stop_token_ids = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
+        train, stream = _train_prompts(config, tokenizer)
+        held = held_out(config, tokenizer) if config.evaluation.every_steps else ()
+        problems = [problem for prompts in (train, *(one for _, one in held)) for problem in prompts.problems]
+        rewards, columns = checked_rewards(config, problems, tokenizer)
+        return Task(
+            config,
+            model,
+            tokenizer,
+            stop_token_ids,
+            held,
+            rewards,
+            columns,
+            config.task.max_prompt_tokens,
+            train,
+            stream,
+            _worked_solutions(config, tokenizer) if config.warmup.steps else None,
+            adapter,
+            lora,
+        )
+
+
+def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
+    """The shape of the model, checked against the settings, and its tokenizer."""
+    saved = _saved_model(config)
+    found = _tokenizer(config, saved.vocab_size if saved else None)
+    model = saved or fresh_model(config, found)
+    check_lengths(config, model)
+    check_experts(config, model)
+    return model, found
+
+
+def sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """The distribution that training samples from."""
+    rollout = config.rollout
+    return SamplingParams(
+        group_size=rollout.group_size,
+        max_completion_tokens=rollout.max_completion_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
     settings = {"model.tokenizer": config.model.tokenizer, "model.path": config.model.path}
     for setting, path in settings.items():
@@ -56,7 +167,7 @@ def tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase
     return build_tokenizer()
 
 
-def saved_model(config: Config) -> ModelConfig | None:
+def _saved_model(config: Config) -> ModelConfig | None:
     """The model of `model.path`, its config.json and its tensors' headers checked; None for a fresh model."""
     if not config.model.path:
         return None
@@ -66,7 +177,7 @@ def saved_model(config: Config) -> ModelConfig | None:
     return model
 
 
-def adapter(config: Config, model: ModelConfig) -> Adapter:
+def _adapter(config: Config, model: ModelConfig) -> Adapter:
     """The adapters of `model.adapter`."""
     try:
         found = read_adapter(Path(config.model.adapter), model)
@@ -129,10 +240,11 @@ def needs_columns(config: Config) -> bool:
     return bool(config.task.environment) or any(reward != MATH for reward in config.rewards.names)
 
 
-def checked_columns(
-    config: Config, rewards: tuple[Reward, ...], problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, ...]:
-    """Names of the columns that functions of users get. Imports the functions and the environment, and calls them."""
+def checked_rewards(
+    config: Config, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
+) -> tuple[tuple[Reward, ...], tuple[str, ...]]:
+    """The rewards, and names of the columns that functions get. Calls the functions, and starts the environment."""
+    rewards = tuple(Reward(*each) for each in config.rewards.weighted)
     columns = tuple(column_names(problems)) if needs_columns(config) else ()
     try:
         with activity("importing the reward functions"):
@@ -141,7 +253,7 @@ def checked_columns(
         raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
     if config.task.environment:
         _check_environment(config, columns, tokenizer)
-    return columns
+    return rewards, columns
 
 
 def _check_environment(config: Config, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -159,7 +271,7 @@ def _check_environment(config: Config, columns: Sequence[str], tokenizer: PreTra
             raise UserError(f"config.task.environment: {error}") from error
 
 
-def train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedPrompts, PromptStream]:
+def _train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedPrompts, PromptStream]:
     """The problems of `task.train`, those of a mixture one task after the other, and their order."""
     try:
         parts = parse_mixture(config.task.train)
@@ -216,7 +328,7 @@ def _load_prompts(
         raise UserError(f"config.{where}{error}") from error
 
 
-def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[HeldOutTask, EncodedPrompts], ...]:
+def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
     """The tasks of `evaluation.task`, each with its encoded problems."""
     settings = config.evaluation
     load = functools.partial(
@@ -227,7 +339,7 @@ def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[
     return tuple((task, load(location=task.location)) for task in tasks)
 
 
-def worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution."""
     encoded = join_prompts(
         [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcmdp_jax.run.model_run import check_size
+from dcmdp_jax.run.evaluation_setup import check_size
 
 
 def test_a_task_is_refused_by_the_product_of_its_sizes():

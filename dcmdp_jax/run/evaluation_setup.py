@@ -1,0 +1,163 @@
+"""An evaluation: its tasks, and an engine that has all devices to itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from dcmdp_jax.config.arguments import as_settings, of_engine
+from dcmdp_jax.config.engine import engine_arguments
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.engines.engine_kind import Workload
+from dcmdp_jax.engines.registry import find_engine
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation.held_out import HeldOut
+from dcmdp_jax.fields import INT32_MAX
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.params import num_params
+from dcmdp_jax.models.row_logprobs import make_probe
+from dcmdp_jax.parallel.backend import prepare_jax
+from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh, sampling_mesh
+from dcmdp_jax.run.memory_use import free_host_bytes, loaded_parameters, this_machine
+from dcmdp_jax.run.placement import EngineSetup, set_up_engine
+from dcmdp_jax.run.saved_model import SavedModel
+from dcmdp_jax.run.task import Task, checked_rewards
+
+PAPERS_EVALUATION = {
+    "rollout.max_completion_tokens": 32768,
+    "rollout.max_rows": 256,
+    "evaluation.temperature": 0.7,
+    "evaluation.samples": (),
+    "evaluation.max_problems": 0,
+    "task.max_prompt_tokens": 2**20,
+    "task.on_bad_row": "error",
+    "task.verifier_workers": min(os.cpu_count() or 1, 8),
+    # A score depends on the answers, not on how fast this machine is.
+    "task.verifier_budget": 0.0,
+    "rewards.on_error": "error",
+    "training.seed": 0,
+}
+"""Settings of an evaluation, whatever the run had: the paper's, all problems, every answer judged."""
+_MOST_COMPLETIONS = 10**7
+"""Of one task. Each is a few Python objects, about a kilobyte: 10 GB."""
+_TOKEN_BYTES = 8  # an int32 id and a float32 log-prob
+
+
+def evaluation_task(
+    config: Config,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    held_out: HeldOut,
+    stop_token_ids: tuple[int, ...] = (),
+) -> Task:
+    """Check an evaluation's tasks; reward functions and the environment are called.
+
+    Args:
+        config: see `for_sampling`.
+        model, tokenizer, stop_token_ids: of the policy; it may still be untrained.
+        held_out: the tasks with their encoded problems, see `task.held_out`.
+
+    Raises:
+        UserError: in one line, for completions that the model or the host's memory has no room for, or a reward
+            function or environment that does not start.
+    """
+    limit, room = config.rollout.max_completion_tokens, model.max_position_embeddings
+    for task, prompts in held_out:
+        check_size(task.name, len(prompts.problems), task.samples, limit, free=free_host_bytes())
+    lengths = [(max(map(len, prompts.token_ids)), task.name) for task, prompts in held_out]
+    longest, name = max(lengths, key=lambda each: each[0])
+    if longest >= room:
+        raise UserError(
+            f"config.evaluation.task: the longest prompt of {name} has {longest} tokens and leaves no room in the "
+            f"model's max_position_embeddings={room}; task.max_prompt_tokens leaves it out"
+        )
+    if limit > room - longest:
+        raise UserError(
+            f"config.rollout.max_completion_tokens: got {limit}, with the longest prompt ({longest} tokens, "
+            f"{name}) more than the model's max_position_embeddings={room}; "
+            f"--config.rollout.max_completion_tokens={room - longest} fits"
+        )
+    if (rows := config.rollout.max_rows) * (tokens := longest + limit) > INT32_MAX:
+        raise UserError(
+            f"config.rollout.max_rows: got {rows}, with {tokens} tokens of prompt and completion {rows * tokens:,} "
+            f"tokens, must be at most {INT32_MAX:,} (tokens are counted in int32)"
+        )
+    problems = [problem for _, prompts in held_out for problem in prompts.problems]
+    rewards, columns = checked_rewards(config, problems, tokenizer)
+    return Task(config, model, tokenizer, stop_token_ids, held_out, rewards, columns, longest)
+
+
+def pushed_dtype(saved: SavedModel, config: Config) -> str:
+    """The dtype that the engine gets the weights in: narrow where that loses nothing."""
+    if saved.step is not None:
+        return config.model.param_dtype
+    return "bfloat16" if saved.narrow or config.rollout.precision == "bfloat16" else "float32"
+
+
+def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
+    """Start JAX's devices, and fit the engine of `rollout.engine` into their memory.
+
+    Args:
+        task: what is evaluated.
+        saved: the policy.
+        files: files of an engine in its own process: this path, its suffix the engine's name.
+
+    Raises:
+        UserError: in one line, naming the setting.
+    """
+    config, model, dtype = task.config, task.model, pushed_dtype(saved, task.config)
+    with as_settings({"engine": "rollout.engine"}):
+        kind = find_engine(config.rollout.engine)
+    _, arguments = engine_arguments(config, kind=kind)
+    with as_settings(of_engine(kind)):
+        platform = kind.check_machine(arguments)
+    _, arguments = engine_arguments(
+        config,
+        kind=kind,
+        model=model,
+        platform=platform,
+        directory=files.with_suffix(f".{kind.name or 'engine'}"),
+        max_total_tokens=task.longest_prompt + config.rollout.max_completion_tokens,
+        mesh=lambda **split: sampling_mesh(make_mesh(data=-1, **split), num_params=num_params(model), **split),
+        probe=lambda: make_probe(model, Compute(), one_device_mesh()),
+    )
+    with as_settings(of_engine(kind)):
+        kind.check(arguments)
+    prepare_jax(config.mesh.cpu_devices)
+    machine = this_machine(make_mesh(data=-1).devices.flat[0].platform)
+    limit = config.rollout.max_completion_tokens
+    workload = Workload(task.completions, 1, task.prompt_lengths, limit, dtype, training=False)
+    others = loaded_parameters(model, dtype, machine) if kind.pushes else []
+    return set_up_engine(kind, arguments, workload, machine, others)
+
+
+def check_size(task: str, problems: int, samples: int, max_completion_tokens: int, *, free: int | None) -> None:
+    """Refuse a task whose completions, all as long as they may be, are more than this machine's memory holds.
+
+    Args:
+        task: the task's name.
+        problems: number of problems that are asked.
+        samples: K, completions of each.
+        max_completion_tokens: limit of each.
+        free: bytes of memory that can still be allocated; None where that is unknown.
+
+    Raises:
+        UserError: with the product, what it takes and which settings to lower.
+    """
+    completions = problems * samples
+    product = (
+        f"config.evaluation.samples: got {samples}; {task} has {problems:,} problems x {samples:,} samples = "
+        f"{completions:,} completions"
+    )
+    lower = "lower evaluation.samples, evaluation.max_problems"
+    if completions > _MOST_COMPLETIONS:
+        raise UserError(f"{product}, the most are {_MOST_COMPLETIONS:,}; {lower}")
+    needed = completions * max_completion_tokens * _TOKEN_BYTES
+    if free is not None and needed > free:
+        raise UserError(
+            f"{product} of up to {max_completion_tokens:,} tokens take {needed / 2**30:,.1f} GiB, "
+            f"{free / 2**30:,.1f} GiB are free; {lower} or rollout.max_completion_tokens"
+        )

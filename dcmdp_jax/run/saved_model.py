@@ -1,0 +1,144 @@
+"""Saved models: found in a directory or on the Hub, read, and asked by an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
+from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.hf_config import read_model_config
+from dcmdp_jax.models.hf_hub import is_fetched, model_directory
+from dcmdp_jax.models.hf_manifest import check_manifest
+from dcmdp_jax.models.hf_weights import load_params
+from dcmdp_jax.parallel.backend import prepare_jax
+from dcmdp_jax.run.directory import read_config
+from dcmdp_jax.run.task import sampling
+from dcmdp_jax.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedModel:
+    """A model in a directory, found and checked; its weights are not read yet.
+
+    Attributes:
+        name: name for people.
+        shape: the model's shape.
+        tokenizer: directory of the tokenizer; generation_config.json there names further end tokens.
+        path: the model's directory, or the run's.
+        step: the checkpoint's step; None for a Hugging Face directory.
+        files: files of the weights.
+        narrow: whether all tensors are stored as bfloat16.
+    """
+
+    name: str
+    shape: ModelConfig
+    tokenizer: Path
+    path: Path
+    step: int | None
+    files: tuple[Path, ...]
+    narrow: bool = False
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run's directory; None for a Hugging Face directory."""
+        return None if self.step is None else self.tokenizer.parent
+
+    @property
+    def settings(self) -> Config:
+        """The run's own settings, else the defaults."""
+        return Config() if self.run_dir is None else read_config(self.run_dir)
+
+    def load(self, dtype: str) -> Params:
+        """Read the weights: a checkpoint's as they are, others in the given dtype."""
+        if self.step is None:
+            return load_params(self.path, self.shape, dtype=dtype)
+        from dcmdp_jax.run.saved_params import load_params_only
+
+        return load_params_only(self.path, self.step)[0]
+
+    def load_as_rounded(self, precision: str) -> Params | None:
+        """The weights with what an engine's rounding leaves of the adapters' change; None without adapters."""
+        if self.step is None:
+            return None
+        from dcmdp_jax.run.saved_params import load_as_rounded
+
+        return load_as_rounded(self.path, self.step, precision)
+
+
+def find_model(path: Path, step: int | None = None) -> SavedModel:
+    """Find a model: a Hugging Face directory, a name on the Hub, a run directory, or a checkpoint in it.
+
+    Args:
+        path: the directory, or the name.
+        step: a run's checkpoint; None is the newest.
+
+    Raises:
+        UserError, CheckpointError: in one line, if there is none or it can't be read.
+    """
+    name = path.resolve().name
+    if is_fetched(str(path)):
+        path = model_directory(str(path))
+    elif not path.is_dir():
+        raise UserError(f"MODEL {path}: no such directory")
+    resolved = path.resolve()
+    if (resolved / "checkpoints").is_dir() or "checkpoints" in (resolved.name, resolved.parent.name):
+        # Orbax takes seconds to import; only a checkpoint needs it.
+        from dcmdp_jax.run.saved_params import load_model_config
+
+        shape, step, tokenizer = load_model_config(resolved, step)
+        run_dir = tokenizer.parent
+        weights = tuple((run_dir / "checkpoints" / str(step)).iterdir())
+        return SavedModel(f"{run_dir.name} step {step}", shape, tokenizer, resolved, step, weights)
+    if step is not None:
+        raise UserError(f"--step: got {step}, but {path} is no run directory; only a run's checkpoints have steps")
+    shape = read_model_config(path)
+    narrow = set(check_manifest(path, shape).dtypes) == {"BF16"}
+    return SavedModel(name, shape, path, path, None, tuple(path.glob("*.safetensors")), narrow)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A saved model with its tokenizer, and the settings that it is asked with.
+
+    Attributes:
+        config: the settings, see `for_sampling`.
+        saved: the model.
+        model: its shape.
+        tokenizer: with a chat template and an end token.
+        stop_token_ids: the ids that end a completion.
+    """
+
+    config: Config
+    saved: SavedModel
+    model: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, saved: SavedModel, config: Config) -> Policy:
+        """Read a saved model's tokenizer.
+
+        Raises:
+            UserError: in one line, for a tokenizer that can't be read.
+        """
+        prepare_jax(config.mesh.cpu_devices)
+        tokenizer = load_tokenizer(str(saved.tokenizer.resolve()), vocab_size=saved.shape.vocab_size)
+        stop = end_token_ids(tokenizer, saved.tokenizer, vocab_size=saved.shape.vocab_size)
+        return cls(config, saved, saved.shape, tokenizer, stop)
+
+    @functools.cached_property
+    def params(self) -> Params:
+        """The weights in float32, or as a checkpoint has them; read once."""
+        return self.saved.load("float32")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The distribution that the settings sample from."""
+        return sampling(self.config, self.stop_token_ids)

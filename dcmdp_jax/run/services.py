@@ -1,0 +1,133 @@
+"""What a run starts: the inference engine, the judges of completions, the sampler of turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from dcmdp_jax.activity import activity
+from dcmdp_jax.config.arguments import as_settings, of_engine
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.prompts import template_variables
+from dcmdp_jax.engines.protocol import Engine
+from dcmdp_jax.environments.pool import EnvironmentPool
+from dcmdp_jax.environments.turns import TurnLimits, TurnSampler
+from dcmdp_jax.rewards.math.verifier import Verifier
+from dcmdp_jax.rewards.scoring import RewardScorer
+from dcmdp_jax.run.placement import EngineSetup
+from dcmdp_jax.run.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Services:
+    """What samples and scores, started; a context manager that closes it.
+
+    Attributes:
+        engine: the inference engine, ready for weights.
+        verifier: the judge of answers, for the reward `math` and for evaluation.
+        scorer: scores completions, with the reward functions.
+        turns: samples in turns with the environment of `task.environment`; None without one.
+        tokenizer: turns token ids into the texts that are scored.
+        closing: closes all of them but for what several runs share.
+    """
+
+    engine: Engine
+    verifier: Verifier
+    scorer: RewardScorer
+    turns: TurnSampler | None
+    tokenizer: PreTrainedTokenizerBase
+    closing: contextlib.ExitStack
+
+    def __enter__(self) -> Services:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closing.close()
+
+
+def start_services(
+    task: Task,
+    setup: EngineSetup,
+    *,
+    output: Path | None = None,
+    shared: contextlib.ExitStack | None = None,
+    lent: Services | None = None,
+) -> Services:
+    """Start the engine, the verifier, the reward functions and the environment; no weights are loaded.
+
+    Args:
+        task: rewards, data columns, tokenizer.
+        setup: the engine, and the memory that it is started in.
+        output: file that gets what reward functions and environments print; None discards it.
+        shared: owner of the engine and the verifier when several runs share them; None closes them with the services.
+        lent: services of an earlier run, whose engine and verifier are used again.
+
+    Raises:
+        UserError, EngineError, MemoryError: in one line, if the engine does not start.
+    """
+    config = task.config
+    with contextlib.ExitStack() as stack:
+        owner = stack if shared is None else shared
+        if lent is None:
+            engine = _start_engine(config, setup)
+            owner.callback(engine.close)
+            verifier = owner.enter_context(make_verifier(config))
+        else:
+            engine, verifier = lent.engine, lent.verifier
+        scorer = stack.enter_context(contextlib.closing(make_scorer(task, verifier, output=output)))
+        turns = None
+        if config.task.environment:
+            pool = EnvironmentPool(
+                config.task.environment,
+                task.columns,
+                timeout_s=config.rewards.timeout,
+                memory_gib=config.rewards.memory_limit,
+                output=output,
+            )
+            turns = _turn_sampler(task, engine, stack.enter_context(contextlib.closing(pool)))
+        return Services(engine, verifier, scorer, turns, task.tokenizer, stack.pop_all())
+
+
+def _start_engine(config: Config, setup: EngineSetup) -> Engine:
+    setup.memory.check()
+    with activity(f"starting the engine {config.rollout.engine}"), as_settings(of_engine(setup.kind)):
+        return setup.kind.start(setup.arguments)
+
+
+def make_verifier(config: Config) -> Verifier:
+    """The judge of answers; a context manager."""
+    task = config.task
+    limits = task.verifier_workers, task.verifier_timeout, task.verifier_budget
+    return Verifier(*limits, config.rewards.answer_extraction)
+
+
+def make_scorer(task: Task, verifier: Verifier, *, output: Path | None = None) -> RewardScorer:
+    """The scorer of completions; the caller closes it. For the arguments see `start_services`."""
+    settings = task.config.rewards
+    return RewardScorer(
+        task.rewards,
+        verifier,
+        task.columns,
+        by_source=len({problem.source for problem in task.train.problems}) > 1,
+        output=output,
+        timeout_s=settings.timeout,
+        memory_gib=settings.memory_limit,
+        stop_on_error=settings.on_error == "error",
+    )
+
+
+def _turn_sampler(task: Task, engine: Engine, pool: EnvironmentPool) -> TurnSampler:
+    config = task.config
+    return TurnSampler(
+        engine,
+        pool,
+        task.tokenizer,
+        task.columns,
+        TurnLimits(config.task.max_turns, config.turn_tokens, task.longest_prompt),
+        prompt_suffix=config.task.prompt_suffix,
+        variables=template_variables(config.task.chat_template_kwargs, task.tokenizer),
+        stop_on_error=config.rewards.on_error == "error",
+    )
