@@ -167,7 +167,7 @@ _starting: Activity | None = None
 
 
 def register(doing: Activity) -> bool:
-    """Have an activity shown until `end`; whether it is: those of other threads are not."""
+    """Have an activity shown until `end`; whether it is: another thread's is not."""
     shown = threading.current_thread() is threading.main_thread() and os.environ.get(_SETTING) != "off"
     if shown:
         _PAINTER.start()
@@ -181,7 +181,7 @@ def refresh() -> None:
 
 
 def begin(what: str, total: int = 0, unit: str = "") -> Activity:
-    """Begin an activity that `end` ends, for what is no block."""
+    """Begin an activity that `end` ends, where a `with` block does not fit."""
     register(doing := Activity(what, total, unit))
     return doing
 

@@ -14,7 +14,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,33 +153,6 @@ def unpacked_top(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, np.
     there, rollout = found["ids"] >= 0, np.cumsum(found["rollout"].astype(np.float64), axis=-1)
     logprobs = (np.where(there, x, 0).astype(np.float32) for x in (rollout + found["train"], rollout))
     return found["ids"], *logprobs
-
-
-def list_problems(
-    ids: np.ndarray, logprobs: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, vocab_size: int, tolerance: float
-) -> Iterator[tuple[str, np.ndarray]]:
-    """What is wrong with lists wherever they come from, and of which of the tokens [T].
-
-    Args:
-        ids, logprobs: [T, k], -1 where there is no token.
-        tokens, sampled: [T], the sampled tokens and their log-probs.
-        vocab_size: ids are below it.
-        tolerance: nats, and probability, that rounding takes at most.
-    """
-    there = ids >= 0
-    ordered = np.sort(np.where(there, ids, -1 - np.arange(ids.shape[1])), axis=1)
-    yield f"a listed id is outside 0 .. {vocab_size - 1}", (ids >= vocab_size).any(axis=1)
-    yield "an id is listed twice", (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
-    yield "a listed log-prob is not finite", (there & ~np.isfinite(logprobs)).any(axis=1)
-    values = np.where(there, logprobs, -np.inf)
-    yield "the listed tokens have a probability above 1 together", np.exp(values).sum(axis=1) > 1 + tolerance
-    mine = there & (ids == tokens[:, None])
-    own = np.where(mine, logprobs, 0).sum(axis=1)
-    apart = mine.any(axis=1) & (np.abs(own - sampled) > tolerance)
-    yield "the sampled token has another log-prob in the list, as raw ones beside processed ones do", apart
-    least = np.where(there.all(axis=1), values.min(axis=1, initial=np.inf), -np.inf)
-    lacks = "the list lacks the sampled token, which is likelier than its last"
-    yield lacks, ~mine.any(axis=1) & (sampled > least + tolerance)
 
 
 def record_trl(

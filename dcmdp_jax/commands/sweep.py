@@ -9,7 +9,7 @@
 
 Each run is `dcmdp train` in OUT/ARM/seedN, its output in OUT/ARM/seedN.log. The same command continues a study
 that was stopped: finished runs are skipped, a cut one resumes. When the command ends, OUT has of the finished runs
-results.md, results.json, figures/ and metrics.jsonl.gz, which is small and enough to draw the others again.
+results.md, figures/ and metrics.jsonl.gz, which is small and enough to draw the others again.
 docs/paper.md lists the studies.
 """
 

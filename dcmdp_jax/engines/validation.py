@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
+from dcmdp_jax.data.likeliest_tokens import list_problems
 from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
-from dcmdp_jax.record import list_problems
 
 
 def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarray:

@@ -78,14 +78,14 @@ def alarms(series: Series) -> list[Alarm]:
     | support | mean p / q = 1 - k1 + k3 is below 0.995 by four standard errors over steps, at an effective sample size of 0.8 or more |
     | retokenization | in each of the last 3 steps `discrepancy/broken_completions` is above 0, and no weights are stale |
     | staleness | with `rollout.lag`, mean `staleness/log_ratio_abs_mean` is above 0.2 nats, where the clip of the ratio bites the typical token; without, delta is above 1.5 c and 3 noise floors, and weights of earlier steps sampled (`rollout/staleness_max`) |
-    | charge | one of three. The median of `dual/charge_share` of the last 5 steps is above 0.1, over those that have a prompt with unequal rewards, at least half. lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest charge of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
+    | charge | one of three. The median of `dual/charge_share` of the last 5 steps is above 0.1, over the steps that have a prompt with unequal rewards (at least half of them). lambda rises steadily (rank correlation of 0.9 or more) by half or more while the mean delta of the later 5 steps is not below that of the earlier 5, and that share, where it is recorded, is 0.01 or more. delta rises as for weight_sync while the largest charge of a token, lambda `discrepancy/max`, is 0.5 of an advantage or more in each of the last 3 steps |
     | weight_sync | delta of each of the last 3 steps is above 5 times the median of the steps before the window and 3 noise floors, no weights are stale, no completion is broken, the reward of the 3 steps before the rise was not below the usual by half of its size, no charge alarm says why, and the entropy does not move as under collapse |
     | unseen_updates | delta rises steadily (rank correlation of 0.8 or more over all steps, at least 10) to ten times its first and 3 noise floors, no weights are stale, and the engine stands still: `mismatch/push_rounding` is 0.7 or more in the median of the last 10 steps; in a recording the first step's median log-ratio is 0.04 nats at most and the engine's mean -log q moves by 20% at most |
     | identical | `completion/identical_fraction` is above `completion/identical_chance` by 0.1 and four standard errors over steps: samples that are not independent |
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but charge says why |
     | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a weight_sync alarm |
-    | displacement | over 20 steps the 95th percentile of |logit p - logit q| grows by half or more, steadily (rank correlation of 0.6 or more), while delta does not rise: confidence hides from delta that the engines part |
+    | displacement | over 20 steps the 95th percentile of |logit p - logit q| grows by half or more, steadily (rank correlation of 0.6 or more), while delta does not rise: confidence hides from delta that the engines diverge |
 
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
     window raises none but `charge` by its share. That share and its 5 steps were chosen on long completions (docs/evidence.md), the
@@ -101,8 +101,8 @@ def alarms(series: Series) -> list[Alarm]:
 def broken_completions(discrepancy: np.ndarray) -> float:
     """Share of the completions that stand apart: mean discrepancy above 0.1 and 10 times the median completion's.
 
-    A precision or other weights reach all completions alike. Tokens that another engine decoded and encoded again
-    are wild from there on, in the completions that it happened to.
+    A precision or other weights affect every completion. Retokenized completions diverge from the first changed token
+    on, in the affected completions only.
 
     Args:
         discrepancy: mean of each completion; 0 on padding, which does not count. Any shape.
@@ -360,7 +360,8 @@ def _displacement(series: Series) -> str | None:
         return None
     return (
         f"Over {_TREND_WINDOW} steps the 95th percentile of |logit p - logit q| rose from {first:.3g} to {last:.3g}, "
-        "the discrepancy did not: the policy grew sure while the engines parted. Charge it: measure=logit, budget=p95."
+        "the discrepancy did not: the policy became confident while the engines diverged. Constrain log-odds instead: "
+        "measure=logit, budget=p95."
     )
 
 

@@ -66,7 +66,7 @@ completion/identical_chance | fraction | the same as expected of independent sam
 @training/step_rollout.py:rollout_metrics
 discrepancy/source/{source}/mean | discrepancy | mean over the completions of data source {source}, each counted once
 completion/source/{source}/length_mean | tokens | mean length of the completions of data source {source}
-rollout/sampled_prompts | prompts | prompts sampled by dynamic sampling, those of replaced groups included
+rollout/sampled_prompts | prompts | prompts sampled by dynamic sampling, replaced groups included
 rollout/refill_rounds | calls | further calls of the engine by dynamic sampling
 rollout/unfilled_groups | prompts | groups of all-equal rewards that dynamic sampling found no other for
 @training/step_rollout.py:staleness_metrics
@@ -184,7 +184,7 @@ moe/router_entropy | nats | mean entropy of the router's distribution for a toke
 moe/balance_loss | 1 | load-balancing loss before its weight; the experts of a token if all is even
 moe/routing_agreement | fraction | replayed experts that the trainer's router would have chosen for the token
 @training/stopping.py:SkippedUpdates.record
-optimizer/skipped_share | fraction | skipped updates among those of the last 20 steps
+optimizer/skipped_share | fraction | share of the updates of the last 20 steps that was skipped
 @training/step_rollout.py:PHASES
 time/push | seconds | weights to the inference engine
 time/generate | seconds | sampling the completions

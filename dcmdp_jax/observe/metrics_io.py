@@ -15,17 +15,9 @@ A run directory holds
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import json
 import logging
 import os
-import platform
-import shlex
-import subprocess
-import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -34,19 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe import jsonl
-from dcmdp_jax.observe.jsonl import (
-    CONFIG_FILE,
-    HELD_OUT_FILE,
-    METRICS_FILE,
-    SAMPLES_FILE,
-    STARTS_FILE,
-    TENSORBOARD_DIRECTORY,
-)
+from dcmdp_jax.observe.jsonl import HELD_OUT_FILE, METRICS_FILE, SAMPLES_FILE, STARTS_FILE, TENSORBOARD_DIRECTORY
 from dcmdp_jax.observe.rollouts import RolloutWriter
-from dcmdp_jax.version import __version__
+from dcmdp_jax.observe.starts import record_start
+from dcmdp_jax.observe.trackers import Tracker, require_tracker
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,10 +40,6 @@ CLOCK = "time/clock"
 _AGAINST_C = {"dual/tolerance", "dual/violation", "discrepancy/completions_over_tolerance"}
 _TENSORBOARD_FLUSH_SECONDS = 10
 _TENSORBOARD_QUEUE = 10_000
-_GIT_S = 5.0
-_NAMES = {"wandb": "Weights & Biases", "trackio": "Trackio"}
-_OFFLINE = {"wandb": "log in, or set WANDB_MODE=offline", "trackio": "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL"}
-_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "source", "discrepancy_mean")
 
 Scalar = float | int | np.generic | np.ndarray | jax.Array
 Series = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -119,7 +100,7 @@ class MetricsWriter:
             self._rollouts = RolloutWriter(run_dir, every_steps=rollouts_every_steps, resume_step=resume_step)
         except OSError as error:
             raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
-        _record_start(run_dir, resume_step or 0, devices or jax.device_count())
+        record_start(run_dir, resume_step or 0, devices or jax.device_count())
         self._trackers = [Tracker(kind, project, run_dir) for kind, project in projects.items()]
         # Imported late: it imports torch wherever torch is installed, five seconds before every error message.
         from tensorboardX import SummaryWriter
@@ -142,7 +123,7 @@ class MetricsWriter:
             metrics: name to scalar: a number or an array of shape []. Waits for arrays on a device.
 
         Raises:
-            ValueError: if the step goes backwards, a value is no scalar, a metric is named "step", or the writer
+            ValueError: if the step goes backwards, a value is not a scalar, a metric is named "step", or the writer
                 is closed.
         """
         if self._closed:
@@ -155,7 +136,7 @@ class MetricsWriter:
                 shown = repr(value) if shape is None else f"{value.dtype}{list(shape)}"
                 raise ValueError(f"metric {name} is {shown}; allowed: a number or a numeric array of shape []")
         if step < self._step:
-            raise ValueError(f"metrics of step {step} came after those of step {self._step}")
+            raise ValueError(f"metrics of step {step} came after step {self._step}")
         self._step = step
         # A transfer guard allows an explicit device_get. A list keeps the order of the names; a dict
         # would come back sorted.
@@ -282,14 +263,14 @@ def read_metrics(run_dir: str | Path) -> Series:
         step: `pandas.DataFrame({name: pandas.Series(values, steps) for name, (steps, values) in metrics.items()})`.
 
     Raises:
-        ValueError: if there is no such directory, no metric in it, or a line that can't be read.
+        ValueError: if the directory or a metric in it is missing, or a line that can't be read.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir} is no run directory: {'a file' if run_dir.exists() else 'it does not exist'}")
+        raise UserError(f"{run_dir} is not a run directory: {'a file' if run_dir.exists() else 'it does not exist'}")
     path = run_dir / METRICS_FILE
     if not path.exists():
-        raise UserError(f"{run_dir} is no run directory: it holds no {METRICS_FILE}")
+        raise UserError(f"{run_dir} is not a run directory: it holds no {METRICS_FILE}")
     merged: dict[str, dict[int, float]] = {}
     for number, record in enumerate(jsonl.read(path), start=1):
         step = record.pop("step", None)
@@ -347,114 +328,3 @@ def _warn_of_gaps(path: Path, finished: int) -> None:
             len(recorded),
             finished,
         )
-
-
-def _record_start(run_dir: Path, step: int, devices: int) -> None:
-    """Append the command, the code, the machine and the date of a start to `starts.jsonl`.
-
-    Args:
-        run_dir: the run directory.
-        step: finished training steps at this start.
-        devices: number of training devices.
-    """
-    device, program = jax.devices()[0], Path(sys.argv[0])
-    # `python -m bin.train` of a checkout is `dcmdp train`.
-    name = f"dcmdp {program.stem}" if program.parent == Path(__file__).resolve().parents[2] / "bin" else program.name
-    line = {
-        "step": step,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": f"{name} {shlex.join(sys.argv[1:])}".strip(),
-        "commit": code_commit(),
-        "version": __version__,
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "machine": f"{devices} x {device.device_kind}, {os.cpu_count()} cores, {platform.machine()}",
-    }
-    with open(run_dir / STARTS_FILE, "a", encoding="utf-8") as file:
-        file.write(jsonl.encode(line))
-
-
-def code_commit() -> str:
-    """The commit of the checkout that this package is run from, with `+changes` if files differ; "" outside of one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return ""
-    try:
-        commit = _git(root, "rev-parse", "--short=10", "HEAD")
-        return f"{commit}+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else commit
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=_GIT_S, check=True)
-    return done.stdout.strip()
-
-
-def require_tracker(kind: str, project: str) -> None:
-    """Raise UserError if the package of a tracker, "wandb" or "trackio", is not installed."""
-    try:
-        importlib.import_module(kind)
-    except ImportError:
-        raise UserError(
-            f"{kind}_project is {project!r} but {_NAMES[kind]} is not installed: pip install -e '.[{kind}]'"
-        ) from None
-
-
-class Tracker:
-    """A run of Weights & Biases or Trackio. A resumed run goes on with the same one.
-
-    Args:
-        kind: "wandb" or "trackio".
-        project: its project.
-        run_dir: its `{kind}_run_id` tells the run again; config.json is its config.
-
-    Raises:
-        UserError: in one line, if it does not start.
-    """
-
-    def __init__(self, kind: str, project: str, run_dir: Path) -> None:
-        self._package = importlib.import_module(kind)
-        identity = run_dir / f"{kind}_run_id"
-        if not identity.exists() or not identity.read_text().strip():
-            atomic_write(identity, uuid.uuid4().hex)
-        name, unique = run_dir.resolve().name, identity.read_text().strip()
-        config = json.loads((run_dir / CONFIG_FILE).read_text()) if (run_dir / CONFIG_FILE).exists() else None
-        settings: dict[str, Any] = {"project": project, "resume": "allow", "config": config}
-        if kind == "wandb":
-            settings |= {"name": name, "id": unique, "dir": str(run_dir)}
-        else:  # Trackio knows a run by its name.
-            settings |= {"name": f"{name}-{unique[:8]}", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        try:
-            with contextlib.redirect_stdout(sys.stderr):
-                self.run = self._package.init(**settings)
-        except Exception as error:  # the package's own, or those of its HTTP client
-            said = " ".join(str(error).split())
-            raise UserError(f"{_NAMES[kind]} did not start ({said}); {_OFFLINE[kind]}") from error
-        self._steps = kind == "trackio"
-        if kind == "wandb":
-            # W&B refuses steps that go backwards, as they do after a resume: it counts lines, ours is the axis.
-            self.run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log the scalars of a step."""
-        if self._steps:
-            self.run.log(dict(values), step=step)
-        else:
-            self.run.log({"step": step, **values})
-
-    def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Log sample completions as a table."""
-        if records:
-            rows = [[_cell(step if name == "step" else record.get(name)) for name in _COLUMNS] for record in records]
-            self.write(step, {"samples": self._package.Table(columns=list(_COLUMNS), data=rows)})
-
-    def close(self) -> None:
-        """Finish the run there."""
-        with contextlib.redirect_stdout(sys.stderr):
-            self.run.finish()
-
-
-def _cell(value: Any) -> Any:
-    """A number or a text: a chat is its JSON."""
-    return value if isinstance(value, int | float | str | None) else json.dumps(value, ensure_ascii=False, default=str)

@@ -43,7 +43,7 @@ def render_page(template: str, **values: Any) -> str:
     Args:
         template: file name in `templates/`.
         values: variables of the template; `scripts`, names of scripts in `templates/`, is empty if absent. Filters:
-            `as_text` makes text of a JSON value, `number` and `percent` are those of `number_format`.
+            `as_text` makes text of a JSON value, `number` and `percent` format as in `number_format`.
 
     Raises:
         jinja2.UndefinedError: if the template reads a value that is not given.

@@ -31,7 +31,7 @@ _WIDTHS = {1: 10.8, 2: 10.8, 4: 14.4}
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Curves of some metrics by training step; those of a run have its color, those of a single run one each.
+    """Curves of some metrics by training step: one color a run, or one a curve for a single run.
 
     Attributes:
         heading: above the panel.
@@ -44,7 +44,7 @@ class Panel:
         smoothed: curves above 40 steps are drawn under their moving average.
         marker: matplotlib's name of a point's marker.
         draw: draws (axes, runs) in place of the curves.
-        beside: draws (axes, runs) what the panel has beside its curves.
+        overlay: draws (axes, runs) on top of the curves.
         by_step: the horizontal axis is the training step.
     """
 
@@ -58,7 +58,7 @@ class Panel:
     smoothed: bool = True
     marker: str | None = None
     draw: Callable[[Axes, Runs], None] | None = None
-    beside: Callable[[Axes, Runs], None] | None = None
+    overlay: Callable[[Axes, Runs], None] | None = None
     by_step: bool = True
 
 
@@ -95,8 +95,8 @@ def _draw(runs: Runs, *, title: str, panels: Callable[[Runs], Iterable[Panel]]) 
             _draw_curves(axes, panel, runs)
         else:
             panel.draw(axes, runs)
-        if panel.beside is not None:
-            panel.beside(axes, runs)
+        if panel.overlay is not None:
+            panel.overlay(axes, runs)
         if panel.by_step:
             _finish(axes, panel, last, legend=len(runs) > 1)
     return figure
@@ -251,7 +251,7 @@ _REWARD = Panel("", "mean reward", ("reward/mean",), from_zero=True)
 _SHARE = "share of completions"
 _DISCREPANCY = (
     Panel("mean over sampled tokens", "discrepancy", ("discrepancy/mean",), label="mean discrepancy", from_zero=True,
-          beside=_draw_budget),
+          overlay=_draw_budget),
     Panel("completions whose own mean is over c", _SHARE, ("discrepancy/completions_over_tolerance",), from_zero=True,
           percent=True),
 )  # fmt: skip

@@ -54,7 +54,7 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
 
 def _drawn(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, str, Figure]]:
     for stem, (caption, draw) in FIGURES.items():
-        # A dollar in a directory's name is no mathematics.
+        # matplotlib would read a dollar in a directory's name as mathematics.
         if (figure := draw({drawable(run.label).replace("$", r"\$"): run.series for run in runs})) is not None:
             yield stem, caption, figure
 
@@ -130,7 +130,7 @@ def _samples(runs: Sequence[RecordedRun]) -> list[tuple[str, list[dict[str, Any]
 
 
 def _settings(runs: Sequence[RecordedRun]) -> dict[str, Any]:
-    """Every setting, those that differ between runs first."""
+    """Every setting; first the ones that differ between runs."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = [
         [key, *[json.dumps(run.config[key], ensure_ascii=False) if key in run.config else "-" for run in runs]]

@@ -99,7 +99,7 @@ class RolloutWriter:
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"step_{step}.parquet"
         temporary = path.with_suffix(".partial")
-        # Ids and log-probs have too many values for a dictionary; it would be written beside them.
+        # Ids and log-probs have too many values for a dictionary; it would be written in addition.
         repeating = [name for name in columns if not name.endswith(("token_ids", "logprobs", "top"))]
         with temporary.open("wb") as file:  # pyarrow takes no name that is not UTF-8
             pyarrow.parquet.write_table(pyarrow.table(columns), file, compression="zstd", use_dictionary=repeating)

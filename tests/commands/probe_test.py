@@ -92,11 +92,6 @@ def test_the_page_has_each_completion_with_both_probabilities_the_largest_mismat
         (("R", "R", "--train-column", "old", "--rollout-column", "<b>"), "2 paths with --train-column: give one file"),
         (("R", "--format", "nemo"), "argument --format: invalid choice: 'nemo'"),
         (("none/*.jsonl",), "No such file or directory"),
-        (
-            ("R", "--certify"),
-            "--certify: of a model, whole distributions, against the trainer; give --model or --config",
-        ),
-        (("--model", "none", "--certify", "--b", "hf"), "--certify: of a model, whole distributions"),
         # Before anything is measured.
         (("--model", "none", "--a", "local", "--out", "R"), "argument --out: got '"),
         (("--recording", "R", "--token-column", ""), "--token-column is missing: name the column of the token ids"),

@@ -39,8 +39,8 @@ def test_several_go_to_report_or_where_out_says(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (None, "error: {run} is no run directory: it does not exist\n"),
-        ({}, "error: {run} is no run directory: it holds no metrics.jsonl\n"),
+        (None, "error: {run} is not a run directory: it does not exist\n"),
+        ({}, "error: {run} is not a run directory: it holds no metrics.jsonl\n"),
         ({"metrics.jsonl": ""}, "error: {run}/metrics.jsonl holds no metrics yet; wait for the run's first step\n"),
         (
             {"metrics.jsonl": "x\n{}\n"},
@@ -72,4 +72,4 @@ def test_as_a_process(tmp_path):
     command = [sys.executable, "-m", "bin.report", str(tmp_path / "absent")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {tmp_path}/absent is no run directory: it does not exist\n"
+    assert done.stderr == f"error: {tmp_path}/absent is not a run directory: it does not exist\n"

@@ -19,6 +19,7 @@ from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies import study_runs
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
+from dcmdp_jax.lab.studies.results import MEASURES, measure_arms, paired_differences
 from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.support.commands import failed_command
 from tests.support.each import check_each
@@ -82,12 +83,12 @@ def test_a_stopped_study_continues_and_compares(tmp_path):
     assert (out / "grpo" / "seed3" / "finished.json").stat().st_mtime_ns == before
     for arm in ("grpo", "dc"):
         assert read_metrics(out / arm / "seed3")["reward/mean"][0].tolist() == [1, 2]
-    record = json.loads((out / "results.json").read_text())
+    runs = read_kept_metrics(out / "metrics.jsonl.gz", None)
     for name, metric in (("discrepancy", "discrepancy/mean"), ("multiplier", "dual/multiplier")):
         values = {arm: read_metrics(out / arm / "seed3")[metric][1][-1] for arm in ("grpo", "dc")}
-        found = record["measures"][name]
-        assert {arm: found["arms"][arm]["values"]["3"] for arm in values} == pytest.approx(values)
-        assert found["difference"]["dc"]["mean"] == pytest.approx(values["dc"] - values["grpo"])
+        found = measure_arms(runs, MEASURES[name])
+        assert {arm: found[arm].values[3] for arm in values} == pytest.approx(values)
+        assert paired_differences(found, "grpo")["dc"].mean == pytest.approx(values["dc"] - values["grpo"])
     assert {path.stem for path in (out / "figures").glob("*.png")} == {
         "reward",
         "discrepancy",

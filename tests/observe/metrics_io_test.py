@@ -117,7 +117,7 @@ def test_a_value_that_is_no_scalar_is_named(tmp_path, value, shown):
 def test_misuse_is_refused(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.write(3, {"a": 1.0})
-    with pytest.raises(ValueError, match="metrics of step 2 came after those of step 3"):
+    with pytest.raises(ValueError, match="metrics of step 2 came after step 3"):
         writer.write(2, {"a": 1.0})
     with pytest.raises(ValueError, match='named "step"'):
         writer.write(4, {"step": 1.0})
@@ -348,7 +348,7 @@ def test_read_merges_lines_of_a_step_and_sorts(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "is no run directory: it holds no metrics.jsonl"),
+        (None, "is not a run directory: it holds no metrics.jsonl"),
         ("", "holds no metrics yet"),
         ('{"step": 1', "holds no metrics yet"),
         ('{"reward/mean": 1.0}\n', 'record 1: "step" is None; allowed: a whole number'),
@@ -364,10 +364,10 @@ def test_read_names_the_bad_record(tmp_path, content, message):
 
 
 def test_read_says_when_the_directory_is_missing_or_a_file(tmp_path):
-    with pytest.raises(ValueError, match="absent is no run directory: it does not exist"):
+    with pytest.raises(ValueError, match="absent is not a run directory: it does not exist"):
         read_metrics(tmp_path / "absent")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="file is no run directory: a file"):
+    with pytest.raises(ValueError, match="file is not a run directory: a file"):
         read_metrics(tmp_path / "file")
 
 

@@ -160,7 +160,7 @@ def growth(pairs: TokenPairs) -> Growth:
 def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
     """The 20 tokens of the largest |p - q|, largest first, each with 16 tokens before and 4 after it.
 
-    Completions that are the same up to a token, as those of one prompt often are, show it once.
+    Completions of one prompt are often the same up to a token, which is then shown once.
     """
     delta, starts, completion = pairs.discrepancy, pairs.starts, pairs.completion
     found, seen = [], set()
@@ -235,7 +235,7 @@ class Analysis:
         statistics: in numbers; completions over c for the recommended c.
         findings: causes, the likeliest first.
         recommendation: the budget c.
-        states: whole states beside the sampled tokens' estimates; empty without likeliest tokens.
+        states: whole states and the sampled tokens' estimates of them; empty without likeliest tokens.
         groups: heading -> groups.
         growth: along completions.
         worst: tokens in context.

@@ -59,7 +59,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
     14. undetermined.
 
     Where no defect is found the last line says the least of each that would have been, and what could not be checked.
-    Identical completions are named beside whatever else is.
+    Identical completions are named in addition to any other cause.
     """
     found = _causes(evidence)
     if evidence.identical > 1 and found[0].cause != "too_few":
@@ -343,7 +343,7 @@ def _others_tokens(e: Evidence) -> Iterator[Finding]:
         yield _say(
             "sharper",
             _sampled_elsewhere(e),
-            "Noise of any kind makes them more surprising. A temperature below 1 beside other differences, or sharper "
+            "Noise of any kind makes them more surprising. A temperature below 1 with other differences, or sharper "
             "weights: the columns can't tell.",
         )
 

@@ -37,8 +37,8 @@ class Explanation:
     Attributes:
         name: the change.
         cause: key of `causes.CAUSES`.
-        share: 1 - sum |q - h| / sum |q - p|, h the probability after the change: 1 reproduces the engine, 0 is no
-            nearer to it than the training stack, below 0 is farther.
+        share: 1 - sum |q - h| / sum |q - p|, h the probability after the change: 1 reproduces the engine, 0 is as
+            far from it as the training stack, below 0 is farther.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Lifted:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorDifference:
-    """An operator of the engine beside the training stack's, on the same input.
+    """An operator of the engine compared with the training stack's, on the same input.
 
     Attributes:
         operator: "embedding", "norm", "attention", "cache", "mlp" or "head"; key of `causes.CAUSES`.
@@ -211,7 +211,7 @@ class Evidence:
         columns: whether they are aligned.
         identical: completions that equal another one, by ids and about by log q, both of a probability below
             1 / (1000 N^2) on both sides: of N independent ones fewer than one in 1,000 recordings has such a pair.
-        course: what the course over the steps says of updates that do not reach the engine; "" if nothing.
+        course: evidence over the steps that updates do not reach the engine; "" if none.
         framework: who recorded the columns; "" if not known.
         floor: the larger of both engines' noise floors; None if not measured.
         rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if not measured.
@@ -378,7 +378,7 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
 
     Where a column is far from the other one, its values are spread out; even rounded ones have neighbors as frequent.
     A value that 8 tokens of 4 completions there share, five times as many as there are within 5% of it, was filled in.
-    The exact zeros of a cut by top-p are where p is large, not far; those of an engine near temperature 0 are most.
+    The exact zeros of a cut by top-p are where p is large, not far; near temperature 0 most values are zeros.
     """
     columns = {"engine": pairs.rollout_logprobs, "training stack": pairs.train_logprobs}
     far = np.abs(pairs.train_logprobs - pairs.rollout_logprobs) > _FAR
@@ -414,7 +414,7 @@ def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
 def _exchanged(pairs: TokenPairs) -> np.ndarray:
     """[N] bool, completions whose log p is related to the log q of another one and not to their own.
 
-    The first 64 tokens of up to 16 completions whose columns are unrelated are correlated with those of all that are as
+    The first 64 tokens of up to 16 completions whose columns are unrelated are correlated with all that are as
     long, and so are their probabilities, in which a few very unlikely tokens weigh less. The best counts if no chance
     among so many gives it (Fisher's z).
     """
@@ -513,7 +513,7 @@ def _correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _estimate(values: np.ndarray, rows: np.ndarray) -> TokenMean:
-    """Mean over tokens, its error by the sums of each completion; `rows` says which one a token belongs to."""
+    """Mean over tokens, its error by the sums of each completion; `rows` has each token's completion."""
     mean = float(values.mean())
     sums = np.bincount(rows, values - mean)
     count = len(np.unique(rows))

@@ -37,7 +37,7 @@ class Format:
     """A framework's recording.
 
     Attributes:
-        patterns: globs of its files, at any depth below a directory; those of JSON lines may also be compressed.
+        patterns: globs of its files, at any depth below a directory; JSON lines may also be compressed.
         keys: columns that tell it from the others; each row has them.
         columns: names of the columns that it always has.
         optional: kind of column -> name, used where a row has it.
@@ -67,7 +67,7 @@ class RecordedFile:
 
 
 def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
-    """The framework that wrote a file, by the names of its columns; None if there is no row in it.
+    """The framework that wrote a file, by the names of its columns; None for a file without rows.
 
     Raises:
         UserError: with the keys found and the formats tried, if none knows them, or the file is not readable.

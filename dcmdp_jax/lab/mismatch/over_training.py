@@ -160,7 +160,7 @@ def read_run(
     tolerance: float | None = None,
     metrics: Series | None = None,
 ) -> TrainingRecord:
-    """Read and measure a recording, one step in memory at a time beside the tokens that are kept.
+    """Read and measure a recording, with one step and the kept tokens in memory at a time.
 
     Args:
         files: result of `find_files`.

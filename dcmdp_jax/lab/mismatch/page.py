@@ -125,7 +125,7 @@ def table(analyses: Sequence[Analysis]) -> str:
 
 
 def _first_operator(analysis: Analysis) -> list[str]:
-    """A line that says which operator is the first to differ; none where they were not looked at."""
+    """A line on the first operator that differs; none where operators were not compared."""
     if not (operators := analysis.evidence.operators):
         return []
     half = float(np.median([each.relative for each in operators]))
@@ -257,7 +257,10 @@ _FIGURES: dict[str, tuple[str, Callable[[TokenPairs, Analysis], Figure | None]]]
     "steps": ("|p - q| over training.", _draw_steps),
     "scatter": ("Each token's probability under both.", _draw_scatter),
     "distribution": ("Share of tokens above each |p - q|; mean, noise floors and c.", _draw_distribution),
-    "operators": ("Each operator of the engine beside the training stack's, on the same input.", _draw_operators),
+    "operators": (
+        "Each operator of the engine against the training stack's, on the same input.",
+        _draw_operators,
+    ),
     "groups": ("Mean |p - q| where it arises.", _draw_groups),
 }
 """File stem to (caption, function)."""

@@ -75,7 +75,7 @@ def make_pairs(
     """Concatenate ragged completions, one array each.
 
     Raises:
-        ValueError: if there is no completion, one is empty, or the lengths of its arrays differ.
+        ValueError: if completions are missing, one is empty, or the lengths of its arrays differ.
     """
     lengths = np.array([len(ids) for ids in token_ids], np.int64)
     if not len(lengths) or not lengths.all():
@@ -85,7 +85,7 @@ def make_pairs(
     given |= {name: value for name, value in optional.items() if value is not None}
     for name, arrays in given.items():
         if [len(array) for array in arrays] != lengths.tolist():
-            raise ValueError(f"{name}: lengths differ from those of token_ids")
+            raise ValueError(f"{name}: lengths differ from token_ids")
     dtypes = {"lags": np.int32}
     flat = {name: np.concatenate(arrays).astype(dtypes.get(name, np.float32)) for name, arrays in given.items()}
     return TokenPairs(np.concatenate(token_ids).astype(np.int32), lengths=lengths, **flat)

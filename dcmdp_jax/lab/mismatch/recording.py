@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.data.likeliest_tokens import list_problems
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut, read_rows
 from dcmdp_jax.lab.mismatch.states import measure_states
-from dcmdp_jax.record import list_problems, unpacked_top
+from dcmdp_jax.record import unpacked_top
 
 # Half precision may leave a log-prob a little above 0 and an entropy a little below.
 _ROUNDING = 1e-3
@@ -53,7 +54,7 @@ class Columns:
     top: str = ""
 
     def options(self) -> dict[str, str]:
-        """Option of `dcmdp probe` -> column, for those that are given."""
+        """Option of `dcmdp probe` -> column, of the given ones."""
         return {f"--{name}-column": value for name, value in dataclasses.asdict(self).items() if value}
 
 
@@ -224,8 +225,8 @@ def check_whole(path: str | Path, pairs: TokenPairs, columns: Columns) -> None:
         for name, expected in ((columns.rollout, factor), (columns.train, 1 / factor)):
             if abs(middle / expected - 1) < 0.02 and third - first < 0.1 * middle:
                 raise UserError(
-                    f"{path}: {name} looks like logarithms in base {base}: its values are {factor:.4g} times those of "
-                    f"the other column; multiply them by ln {base} = {1 / factor:.4g}"
+                    f"{path}: {name} looks like logarithms in base {base}: its values are {factor:.4g} times "
+                    f"the other column's; multiply them by ln {base} = {1 / factor:.4g}"
                 )
 
 
@@ -298,7 +299,7 @@ def pairs_of(rows: Iterable[Row]) -> TokenPairs:
 
 
 def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Recording:
-    """Read a recording in bounded memory (`KeptRows`); every row is checked, also those that are not kept.
+    """Read a recording in bounded memory (`KeptRows`); every row is checked, kept or not.
 
     Args:
         path: .parquet, or .jsonl or .jsonl.gz with one JSON object a line.
@@ -306,10 +307,10 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
         max_tokens: tokens to keep at most, except that one row is always kept.
 
     Raises:
-        UserError: one line naming file, row, column and what is wrong: a column that is not there (with those that
+        UserError: one line naming file, row, column and what is wrong: a column that is not there (with the ones that
             are), there twice or given for two things, text that is not UTF-8, cells of different lengths, a value
             that the column cannot have, log-probs in base 2 or 10 or never filled in.
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if the file is missing.
     """
     path = Path(path)
     check_distinct(columns)

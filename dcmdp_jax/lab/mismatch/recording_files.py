@@ -109,7 +109,7 @@ def read_rows(
 
 
 def column_names(path: Path, left_out: LeftOut) -> list[str]:
-    """Names of a file's columns; of JSON lines, those of its first row; empty if it has none.
+    """Names of a file's columns; of JSON lines, its first row's; empty without one.
 
     Raises:
         UserError: if it is not readable.

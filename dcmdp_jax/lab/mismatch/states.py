@@ -36,7 +36,7 @@ _ENTRIES = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class StateMeasure:
-    """A measure of whole states beside its estimate from sampled tokens; of the head's mass the exact value alone.
+    """A measure of whole states and its estimate from sampled tokens; of the head's mass the exact value alone.
 
     Attributes:
         title: for people.
@@ -84,7 +84,7 @@ def _program() -> Callable[..., dict[str, Any]]:
 
 
 def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
-    """Each measure over the states of sampled tokens beside its estimate; empty without likeliest tokens."""
+    """Each measure over the states of sampled tokens, with its estimate; empty without likeliest tokens."""
     if pairs.states is None:
         return ()
     log_ratio, states = pairs.log_ratio, pairs.states.astype(np.float64)

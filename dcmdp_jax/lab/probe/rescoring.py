@@ -106,7 +106,7 @@ class Rescoring:
     """
 
     def __init__(self, setup: Setup, pairs: TokenPairs, prompt_index: np.ndarray) -> None:
-        """Cut the completions to those that are scored again.
+        """Cut the completions to the ones to score again.
 
         Args:
             setup: the model, and what it is asked.

@@ -16,7 +16,7 @@ Values = Mapping[str, Any]
 _PAPERS = "dc_grpo"
 """An arm with this in its name is the paper's."""
 _TUNED = ("algorithm.", "optimizer.", "training.prompts_per_")
-"""Settings that an arm says itself where they are not those of configs/base.py."""
+"""Settings that an arm must give where they differ from configs/base.py."""
 _OF_THE_ENGINE = "rollout.kv_cache_dtype", "rollout.lag", "rollout.engine_args"
 _OF_THE_ENGINE += "model.forward_precision", "model.forward_cache"
 _HEADING = (
@@ -35,7 +35,7 @@ def algorithm_of(values: Values) -> dict[str, Any]:
 
 
 def check_arm(label: str, arm: Arm, values: Values, given: Collection[str], base: Values, paper: Values) -> None:
-    """Refuse an arm that is not what it says.
+    """Refuse an arm that differs from its name or its settings.
 
     Args:
         label: name of the arm.

@@ -95,7 +95,7 @@ def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
 
     Args:
         path: the file.
-        arms: labels of the study, in its order; None for those of the file.
+        arms: labels of the study, in its order; None for the file's own.
 
     Returns:
         Arm -> seed -> series; an arm that the file lacks has no seeds.

@@ -26,7 +26,7 @@ def broken_rule(series: Series, values: Mapping[str, Any]) -> Iterator[str]:
 
     Args:
         series: metrics of a run.
-        values: dotted name of a setting -> its value, at least those of `algorithm`.
+        values: dotted name of a setting -> its value; at least section `algorithm`.
 
     Raises:
         UserError: in one line, if a step is missing.

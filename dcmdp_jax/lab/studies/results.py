@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from dcmdp_jax.evaluation.estimators import t_half_width
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
-from dcmdp_jax.observe.page_kit import json_values
 
 _LAST_SHARE = 10
 Table = Mapping[str, Mapping[int, Series]]
@@ -101,7 +99,7 @@ MEASURES = {
     "mismatch": Measure("mismatch, last tenth, nats", _last_tenth("mismatch/log_ratio_abs_mean")),
     "staleness": Measure("staleness, last tenth, nats", _last_tenth("staleness/log_ratio_abs_mean")),
 }
-"""Columns of a study's table, without those of metrics that no run has. The held-out score is the inference engine's
+"""Columns of a study's table; one whose metric no run has is left out. The held-out score is the inference engine's
 policy after the last step."""
 
 
@@ -176,19 +174,6 @@ def tables(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> str:
             ],
         )
     return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
-
-
-def record(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> dict[str, Any]:
-    """Every number of the tables, and every run's own, with JSON types; NaN as null."""
-    made: dict[str, Any] = {"title": title, "baseline": baseline, "notes": list(notes), "measures": {}}
-    for name, measure in MEASURES.items():
-        arms = measure_arms(runs, measure)
-        made["measures"][name] = {
-            "title": measure.title,
-            "arms": {arm: dataclasses.asdict(found) for arm, found in arms.items()},
-            "difference": {arm: dataclasses.asdict(found) for arm, found in paired_differences(arms, baseline).items()},
-        }
-    return json_values(made)
 
 
 def _cell(found: Estimate, digits: int, *, sign: bool = False) -> str:

@@ -25,8 +25,8 @@ class Arm:
     Attributes:
         config: value of train's --config, `configs/demo.py:grpo`.
         settings: dotted name -> value, on top of it.
-        past: True for an arm that is no longer run; its kept metrics are shown.
-        differs: of an arm with `dc_grpo` in its name, the settings of `algorithm` that are not those of
+        past: True for an arm that does not run any more; its kept metrics are shown.
+        differs: of an arm with `dc_grpo` in its name, the settings of `algorithm` that differ from
             configs/qwen3_8b.py: `("tolerance",)`.
     """
 
@@ -171,7 +171,7 @@ def _check_types(study: Study) -> None:
         raise UserError(f"the arms are {shorten(study.arms)}, must be a mapping from label to Arm")
     for label, arm in study.arms.items():
         if not isinstance(label, str):
-            raise UserError(f"the label {shorten(label)} of an arm is no text; it names a directory")
+            raise UserError(f"the label {shorten(label)} of an arm is not text; it names a directory")
         if not isinstance(arm, Arm):
             raise UserError(f"arm {label!r} is {shorten(arm)}, must be an Arm")
     lists = {"seeds": (study.seeds, int, "whole numbers"), "evaluation": (study.evaluation, str, "texts")}

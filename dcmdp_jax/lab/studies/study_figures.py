@@ -1,4 +1,4 @@
-"""Figures of a study: each arm's mean curve beside the baseline's, and differences by seed."""
+"""Figures of a study: each arm's mean curve with the baseline's, and differences by seed."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
 from dcmdp_jax.lab.studies.kept_metrics import write_kept_metrics
-from dcmdp_jax.lab.studies.results import Table, record, tables
+from dcmdp_jax.lab.studies.results import Table, tables
 from dcmdp_jax.lab.studies.study import Study, StudyRun
 from dcmdp_jax.lab.studies.study_figures import save_figures
 from dcmdp_jax.observe.metrics_io import read_metrics
@@ -144,7 +144,7 @@ def compare(study: Study, runs: Sequence[StudyRun], failed: Sequence[StudyRun], 
 def write_results(
     study: Study, series: Table, out: Path, notes: Sequence[str] = (), evaluated: Sequence[Path] = ()
 ) -> str:
-    """Write results.md, results.json and figures/ into `out`; return the tables, and what was written.
+    """Write results.md and figures/ into `out`; return the tables, and what was written.
 
     Args:
         study: the study.
@@ -158,8 +158,7 @@ def write_results(
         text += f"\n```\n{format_comparison([read_scores(path) for path in evaluated])}\n```\n"
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.md").write_text(text, encoding="utf-8")
-    write_json(out / "results.json", record(study.title, series, study.baseline, notes))
     if any(series.values()):
         save_figures(study.title, study.baseline, series, out / "figures")
-        text += f"\nwrote {out}/results.md, results.json and {out / 'figures'}/*.png"
+        text += f"\nwrote {out}/results.md and {out / 'figures'}/*.png"
     return text

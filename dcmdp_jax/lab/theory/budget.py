@@ -16,7 +16,7 @@ _MET = 1e-9
 """Relative distance from the budget up to which it counts as met."""
 _EPSILON = np.finfo(float).eps
 _FARTHEST = 680.0
-"""|log lambda| up to which a multiplier is looked for; beyond it is no float64 number."""
+"""|log lambda| up to which a multiplier is looked for; float64 ends there."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -144,7 +144,7 @@ def check_state(advantages: np.ndarray, inference_policy: np.ndarray) -> tuple[n
     """A and q as float64.
 
     Raises:
-        ValueError: if they are not two finite vectors of one length, or q is no distribution with all actions in it.
+        ValueError: if they are not two finite vectors of one length, or q does not give every action a probability.
     """
     a, q = np.asarray(advantages, np.float64), np.asarray(inference_policy, np.float64)
     if a.ndim != 1 or a.shape != q.shape or not len(a):

@@ -1,0 +1,89 @@
+"""Mirrors of a run's metrics and samples: Weights & Biases and Trackio."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.observe.jsonl import CONFIG_FILE
+
+_NAMES = {"wandb": "Weights & Biases", "trackio": "Trackio"}
+_OFFLINE = {"wandb": "log in, or set WANDB_MODE=offline", "trackio": "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL"}
+_COLUMNS = ("step", "prompt", "completion", "answer", "reward", "source", "discrepancy_mean")
+
+
+def require_tracker(kind: str, project: str) -> None:
+    """Raise UserError if the package of a tracker, "wandb" or "trackio", is not installed."""
+    try:
+        importlib.import_module(kind)
+    except ImportError:
+        raise UserError(
+            f"{kind}_project is {project!r} but {_NAMES[kind]} is not installed: pip install -e '.[{kind}]'"
+        ) from None
+
+
+class Tracker:
+    """A run of Weights & Biases or Trackio. A resumed run goes on with the same one.
+
+    Args:
+        kind: "wandb" or "trackio".
+        project: its project.
+        run_dir: its `{kind}_run_id` tells the run again; config.json is its config.
+
+    Raises:
+        UserError: in one line, if it does not start.
+    """
+
+    def __init__(self, kind: str, project: str, run_dir: Path) -> None:
+        self._package = importlib.import_module(kind)
+        identity = run_dir / f"{kind}_run_id"
+        if not identity.exists() or not identity.read_text().strip():
+            atomic_write(identity, uuid.uuid4().hex)
+        name, unique = run_dir.resolve().name, identity.read_text().strip()
+        config = json.loads((run_dir / CONFIG_FILE).read_text()) if (run_dir / CONFIG_FILE).exists() else None
+        settings: dict[str, Any] = {"project": project, "resume": "allow", "config": config}
+        if kind == "wandb":
+            settings |= {"name": name, "id": unique, "dir": str(run_dir)}
+        else:  # Trackio knows a run by its name.
+            settings |= {"name": f"{name}-{unique[:8]}", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                self.run = self._package.init(**settings)
+        except Exception as error:  # the package's own exceptions, or its HTTP client's
+            said = " ".join(str(error).split())
+            raise UserError(f"{_NAMES[kind]} did not start ({said}); {_OFFLINE[kind]}") from error
+        self._steps = kind == "trackio"
+        if kind == "wandb":
+            # W&B refuses steps that go backwards, as they do after a resume: it counts lines, ours is the axis.
+            self.run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log the scalars of a step."""
+        if self._steps:
+            self.run.log(dict(values), step=step)
+        else:
+            self.run.log({"step": step, **values})
+
+    def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Log sample completions as a table."""
+        if records:
+            rows = [[_cell(step if name == "step" else record.get(name)) for name in _COLUMNS] for record in records]
+            self.write(step, {"samples": self._package.Table(columns=list(_COLUMNS), data=rows)})
+
+    def close(self) -> None:
+        """Finish the run there."""
+        with contextlib.redirect_stdout(sys.stderr):
+            self.run.finish()
+
+
+def _cell(value: Any) -> Any:
+    """A number or a text: a chat is its JSON."""
+    return value if isinstance(value, int | float | str | None) else json.dumps(value, ensure_ascii=False, default=str)
