@@ -251,10 +251,9 @@ def test_a_recording_is_read_and_explained_without_an_accelerator():
 
 
 def test_what_moves_numpy_arrays_knows_no_model():
-    data = ("columns", "episode", "packing", "row_layout")
+    data = ("columns", "episode", "likeliest_tokens", "packing", "row_layout")
     allowed = {
         "errors",
-        "record",
         "types",
         "version",
         "data",
