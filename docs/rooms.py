@@ -1,12 +1,14 @@
 """The rooms of the package, by its imports: `python -m docs.rooms` writes the table and drawing of architecture.md.
 
-It also writes the line numbers of the page's walks.
+It also writes the sizes of the rooms, and for the page's walks the line numbers, the lines to read and the minutes.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -14,6 +16,13 @@ _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGE = _ROOT / "dcmdp_jax"
 PAGE, DRAWING = _ROOT / "docs" / "architecture.md", _ROOT / "docs" / "images" / "rooms.svg"
 _BEGIN, _END = "<!-- rooms: written by python -m docs.rooms -->\n", "<!-- end of rooms -->\n"
+_SIZE = re.compile(r"^(\| `(\w+)` \|.*\|) [\d,]+ \|$", re.MULTILINE)
+_WALK = re.compile(
+    r"^(\*\*[^*]+\*\*) \((\d+) places, (\d+) lines, (\d+) minutes\)(.*?)(?=^\*\*|^## )", re.MULTILINE | re.DOTALL
+)
+_NO_CODE = {getattr(tokenize, name) for name in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()}
+LINES_A_MINUTE = 25
+"""Lines of this code, docstrings included, that a newcomer reads in a minute."""
 _PLACE = re.compile(r"^(    )([\w/]+\.py):(\d+) +([\w.]+) +", re.MULTILINE)
 _WIDTH, _BOX, _FLOOR = 900, (118, 34), 92
 
@@ -29,6 +38,35 @@ def rooms() -> Rooms:
         imported = {words[1] for tree in trees for words in _imports(tree) if words[0] == "dcmdp_jax" and words[1:]}
         found[name] = frozenset(imported & set(names) - {name})
     return found
+
+
+def code_lines(text: str) -> int:
+    """Number of lines that hold code: no blank lines, comments or docstrings."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def size_of(room: str) -> int:
+    """Code lines of a room, to the nearest fifty."""
+    files = (_PACKAGE / room).rglob("*.py")
+    return round(sum(code_lines(path.read_text(encoding="utf-8")) for path in files) / 50) * 50
+
+
+def without_sizes(page: str) -> str:
+    """The page without the sizes of its rooms, which every change of code moves."""
+    return _SIZE.sub(r"\1", page)
+
+
+def sizes(page: str) -> dict[str, int]:
+    """Room -> the size that the page has."""
+    return {match[2]: int(match[0].split("|")[-2].replace(",", "")) for match in _SIZE.finditer(page)}
 
 
 def _imports(tree: ast.AST) -> Iterator[list[str]]:
@@ -61,11 +99,11 @@ def floors(table: Rooms) -> list[list[str]]:
 def page_block(table: Rooms) -> str:
     """The generated part of the page."""
     image = "![Rooms, each above those that it imports](images/rooms.svg)"
-    lines = [f"{image}\n\n| room | what it has | imports |\n|---|---|---|\n"]
+    lines = [f"{image}\n\n| room | what it has | code lines |\n|---|---|---|\n"]
     for floor in floors(table):
         for room in floor:
             about = ast.get_docstring(ast.parse((_PACKAGE / room / "__init__.py").read_text(encoding="utf-8")))
-            lines.append(f"| `{room}` | {about} | {', '.join(sorted(table[room])) or 'none'} |\n")
+            lines.append(f"| `{room}` | {about} | {size_of(room):,} |\n")
     beside = sorted(f"`{path.stem}`" for path in _PACKAGE.glob("*.py") if not path.stem.startswith("__"))
     return "".join(lines) + f"\nModules beside the rooms, which all may import: {', '.join(beside)}.\n"
 
@@ -108,13 +146,29 @@ def places(page: str) -> list[tuple[str, str, int]]:
     return [(file, name, int(line)) for _, file, line, name in _PLACE.findall(page)]
 
 
+def walks(page: str) -> list[tuple[str, tuple[int, int], str]]:
+    """Question, places and lines to read as the page has them, and the text of each walk."""
+    found = _WALK.finditer(page)
+    return [(match[1].strip("*"), (int(match[2]), int(match[3])), match[5]) for match in found]
+
+
+def walk_of(text: str) -> tuple[int, int]:
+    """Places that a walk names, and the lines of their definitions."""
+    nodes = [_definition(file, name) for file, name, _ in places(text)]
+    return len(nodes), sum(node.end_lineno - node.lineno + 1 for node in nodes)
+
+
 def line_of(file: str, name: str) -> int:
     """The line that defines a function, a class, a method, a constant or a field of a module of the package."""
+    return _definition(file, name).lineno
+
+
+def _definition(file: str, name: str) -> ast.stmt:
     body = ast.parse((_PACKAGE / file).read_text(encoding="utf-8")).body
     for word in name.split("."):
         [node] = [node for node in body if word in (getattr(node, "name", None), _assigned(node))]
         body = getattr(node, "body", [])
-    return node.lineno
+    return node
 
 
 def _assigned(node: ast.AST) -> str | None:
@@ -123,13 +177,17 @@ def _assigned(node: ast.AST) -> str | None:
 
 
 def with_lines(page: str) -> str:
-    """The page with the line numbers of its walks anew."""
+    """The page with the line numbers of its walks anew, their lines to read and the minutes."""
 
-    def written(match: re.Match[str]) -> str:
+    def place(match: re.Match[str]) -> str:
         indent, file, _, name = match.groups()
         return f"{indent}{f'{file}:{line_of(file, name)}':<32}{name:<34}"
 
-    return _PLACE.sub(written, page)
+    def walk(match: re.Match[str]) -> str:
+        count, lines = walk_of(match[5])
+        return f"{match[1]} ({count} places, {lines} lines, {-(-lines // LINES_A_MINUTE)} minutes){match[5]}"
+
+    return _WALK.sub(walk, _PLACE.sub(place, page))
 
 
 if __name__ == "__main__":

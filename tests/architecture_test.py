@@ -14,7 +14,12 @@ _PACKAGE = _ROOT / "dcmdp_jax"
 
 def test_table_and_drawing_are_those_of_the_imports():
     table = rooms.rooms()
-    assert rooms.with_rooms(_PAGE, table) == _PAGE, "python -m docs.rooms"
+    written = rooms.with_rooms(_PAGE, table)
+    assert rooms.without_sizes(written) == rooms.without_sizes(_PAGE), "python -m docs.rooms"
+    now, said = rooms.sizes(written), rooms.sizes(_PAGE)
+    assert now.keys() == said.keys() == table.keys()
+    stale = {room: (said[room], size) for room, size in now.items() if abs(said[room] - size) > 100 + size / 10}
+    assert not stale, f"{stale}: python -m docs.rooms"
     assert rooms.DRAWING.read_text() == rooms.drawing(table), "python -m docs.rooms"
 
 
@@ -54,3 +59,17 @@ def test_walks_name_what_is_defined_there():
         at = rooms.line_of(file, name)
         assert abs(at - line) <= 30, f"{file}: {name} is in line {at}, not {line}: python -m docs.rooms"
     assert {"clipped_surrogate", "row_signals", "PENALTIES"} <= {name for _, name, _ in found}
+
+
+def test_walks_say_how_much_there_is_to_read():
+    found = rooms.walks(_PAGE)
+    assert [question.split()[0] for question, *_ in found] == ["Where", "What", "How", "How", "Why"]
+    for question, (places, lines), text in found:
+        now = rooms.walk_of(text)
+        assert now[0] == places and abs(now[1] - lines) <= 30 + lines / 5, f"{question} {now}: python -m docs.rooms"
+
+
+def test_the_lines_of_a_walk_by_hand():
+    # A constant on one line; a field of the settings, too.
+    places = ("algorithm/penalties.py:7    PENALTIES    a", "config/algorithm.py:9    AlgorithmSettings.method    b")
+    assert rooms.walk_of("".join(f"    {place}\n" for place in places)) == (2, 2)

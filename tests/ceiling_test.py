@@ -1,31 +1,16 @@
 """The ceilings of size, which a file beside the checkout states: no commit of this project can raise them."""
 
-import ast
 import functools
-import io
 import json
-import tokenize
 from pathlib import Path
 
 import pytest
 
+from docs.rooms import code_lines
+
 _ROOT = Path(__file__).resolve().parents[1]
 _CEILINGS = _ROOT.parent / "shared" / "ceilings.json"
 _WHEN = "now"
-_NO_CODE = {getattr(tokenize, n) for n in "COMMENT NL NEWLINE INDENT DEDENT ENCODING ENDMARKER".split()}
-
-
-def code_lines(text):
-    """Number of lines that hold code: no blank lines, comments or docstrings."""
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in _NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if documented and ast.get_docstring(node, clean=False) is not None:
-            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(lines)
 
 
 @pytest.fixture
