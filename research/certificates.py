@@ -68,7 +68,7 @@ def toy(family: str, directory: Path) -> None:
     import jax
 
     from dcmdp_jax.data.arithmetic import build_tokenizer
-    from dcmdp_jax.data.prompts import save_tokenizer
+    from dcmdp_jax.data.tokenizer import save_tokenizer
     from dcmdp_jax.models.hf_config import from_hf
     from dcmdp_jax.models.hf_weights import save_params
     from dcmdp_jax.models.params import init_params

@@ -66,7 +66,7 @@ print(json.dumps({"grown": resident() - before}))
 """
 _TOKENIZE = """
 import json, sys
-from dcmdp_jax.data.prompts import load_tokenizer
+from dcmdp_jax.data.tokenizer import load_tokenizer
 ids = load_tokenizer(sys.argv[1])("1+2=3")["input_ids"]
 print(json.dumps({"ids": ids, "torch": any(name.startswith("torch.") for name in sys.modules)}))
 """

@@ -17,7 +17,7 @@ from benchmarks.workload import LORA, batch_of, rollout, stepper
 from configs.base import get_config
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.episode import Episode, collect, in_prompt_order
-from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
+from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
+from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import has_tokenizer
 from dcmdp_jax.models.config import ModelConfig

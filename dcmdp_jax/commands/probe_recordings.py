@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dcmdp_jax.commands.arguments import whole
-from dcmdp_jax.data.prompts import load_tokenizer, token_text
+from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.formats import FORMATS, format_of

@@ -1,55 +1,25 @@
-"""Prompts as token ids: the tokenizer's own chat template, a suffix, a length limit; and the tokens that end a text."""
+"""Prompts as token ids: the tokenizer's own chat template, a suffix, a length limit."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import logging
 import re
-import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dcmdp_jax.errors import UserError, one_line
-from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object, shorten, shorten_name
-from dcmdp_jax.rewards.protocol import Message, Problem
+from dcmdp_jax.data.chat import chat_messages, problem_texts, render_checked, template_variables, with_suffix
+from dcmdp_jax.data.tokenizer import check_tokenizer, encode_texts
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.rewards.protocol import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOG = logging.getLogger(__name__)
-# A chat that no template contains: characters that every tokenizer should have, a line break and a run of spaces.
-_MESSAGE = "Find 1+1.\n\n  Answer in one line: 12 + 30 = ?"
-_CHAT = tuple(
-    {"role": role, "content": content}
-    for role, content in (("user", "What is 2+3?"), ("assistant", "5"), ("user", _MESSAGE))
-)
-# What pre-tokenizers and normalizers treat differently.
-_SAMPLE = (
-    "Let f(x) = 12,345.67;\n\n\t    if a<=b: don't  \N{GREEK SMALL LETTER PI}, na\u00efve, \u6570\u5b66 \U0001f600\r\n "
-)
-# DAPO-Math-17K (`Answer: $Answer`, `after "Answer:"`), its variants (`Answer: \boxed{<final_answer>}`), and an empty or
-# named box (`\boxed{}`, `\boxed{answer}`, `within \boxed`). A box with anything else in it is part of a problem.
-_ANSWER_FORM = re.compile(
-    r"""\banswer\s?:\s?(?:\$answer\b|\\boxed\{|["'”’])|\\boxed(?![a-z])(?!\s?[{\d])"""
-    r"""|\\boxed\{\s?(?:\.\.\.|…|<[^<>{}]{0,40}+>|[$\[]?(?:your |the )?(?:final[ _]?)?answer[$\]]?)?\s?\}""",
-    re.IGNORECASE,
-)
-_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
-# Of a template's own text; published ones have some thousands.
-_TEMPLATE_CHARACTERS = 1_000_000
-# Arguments of apply_chat_template, which a template's variables share.
-_OURS = re.findall(
-    r"\w+",
-    "messages conversation tokenize add_generation_prompt chat_template tools documents continue_final_message "
-    "return_dict return_tensors padding truncation max_length",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,151 +51,6 @@ def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:
         dropped=sum(part.dropped for part in parts),
         with_control_tokens=sum(part.with_control_tokens for part in parts),
     )
-
-
-def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
-    """Load a tokenizer for chat prompts; never run code that comes with it. All commands load theirs here.
-
-    tokenizer.json is read as it is where the class that tokenizer_config.json names would give other ids: transformers
-    5 replaces the pre-tokenizer of a byte-level file under LlamaTokenizer, and spaces and line breaks are lost.
-
-    Args:
-        path: a directory in Hugging Face format, or a Hub name.
-        vocab_size: the model's; None without a model.
-
-    Raises:
-        UserError: if there is no tokenizer there, it has more tokens than the model, no chat template, one that leaves
-            out a message of a chat, or no end-of-sequence token, or its ids do not decode to the text.
-    """
-    from transformers import AutoTokenizer
-    from transformers.utils import cached_file
-
-    directory = Path(path).expanduser()
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not directory.is_dir():
-        raise UserError(f"tokenizer {path}: no such directory")
-    if directory.is_dir() and not has_tokenizer(directory):
-        # transformers makes an empty one where config.json names a model whose tokenizer it knows.
-        raise UserError(f"tokenizer {path}: no tokenizer.json or vocab.json there; copy the model's tokenizer files in")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(directory) if directory.is_dir() else path, trust_remote_code=False, local_files_only=directory.is_dir()
-        )
-    except Exception as error:  # missing files, broken JSON and unknown classes all raise differently
-        reason = shorten_name((str(error) or type(error).__name__).strip().splitlines()[0])
-        raise UserError(f"tokenizer {path}: not loadable ({reason})") from error
-    check_tokenizer(tokenizer)
-    if not directory.is_dir():
-        # In the Hub's cache, where transformers just put it.
-        known = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in TOKENIZER_FILES)
-        directory = Path(next(filter(None, known))).parent
-    tokenizer = _as_written(tokenizer, directory)
-    tokenizer.name_or_path = str(directory)
-    if vocab_size is not None and len(tokenizer) > vocab_size:
-        beyond = [token.content for place, token in tokenizer.added_tokens_decoder.items() if place >= vocab_size]
-        # Yi-1.5's own tokenizer has three such tokens.
-        own = f"; if this is it, the model can't read {shorten(beyond)}: delete them from its files" if beyond else ""
-        raise UserError(
-            f"tokenizer {path}: {len(tokenizer)} tokens, but the model has {vocab_size}; use the model's own "
-            f"tokenizer{own}"
-        )
-    if not _is_in_vocabulary(tokenizer.eos_token, directory):
-        # transformers adds it as a new token, which no model writes.
-        raise UserError(
-            f"tokenizer {path}: its end token {shorten(tokenizer.eos_token)} is not in its vocabulary; set eos_token "
-            "in tokenizer_config.json to the model's own"
-        )
-    _check_round_trip(tokenizer, path)
-    return tokenizer
-
-
-def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory's tokenizer.json as it is, where that gives other ids than the class given."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not (directory / "tokenizer.json").is_file() or type(tokenizer) is PreTrainedTokenizerFast:
-        return tokenizer
-    plain = PreTrainedTokenizerFast.from_pretrained(
-        str(directory), eos_token=tokenizer.eos_token, chat_template=tokenizer.chat_template
-    )
-    if _sample_ids(plain) == _sample_ids(tokenizer):
-        return tokenizer
-    _LOG.warning(
-        "tokenizer %s: read as tokenizer.json has it, because transformers' %s changes its ids",
-        *(directory, type(tokenizer).__name__),
-    )
-    return plain
-
-
-def _sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of a chat's text with what tokenizers treat differently."""
-    try:
-        text = render_chat(tokenizer, [{"role": "user", "content": _SAMPLE}])
-    except Exception:  # What templates raise; `_render` words it.
-        text = _SAMPLE
-    return encode_texts(tokenizer, [text], "a chat of one question")[0]
-
-
-def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what: str) -> list[list[int]]:
-    """Ids of texts, in which special tokens are recognized and none is added.
-
-    Raises:
-        UserError: in one line with `what` the texts are, for whatever the tokenizers library raises.
-    """
-    try:
-        return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic of the library is no Exception
-        raise UserError(
-            f"tokenizer {tokenizer.name_or_path}: can't encode {what} ({shorten_name(one_line(error))}); compare "
-            "tokenizer.json with the model's own"
-        ) from error
-
-
-def _check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuse a template that leaves out a message, and a tokenizer that loses characters without a word."""
-    text = _render(tokenizer, _CHAT, f"tokenizer {path}: its chat template", "a chat of two questions")
-    ids = encode_texts(tokenizer, [text], "a chat of two questions")[0]
-    back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if _MESSAGE in back:
-        return
-    if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:
-        raise UserError(
-            f"tokenizer {path}: {shorten(text)} becomes {shorten(back)} by its ids; its files do not fit each other: "
-            "compare tokenizer.json with the model's own"
-        )
-    _LOG.warning("tokenizer %s: %s has unknown tokens: %s", path, shorten(text), shorten(back))
-
-
-def _is_in_vocabulary(token: str, directory: Path) -> bool:
-    """Whether one of a tokenizer's files lists a token."""
-    config = directory / "tokenizer_config.json"
-    added = read_json_object(config).get("added_tokens_decoder") if config.is_file() else None
-    files = (directory / name for name in ("tokenizer.json", "vocab.json", "added_tokens.json"))
-    lists = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
-    # A file may hold characters beyond ASCII as they are, or escaped.
-    quoted = [json.dumps(token, ensure_ascii=ascii_only) for ascii_only in (False, True)]
-    return any(text in one for text in quoted for one in (*lists, json.dumps(added)))
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that can't make chat prompts.
-
-    Raises:
-        UserError: if it has no chat template or no end-of-sequence token.
-    """
-    name = tokenizer.name_or_path or type(tokenizer).__name__
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"tokenizer {name}: no chat template; put the model's chat_template.jinja beside tokenizer_config.json, "
-            "or use the tokenizer of its instruction-tuned version"
-        )
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"tokenizer {name}: no end-of-sequence token, so no completion would end; set eos_token in "
-            "tokenizer_config.json"
-        )
 
 
 def encode_prompts(
@@ -267,7 +92,7 @@ def encode_prompts(
         instructed += bool(prompt_suffix) and with_suffix(problem, prompt_suffix) == problem.prompt
         what = f"problem {problem.index} of {problem.source}"
         messages = chat_messages(problem, prompt_suffix)
-        texts.append(_render(tokenizer, messages, "the chat template", what, variables, problem.tools))
+        texts.append(render_checked(tokenizer, messages, "the chat template", what, variables, problem.tools))
     with_control_tokens = _count_control_tokens(problems, tokenizer)
     if instructed:
         _LOG.warning(
@@ -300,7 +125,7 @@ def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedToke
     # Some models do not call theirs special (<think>); other added tokens are plain text, such as runs of spaces.
     names = [token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)]
     pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
-    found = [(problem, set(pattern.findall("\0".join(_texts(problem))))) for problem in problems]
+    found = [(problem, set(pattern.findall("\0".join(problem_texts(problem))))) for problem in problems]
     counts = Counter(name for _, held in found for name in held)
     holding = [problem for problem, held in found if held]
     if holding:
@@ -311,206 +136,3 @@ def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedToke
             *(holding[0].index, holding[0].source),
         )
     return len(holding)
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, what: str,
-    variables: Mapping[str, Any] = MappingProxyType({}), tools: Sequence[Mapping[str, Any]] = (),
-) -> str:  # fmt: skip
-    """The text of a chat up to the assistant's turn; refused without each message's text and each tool's name.
-
-    A chat that ends with the assistant's message goes on in it. A template may leave out an assistant's earlier
-    thoughts, so the assistant's messages are not looked for.
-    """
-    try:
-        text = render_chat(tokenizer, messages, tools, **variables)
-    except Exception as error:  # jinja2's errors, and any that a template raises
-        raise UserError(f"{template} can't render {what}: {shorten_name(one_line(error))}") from error
-    for message in messages:
-        if message["role"] != "assistant" and message["content"].strip() not in text:
-            raise UserError(
-                f"{template} leaves out the text of the {shorten_name(message['role'])} in {what}; it must write each "
-                "message's content: compare chat_template.jinja with the model's own"
-            )
-    for tool in tools:
-        name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), Mapping) else None
-        if not isinstance(name, str) or name not in text:
-            raise UserError(
-                f"{template} leaves out the tool {shorten(name)} in {what}; use a template that describes tools, or "
-                "name the column something else than tools"
-            )
-    return text
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] = (),
-    *,
-    generation: bool = True,
-    **variables: Any,
-) -> str:
-    """A chat as its template writes it, up to the assistant's turn, or within it if the last message is its.
-
-    A last message of the assistant's follows the generation prompt as it is: templates write an empty thought before an
-    answer, or drop one from it. A thought that the generation prompt begins, or leaves empty, gives way to the
-    message's.
-
-    Raises:
-        Exception: any exception of the template; ValueError if it writes far more than the chat.
-    """
-    given, tools = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
-    most = _TEMPLATE_CHARACTERS + 8 * len(str((given, tools)))
-
-    def write(chat: Sequence[Message], **end: bool) -> str:
-        text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **end, **variables)
-        if len(text) > most:
-            raise ValueError(f"it writes {len(text):,} characters, at most {most:,} are taken for this chat")
-        return text
-
-    if given[-1]["role"] != "assistant":
-        return write(given, add_generation_prompt=generation)
-    if len(given) == 1:
-        return write(given, continue_final_message=True)
-    begun, prompt, whole = given[-1]["content"], write(given[:-1], add_generation_prompt=True), write(given)
-    # What the template puts between the two, if it is space.
-    space = whole[len(prompt) :].partition(begun.strip() or "\0")[0] if whole.startswith(prompt) else ""
-    prompt = _THOUGHT.sub("", prompt) if begun.startswith("<think>") else prompt
-    return prompt + ("" if space.strip() else space) + begun
-
-
-def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:
-    """The chat of a problem, with the suffix at the end of the user's last message."""
-    asked = {"role": "user", "content": with_suffix(problem, prompt_suffix)}
-    if not problem.messages:
-        return [asked]
-    messages = list(problem.messages)
-    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if users:
-        messages[users[-1]] = {**messages[users[-1]], **asked}
-    return messages
-
-
-def _texts(problem: Problem) -> list[str]:
-    """The problem's own texts."""
-    return [problem.prompt, *(message["content"] for message in problem.messages)]
-
-
-def with_suffix(problem: Problem, prompt_suffix: str) -> str:
-    """The user's last message: the problem and the suffix, unless both say how the answer is to be written.
-
-    An example's "Answer: 4", or a box in a puzzle, does not say so.
-    """
-    twice = _ANSWER_FORM.search(prompt_suffix) and any(_ANSWER_FORM.search(text) for text in _texts(problem))
-    return problem.prompt if twice else problem.prompt + prompt_suffix
-
-
-def template_variables(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """`chat_template_kwargs` as a dict. A template ignores variables that it does not know, so these are refused."""
-    if not text:
-        return {}
-    try:
-        variables = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"chat_template_kwargs: got {shorten(text)}, must be a JSON object ({error})") from None
-    if not isinstance(variables, dict):
-        raise UserError(f'chat_template_kwargs: got {shorten(text)}, must be a JSON object, {{"name": value}}')
-    for name in variables:
-        if name in _OURS or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            reason = "is set by encode_prompts" if name in _OURS else "is no variable of the tokenizer's chat template"
-            raise UserError(f"chat_template_kwargs: {shorten(name)} {reason}; leave it out")
-    for name, value in variables.items():
-        meant = {"false": False, "true": True, "0": False, "1": True}.get(str(value).lower(), value)
-        given, other = ({**variables, name: each} for each in (value, meant))
-        render = functools.partial(_render, tokenizer, _CHAT[:1], "the chat template", "a question")
-        if render(given) != render(other):
-            raise UserError(
-                f"chat_template_kwargs: {name!r} is {json.dumps(value)}, which this template does not take for "
-                f"{json.dumps(meant)}; write {json.dumps(meant)}"
-            )
-    return variables
-
-
-def end_token_ids(
-    tokenizer: PreTrainedTokenizerBase, model_dir: str | Path | None = None, *, vocab_size: int
-) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's own and those that a model's directory lists.
-
-    Chat models end a turn and a text with different tokens; their generation_config.json lists both.
-
-    Args:
-        tokenizer: its `eos_token_id` counts where it has one.
-        model_dir: directory whose generation_config.json and config.json are read for `eos_token_id`; missing
-            files are skipped.
-        vocab_size: the model's, whose completions never end with an id beyond.
-
-    Returns:
-        The ids, ascending, without repeats.
-
-    Raises:
-        UserError: if one of the files is malformed, an id is no token of the model, or nothing names an end token.
-    """
-    ids: set[int] = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    if ids and max(ids) >= vocab_size:
-        raise UserError(
-            f"tokenizer {tokenizer.name_or_path}: its end token is {max(ids)}, the model's tokens are 0 to "
-            f"{vocab_size - 1}; use the model's own tokenizer"
-        )
-    for name in ("generation_config.json", "config.json") if model_dir is not None else ():
-        path = Path(model_dir).expanduser() / name
-        if not path.is_file():
-            continue
-        value = read_json_object(path).get("eos_token_id")
-        for item in value if isinstance(value, list) else [value]:
-            if item is None:
-                continue
-            if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 2**31:
-                raise UserError(f"{path}: eos_token_id is {shorten(value)}, must be a token id or a list of them")
-            if item >= vocab_size:
-                raise UserError(
-                    f"{path}: eos_token_id is {shorten(value)}, the model's tokens are 0 to {vocab_size - 1}; write "
-                    "the ids of those that end its completions"
-                )
-            ids.add(item)
-    if not ids:
-        raise UserError("no end token: neither the tokenizer nor the model's configuration names an eos_token_id")
-    return tuple(sorted(ids))
-
-
-def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
-    """The text of a token alone; `<id>` of an id that is not the tokenizer's."""
-
-    @functools.cache
-    def text(token: int) -> str:
-        return tokenizer.decode([token]) if 0 <= token < len(tokenizer) else f"<{token}>"
-
-    return text
-
-
-def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]) -> None:
-    """Write a tokenizer, and a generation_config.json with its first and padding token and every end token.
-
-    The files that the tokenizer was read from are copied, because `save_pretrained` may write others, those of the
-    class, not of the source. One that was made in memory is saved.
-
-    `end_token_ids` finds them there, and so does an exported model, which without them is sampled past the end of a
-    chat turn. The file has nothing else, because engines take its temperature and top-k as their defaults.
-
-    Raises:
-        UserError: if what was written gives other ids.
-    """
-    directory, source = Path(directory), Path(tokenizer.name_or_path)
-    if not tokenizer.name_or_path or not source.is_dir():
-        tokenizer.save_pretrained(str(directory))
-    elif source.resolve() != directory.resolve():
-        directory.mkdir(parents=True, exist_ok=True)
-        for name in TOKENIZER_FILES:
-            (directory / name).unlink(missing_ok=True)
-            if (source / name).is_file():
-                shutil.copyfile(source / name, directory / name)
-    if _sample_ids(load_tokenizer(str(directory.resolve()))) != _sample_ids(tokenizer):
-        raise UserError(f"{directory}: the tokenizer that was written gives other ids than that of {source}")
-    path = directory / "generation_config.json"
-    ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": [*end_ids]}
-    ids = {name: value for name, value in ids.items() if value is not None}
-    path.write_text(json.dumps(ids) + "\n", encoding="utf-8")

@@ -33,8 +33,7 @@ from dcmdp_jax.types import Params, TrainState
 logger = logging.getLogger(__name__)
 
 _ITEMS = ("params", "learner", "meta")
-# Of a run whose sampling runs ahead: what the batches in flight are sampled with.
-_BEHIND = "behind"
+_BEHIND = "behind"  # the parameters that batches in flight are sampled with
 _OF_SETTINGS = {"loss_scale": "model.compute_dtype=float16", "opt_state": "config.optimizer"}
 
 
@@ -59,7 +58,7 @@ def digests(tree: Any) -> dict[str, int]:
 
 
 def _copied(state: TrainState) -> TrainState:
-    """Copy a state. A replicated state is copied on one device, or Orbax would save a slice from each."""
+    """Copy a state; a replicated one on one device, or Orbax would save a slice from each."""
     alike = all(leaf.is_fully_replicated and leaf.is_fully_addressable for leaf in jax.tree.leaves(state))
     return _copies(jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, state) if alike else state)
 
@@ -138,21 +137,16 @@ class Checkpoints:
         """Of the checkpoint that `restore` read: version -> parameters of the batches in flight."""
         if hosts.is_writer:
             _drop_unreadable_scores(self._directory)
-            self._run = run_id(Path(run_dir))
+            run_id(Path(run_dir))  # made by one host
         hosts.wait_for_all()
-        if not hosts.is_writer:
-            self._run = run_id(Path(run_dir))
+        self._run = run_id(Path(run_dir))
         keep = preservation_policy.AnyPreservationPolicy(
             [preservation_policy.LatestN(keep_last), _BestScores(self._directory, keep_best)]
         )
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_names=(*_ITEMS, _BEHIND),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=keep,
-                cleanup_tmp_directories=True,
-                enable_async_checkpointing=True,
-            ),
+            options=ocp.CheckpointManagerOptions(preservation_policy=keep, cleanup_tmp_directories=True),
         )
 
     def save(
@@ -207,9 +201,7 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)))
 
     def add_score(self, step: int, score: PolicyScore) -> None:
-        """Make a saved step a candidate for the best; wait until it is on disk.
-
-        Until then it has no score. A kill leaves the old score or the new one.
+        """Make a saved step a candidate for the best; wait until it is on disk. A kill leaves the old score or the new.
 
         Args:
             step: a saved step.
@@ -228,7 +220,7 @@ class Checkpoints:
 
         Args:
             reference: its parameters, as they were loaded.
-            step: step of the checkpoint that the run goes on from. One of an earlier version, or none, has no digests.
+            step: step of the checkpoint that the run goes on from.
 
         Raises:
             CheckpointError: in one line, if it is not the policy that the run began with.
@@ -254,9 +246,8 @@ class Checkpoints:
     def restore(self, abstract: TrainState, model: ModelConfig) -> TrainState | None:
         """Load the newest undamaged state; None if the run has no checkpoint.
 
-        A damaged checkpoint is skipped for the one before it. Only after that one was read is the damaged one logged
-        and moved to `damaged/`: if none can be read, the cause may be elsewhere (another version, a missing disk), and
-        nothing is changed.
+        A damaged checkpoint is skipped for the one before it, and moved to `damaged/` once that one was read: if none
+        can be read, the cause may be elsewhere (a missing disk), and nothing is changed.
 
         Args:
             abstract: the state's shapes, dtypes and shardings.
@@ -306,9 +297,8 @@ class Checkpoints:
         before = self._meta(step)["problems"]
         if before == self._problems:
             return
-        said = (
-            f"config.task.train: has {self._problems} (number, digest), the run began with {before} (checkpoint {step})"
-        )
+        began = f"the run began with {before} (checkpoint {step})"
+        said = f"config.task.train: has {self._problems} (number, digest), {began}"
         if not may_change:
             raise CheckpointError(
                 f"{said}: prompts would be asked in another order; put the data back, or go on by "
@@ -419,9 +409,7 @@ def check_structure(checkpoint: Path, item: str, saved: Mapping[str, int], wante
     """Refuse a checkpoint whose arrays are other ones than the code has now: that is not damage.
 
     Args:
-        checkpoint: its directory.
-        item: "params" or "learner".
-        saved: digests of the arrays that it has, by path.
+        checkpoint, item, saved: its directory, "params" or "learner", and the digests of its arrays by path.
         wanted: tree of the arrays that the code has now.
 
     Raises:

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
+from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig

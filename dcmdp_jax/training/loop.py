@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from dcmdp_jax.activity import activity
-from dcmdp_jax.data.prompts import EncodedPrompts, save_tokenizer
+from dcmdp_jax.data.prompts import EncodedPrompts
+from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate, join
 from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_rewards, held_out_samples

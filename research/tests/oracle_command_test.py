@@ -9,7 +9,7 @@ from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.losses import LOSSES
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
-from dcmdp_jax.data.prompts import save_tokenizer
+from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.models.hf_weights import save_params
 from research.oracle.__main__ import arms_of, main
 from tests.support.commands import run_command

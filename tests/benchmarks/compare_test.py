@@ -10,7 +10,7 @@ from benchmarks.compare import needed_flop
 from benchmarks.peers.inputs import WORKLOADS, Workload, make_inputs
 from benchmarks.peers.rounds import Job, cpu_seconds, peak_mib
 from benchmarks.workload import GROUP, PROMPTS, model
-from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer
+from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.hf_weights import load_params

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.commands.convert import main
 from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.data.prompts import save_tokenizer
+from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.commands import probe
-from dcmdp_jax.data.prompts import save_tokenizer
+from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.recording import Columns

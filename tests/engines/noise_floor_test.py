@@ -9,7 +9,7 @@ import pytest
 
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import collect
-from dcmdp_jax.data.prompts import save_tokenizer
+from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.engines.validation import sample_alone
 from dcmdp_jax.models.config import ModelConfig

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.data.prompts import save_tokenizer
+from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, model_directory

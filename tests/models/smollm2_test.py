@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from dcmdp_jax.data.prompts import end_token_ids, load_tokenizer, save_tokenizer
+from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer, save_tokenizer
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.gguf_convert import package_model
 from dcmdp_jax.models.hf_config import read_model_config

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from configs import demo
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.problems import load_problems
-from dcmdp_jax.data.prompts import end_token_ids
+from dcmdp_jax.data.tokenizer import end_token_ids
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.rewards.math import answers, notation, numbers, units
+from dcmdp_jax.rewards.math import answers, notation, numbers, unicode, units
 from dcmdp_jax.rewards.math.answers import MAX_ANSWER_CHARACTERS, answer_defect, compare_literals, extract_answer
 
 _JUDGED = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "verifier"
@@ -42,7 +42,7 @@ _LINEAR: tuple[Callable[[str], object], ...] = (
     lambda text: extract_answer(rf"\boxed{{{text}}}"),
     lambda text: extract_answer(f"Answer: {text}"),
     notation.normalize_answer,
-    notation.to_latex,
+    unicode.to_latex,
     lambda text: notation.normalize_answer(f"5{text}=3"),
     notation.without_spaces,
     notation.unwrap_text,
@@ -86,14 +86,14 @@ def test_time_grows_linearly_with_a_repeated_fragment(fragment):
         assert _grows_linearly(function, short, long), function
 
 
-@pytest.mark.parametrize("module", [answers, notation, numbers, units], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [answers, notation, numbers, unicode, units], ids=lambda module: module.__name__)
 def test_every_pattern_of_the_trainers_process_is_linear(module):
     """Each by itself, where a repeat is followed by what does not fit; searched for where the module searches."""
     patterns = [value for value in vars(module).values() if isinstance(value, re.Pattern)]
     patterns += [pattern for pattern, _ in notation._REPLACEMENTS] if module is notation else []
     assert patterns
     for pattern in patterns:
-        try_pattern = pattern.findall if module in (notation, units) else pattern.fullmatch
+        try_pattern = pattern.findall if module in (notation, unicode, units) else pattern.fullmatch
         for fragment in _FRAGMENTS:
             one_space = re.sub(r"\s+", " ", fragment)
             short, long = ("5" + one_space * (size // len(one_space)) + "\x01" for size in (1_000, 8_000))

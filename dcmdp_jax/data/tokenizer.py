@@ -1,0 +1,260 @@
+"""Tokenizers: load, check and save one; the tokens that end a text."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dcmdp_jax.data.chat import render_chat, render_checked
+from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object, shorten, shorten_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LOG = logging.getLogger(__name__)
+# A chat that no template contains: characters that every tokenizer should have, a line break and a run of spaces.
+_MESSAGE = "Find 1+1.\n\n  Answer in one line: 12 + 30 = ?"
+_CHAT = tuple(
+    {"role": role, "content": content}
+    for role, content in (("user", "What is 2+3?"), ("assistant", "5"), ("user", _MESSAGE))
+)
+# What pre-tokenizers and normalizers treat differently.
+_SAMPLE = (
+    "Let f(x) = 12,345.67;\n\n\t    if a<=b: don't  \N{GREEK SMALL LETTER PI}, na\u00efve, \u6570\u5b66 \U0001f600\r\n "
+)
+
+
+def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer for chat prompts; never run code that comes with it. All commands load theirs here.
+
+    tokenizer.json is read as it is where the class that tokenizer_config.json names would give other ids: transformers
+    5 replaces the pre-tokenizer of a byte-level file under LlamaTokenizer, and spaces and line breaks are lost.
+
+    Args:
+        path: a directory in Hugging Face format, or a Hub name.
+        vocab_size: the model's; None without a model.
+
+    Raises:
+        UserError: if there is no tokenizer there, it has more tokens than the model, no chat template, one that leaves
+            out a message of a chat, or no end-of-sequence token, or its ids do not decode to the text.
+    """
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    directory = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not directory.is_dir():
+        raise UserError(f"tokenizer {path}: no such directory")
+    if directory.is_dir() and not has_tokenizer(directory):
+        # transformers makes an empty one where config.json names a model whose tokenizer it knows.
+        raise UserError(f"tokenizer {path}: no tokenizer.json or vocab.json there; copy the model's tokenizer files in")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory) if directory.is_dir() else path, trust_remote_code=False, local_files_only=directory.is_dir()
+        )
+    except Exception as error:  # missing files, broken JSON and unknown classes all raise differently
+        reason = shorten_name((str(error) or type(error).__name__).strip().splitlines()[0])
+        raise UserError(f"tokenizer {path}: not loadable ({reason})") from error
+    check_tokenizer(tokenizer)
+    if not directory.is_dir():
+        # In the Hub's cache, where transformers just put it.
+        known = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in TOKENIZER_FILES)
+        directory = Path(next(filter(None, known))).parent
+    tokenizer = _as_written(tokenizer, directory)
+    tokenizer.name_or_path = str(directory)
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        beyond = [token.content for place, token in tokenizer.added_tokens_decoder.items() if place >= vocab_size]
+        # Yi-1.5's own tokenizer has three such tokens.
+        own = f"; if this is it, the model can't read {shorten(beyond)}: delete them from its files" if beyond else ""
+        raise UserError(
+            f"tokenizer {path}: {len(tokenizer)} tokens, but the model has {vocab_size}; use the model's own "
+            f"tokenizer{own}"
+        )
+    if not _is_in_vocabulary(tokenizer.eos_token, directory):
+        # transformers adds it as a new token, which no model writes.
+        raise UserError(
+            f"tokenizer {path}: its end token {shorten(tokenizer.eos_token)} is not in its vocabulary; set eos_token "
+            "in tokenizer_config.json to the model's own"
+        )
+    _check_round_trip(tokenizer, path)
+    return tokenizer
+
+
+def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory's tokenizer.json as it is, where that gives other ids than the class given."""
+    from transformers import PreTrainedTokenizerFast
+
+    if not (directory / "tokenizer.json").is_file() or type(tokenizer) is PreTrainedTokenizerFast:
+        return tokenizer
+    plain = PreTrainedTokenizerFast.from_pretrained(
+        str(directory), eos_token=tokenizer.eos_token, chat_template=tokenizer.chat_template
+    )
+    if _sample_ids(plain) == _sample_ids(tokenizer):
+        return tokenizer
+    _LOG.warning(
+        "tokenizer %s: read as tokenizer.json has it, because transformers' %s changes its ids",
+        *(directory, type(tokenizer).__name__),
+    )
+    return plain
+
+
+def _sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids of a chat's text with what tokenizers treat differently."""
+    try:
+        text = render_chat(tokenizer, [{"role": "user", "content": _SAMPLE}])
+    except Exception:  # What templates raise; `render_checked` words it.
+        text = _SAMPLE
+    return encode_texts(tokenizer, [text], "a chat of one question")[0]
+
+
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what: str) -> list[list[int]]:
+    """Ids of texts, in which special tokens are recognized and none is added.
+
+    Raises:
+        UserError: in one line with `what` the texts are, for whatever the tokenizers library raises.
+    """
+    try:
+        return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path}: can't encode {what} ({shorten_name(one_line(error))}); compare "
+            "tokenizer.json with the model's own"
+        ) from error
+
+
+def _check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a template that leaves out a message, and a tokenizer that loses characters without a word."""
+    text = render_checked(tokenizer, _CHAT, f"tokenizer {path}: its chat template", "a chat of two questions")
+    ids = encode_texts(tokenizer, [text], "a chat of two questions")[0]
+    back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if _MESSAGE in back:
+        return
+    if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:
+        raise UserError(
+            f"tokenizer {path}: {shorten(text)} becomes {shorten(back)} by its ids; its files do not fit each other: "
+            "compare tokenizer.json with the model's own"
+        )
+    _LOG.warning("tokenizer %s: %s has unknown tokens: %s", path, shorten(text), shorten(back))
+
+
+def _is_in_vocabulary(token: str, directory: Path) -> bool:
+    """Whether one of a tokenizer's files lists a token."""
+    config = directory / "tokenizer_config.json"
+    added = read_json_object(config).get("added_tokens_decoder") if config.is_file() else None
+    files = (directory / name for name in ("tokenizer.json", "vocab.json", "added_tokens.json"))
+    lists = [path.read_text(encoding="utf-8") for path in files if path.is_file()]
+    # A file may hold characters beyond ASCII as they are, or escaped.
+    quoted = [json.dumps(token, ensure_ascii=ascii_only) for ascii_only in (False, True)]
+    return any(text in one for text in quoted for one in (*lists, json.dumps(added)))
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that can't make chat prompts.
+
+    Raises:
+        UserError: if it has no chat template or no end-of-sequence token.
+    """
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"tokenizer {name}: no chat template; put the model's chat_template.jinja beside tokenizer_config.json, "
+            "or use the tokenizer of its instruction-tuned version"
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"tokenizer {name}: no end-of-sequence token, so no completion would end; set eos_token in "
+            "tokenizer_config.json"
+        )
+
+
+def end_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_dir: str | Path | None = None, *, vocab_size: int
+) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's own and those that a model's directory lists.
+
+    Chat models end a turn and a text with different tokens; their generation_config.json lists both.
+
+    Args:
+        tokenizer: its `eos_token_id` counts where it has one.
+        model_dir: directory whose generation_config.json and config.json are read for `eos_token_id`; missing
+            files are skipped.
+        vocab_size: the model's, whose completions never end with an id beyond.
+
+    Returns:
+        The ids, ascending, without repeats.
+
+    Raises:
+        UserError: if one of the files is malformed, an id is no token of the model, or nothing names an end token.
+    """
+    ids: set[int] = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    if ids and max(ids) >= vocab_size:
+        raise UserError(
+            f"tokenizer {tokenizer.name_or_path}: its end token is {max(ids)}, the model's tokens are 0 to "
+            f"{vocab_size - 1}; use the model's own tokenizer"
+        )
+    for name in ("generation_config.json", "config.json") if model_dir is not None else ():
+        path = Path(model_dir).expanduser() / name
+        if not path.is_file():
+            continue
+        value = read_json_object(path).get("eos_token_id")
+        for item in value if isinstance(value, list) else [value]:
+            if item is None:
+                continue
+            if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < 2**31:
+                raise UserError(f"{path}: eos_token_id is {shorten(value)}, must be a token id or a list of them")
+            if item >= vocab_size:
+                raise UserError(
+                    f"{path}: eos_token_id is {shorten(value)}, the model's tokens are 0 to {vocab_size - 1}; write "
+                    "the ids of those that end its completions"
+                )
+            ids.add(item)
+    if not ids:
+        raise UserError("no end token: neither the tokenizer nor the model's configuration names an eos_token_id")
+    return tuple(sorted(ids))
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
+    """The text of a token alone; `<id>` of an id that is not the tokenizer's."""
+
+    @functools.cache
+    def text(token: int) -> str:
+        return tokenizer.decode([token]) if 0 <= token < len(tokenizer) else f"<{token}>"
+
+    return text
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]) -> None:
+    """Write a tokenizer, and a generation_config.json with its first and padding token and every end token.
+
+    The files that the tokenizer was read from are copied, because `save_pretrained` may write others, those of the
+    class, not of the source. One that was made in memory is saved.
+
+    `end_token_ids` finds them there, and so does an exported model, which without them is sampled past the end of a
+    chat turn. The file has nothing else, because engines take its temperature and top-k as their defaults.
+
+    Raises:
+        UserError: if what was written gives other ids.
+    """
+    directory, source = Path(directory), Path(tokenizer.name_or_path)
+    if not tokenizer.name_or_path or not source.is_dir():
+        tokenizer.save_pretrained(str(directory))
+    elif source.resolve() != directory.resolve():
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in TOKENIZER_FILES:
+            (directory / name).unlink(missing_ok=True)
+            if (source / name).is_file():
+                shutil.copyfile(source / name, directory / name)
+    if _sample_ids(load_tokenizer(str(directory.resolve()))) != _sample_ids(tokenizer):
+        raise UserError(f"{directory}: the tokenizer that was written gives other ids than that of {source}")
+    path = directory / "generation_config.json"
+    ids = {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": [*end_ids]}
+    ids = {name: value for name, value in ids.items() if value is not None}
+    path.write_text(json.dumps(ids) + "\n", encoding="utf-8")
