@@ -64,17 +64,16 @@ def output_file(text: str) -> Path:
     """An argument type: a file that can be written once the work is done; nothing is made yet."""
     path = Path(text)
     try:
-        if path.is_dir():
-            raise argparse.ArgumentTypeError(f"got {shorten(text)}, which is a directory; name a file")
-        if path.exists() and not path.is_file():
-            raise argparse.ArgumentTypeError(f"got {shorten(text)}, which is a FIFO, socket or device; name a file")
-        if not path.parent.is_dir():
-            raise argparse.ArgumentTypeError(f"got {shorten(text)}, in a directory that is not there; make it first")
-        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+        wrong = {
+            "which is a directory; name a file": path.is_dir(),
+            "which is a FIFO, socket or device; name a file": path.exists() and not path.is_file(),
+            "in a directory that is not there; make it first": not path.parent.is_dir(),
+            "which can't be written; choose another": not os.access(path if path.exists() else path.parent, os.W_OK),
+        }
     except OSError as error:
         raise argparse.ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
-    if not writable:
-        raise argparse.ArgumentTypeError(f"got {shorten(text)}, which can't be written; choose another")
+    for said in (said for said, is_so in wrong.items() if is_so):
+        raise argparse.ArgumentTypeError(f"got {shorten(text)}, {said}")
     return path
 
 

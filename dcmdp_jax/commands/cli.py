@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from dcmdp_jax.activity import command_started, terminal_size
@@ -55,12 +54,9 @@ class Parser(argparse.ArgumentParser):
 
     def flags(self) -> list[str]:
         """Names of all options, those of subcommands too."""
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    flags += parser.flags()
-        return flags
+        inner = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        below = [flag for parsers in inner for parser in parsers.values() for flag in parser.flags()]
+        return [flag for flag in self._option_string_actions if flag.startswith("--")] + below
 
 
 def run_main(
@@ -94,10 +90,10 @@ def run_main(
     global _run_dir
     _run_dir = None
     command_started()
-    arguments = list(sys.argv if argv is None else argv)
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    debug = _DEBUG in arguments[1:end]
-    arguments = [word for place, word in enumerate(arguments) if not (0 < place < end and word == _DEBUG)]
+    program, *words = sys.argv if argv is None else argv
+    end = words.index("--") if "--" in words else len(words)
+    debug = _DEBUG in words[:end]
+    arguments = [program, *(word for word in words[:end] if word != _DEBUG), *words[end:]]
     if argv is None:
         sys.stdout, sys.stderr = _Console(sys.stdout), _Console(sys.stderr)
         if not terminal_size():  # a log, where `say` writes date and time too
@@ -197,39 +193,28 @@ def _keep_failures_of_threads() -> None:
     When a checkpoint can't be written, each of Orbax's threads prints a traceback, its abandoned coroutines print
     another at exit, and it logs more. The main thread raises the same error and reports it in one line.
     """
-
     told: dict[str, object] = {}
 
-    def keep(what: str, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-        text = "".join(traceback.format_exception(kind, error, trace))
-        if not issubclass(kind, SystemExit) and _append_to_log(what, text) is None:
-            short = text if _run_dir is None else one_line(text.splitlines()[-1])
-            line = f"{what}:{chr(10) if _run_dir is None else ' '}{short.rstrip()}"
-            # A log that can't be written is said once, not by every thread that fails for the same reason.
-            if told.setdefault(short, mine := object()) is mine:
-                sys.stderr.write(f"{line}\n")
+    def keep(what: str, failure: Any) -> None:
+        text = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
+        if issubclass(failure.exc_type, SystemExit) or _append_to_log(what, text) is not None:
+            return
+        short = f"\n{text.rstrip()}" if _run_dir is None else f" {one_line(text.splitlines()[-1])}"
+        # A log that can't be written is said once, not by every thread that fails for the same reason.
+        if told.setdefault(short, mine := object()) is mine:
+            sys.stderr.write(f"{what}:{short}\n")
 
-    def thread_failed(failure: threading.ExceptHookArgs) -> None:
-        name = "a thread" if failure.thread is None else f"thread {failure.thread.name}"
-        keep(f"{name} failed", failure.exc_type, failure.exc_value, failure.exc_traceback)
+    def log_alone(record: logging.LogRecord) -> bool:
+        _append_to_log(f"logged by {record.name}", logging.Formatter().format(record))
+        return False
 
-    def unraisable(failure: Any) -> None:
-        what = f"{failure.err_msg or 'exception ignored in'} {failure.object!r}"
-        keep(what, failure.exc_type, failure.exc_value, failure.exc_traceback)
-
-    threading.excepthook = thread_failed
-    sys.unraisablehook = unraisable
+    threading.excepthook = lambda failure: keep(f"thread {getattr(failure.thread, 'name', '')} failed", failure)
+    sys.unraisablehook = lambda failure: keep(
+        f"{failure.err_msg or 'exception ignored in'} {failure.object!r}", failure
+    )
     orbax = logging.getLogger("absl")
     orbax.setLevel(logging.ERROR)
-    orbax.propagate = False
-    orbax.addHandler(_LogHandler())
-
-
-class _LogHandler(logging.Handler):
-    """Appends records to the run's error.log; drops them if there is none."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        _append_to_log(f"logged by {record.name}", self.format(record))
+    orbax.addFilter(log_alone)
 
 
 def _message(error: Exception) -> str:
