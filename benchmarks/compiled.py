@@ -28,7 +28,7 @@ from dcmdp_jax.commands.flags import parse_with
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.parallel.sharding import Lowerable
 from dcmdp_jax.plan.plan_text import describe_plan, forward_flops, plan_record
-from dcmdp_jax.plan.run_plan import GIB, PROGRAMS, Compiled, CompiledRun, StepPlan, compile_run
+from dcmdp_jax.plan.run_plan import GIB, PROGRAMS, Compiled, CompiledRun, PlannedRun, compile_run
 from dcmdp_jax.plan.topologies import Topology, known_topologies, load_topology, set_environment
 
 _LARGEST_SHOWN = 8
@@ -58,8 +58,8 @@ def main(argv: list[str]) -> int:
 def compile_and_count(config: Config, topology: Topology, *, only: tuple[str, ...] = ()) -> CompiledRun:
     """`compile_run`, with an `Account` of each program."""
 
-    def read(step: StepPlan, program: Lowerable, executable: jax.stages.Compiled) -> Account:
-        return account(executable, step_trip_counts(step) if program.name == "step" else one_token)
+    def read(run: PlannedRun, program: Lowerable, executable: jax.stages.Compiled) -> Account:
+        return account(executable, step_trip_counts(run) if program.name == "step" else one_token)
 
     return compile_run(config, topology, only=only, read=read)
 

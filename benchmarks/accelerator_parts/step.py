@@ -49,12 +49,12 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     """
     mesh, config = one_device_mesh(), step_config(size, segments=segments, remat=remat)
     run = planned_run(config, mesh)
-    model, plan = run.model, plan_step(run)
+    model, step = run.model, plan_step(run)
     sampled = completions(size, model)
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
     batch, report = pack(sampled, rewards, run.placement.packing, mask_truncated=False)
     micro_batches = [int(count) for count in batch.micro_batches[0]]
-    executable, compiled = limits.read(plan.program, step_trip_counts(plan, micro_batches))
+    executable, compiled = limits.read(step, step_trip_counts(run, micro_batches))
     found: dict[str, Any] = {
         "kind": "step",
         "parameters": num_params(model),

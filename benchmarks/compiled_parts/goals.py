@@ -70,7 +70,7 @@ def check_goals(plan: CompiledRun) -> list[Check]:
         "no [length, length] attention matrix": [],
         "no gather of a parameter of all layers": [],
     }
-    programs = (plan.step.program, *(plan.engine.programs if plan.engine else ()))
+    programs = (plan.step, *(plan.engine.programs if plan.engine else ()))
     for name, program in ((one.name, one) for one in programs if is_compiled(plan, one.name)):
         read = plan.programs[name].account
         found = (

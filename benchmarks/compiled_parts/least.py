@@ -42,8 +42,8 @@ class Least(NamedTuple):
 def least_of(plan: CompiledRun) -> Least:
     """The least of a run's step, when every completion has the longest length."""
     packing = plan.run.placement.packing
-    updates = packing.mini_batches * plan.step.micro_batches
-    recomputed = updates - plan.step.micro_batches
+    updates = packing.mini_batches * packing.micro_batches[-1]
+    recomputed = updates - packing.micro_batches[-1]
     tokens = packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
     flops = step_flops(
         plan.run.model, length=packing.row_lengths[-1], tokens=updates * tokens, recomputed_tokens=recomputed * tokens

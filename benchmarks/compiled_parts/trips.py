@@ -10,7 +10,7 @@ from dcmdp_jax.models.logprobs import CHUNKS, token_blocks
 from dcmdp_jax.models.ops.blocks import BLOCKS
 from dcmdp_jax.models.ops.blockwise import KEY_BLOCKS, QUERY_BLOCKS
 from dcmdp_jax.models.row_logprobs import kernel_axes
-from dcmdp_jax.plan.run_plan import StepPlan, predicted_tokens
+from dcmdp_jax.plan.run_plan import PlannedRun, predicted_tokens
 from dcmdp_jax.training.accumulate import MICRO_BATCHES, bucket_scope
 from dcmdp_jax.training.step import RECOMPUTE
 
@@ -53,22 +53,22 @@ def blocks_at_most(op_name: str) -> float | None:
     return attention_blocks(op_name) or expert_blocks(op_name)
 
 
-def step_trip_counts(step: StepPlan, micro_batches: Sequence[int] | None = None) -> TripCounts:
+def step_trip_counts(run: PlannedRun, micro_batches: Sequence[int] | None = None) -> TripCounts:
     """Lengths of a step's loops whose end is data.
 
     All tokens of a row count as wanted by the output layer, as they do for the model's operations.
 
     Args:
-        step: the step.
+        run: what is planned.
         micro_batches: of a mini-batch, in each bucket; by default those of the worst case, in which every completion
             has the longest length, so that the bucket of the longest rows is full.
     """
-    model, mesh, packing = step.run.model, step.run.placement.mesh, step.run.placement.packing
+    model, mesh, packing = run.model, run.placement.mesh, run.placement.packing
     counts = micro_batches or (*(0 for _ in packing.micro_batches[:-1]), packing.micro_batches[-1])
     tokens = predicted_tokens(packing, mesh)[-1]
     axes = kernel_axes(model, mesh)
     vocab = model.vocab_size // (1 if axes.vocab is None else mesh.shape[axes.vocab])
-    blocks, _ = token_blocks(tokens, step.run.placement.compute.logprob_chunk, vocab, axes)
+    blocks, _ = token_blocks(tokens, run.placement.compute.logprob_chunk, vocab, axes)
 
     def trips(op_name: str) -> float | None:
         if in_scope(op_name, CHUNKS):

@@ -70,7 +70,7 @@ def _heading(plan: CompiledRun) -> list[str]:
 
 
 def _held(plan: CompiledRun) -> dict[str, int]:
-    held = dict(plan.step.program.held)
+    held = dict(plan.step.held)
     if plan.engine is not None:
         held |= {"engine's weights": plan.engine.weights_bytes, "engine's cache": plan.engine.cache_bytes}
     return held

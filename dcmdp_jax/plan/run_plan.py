@@ -60,23 +60,6 @@ class PlannedRun:
         return self.config.model.lora
 
 
-class StepPlan(NamedTuple):
-    """A training step to compile.
-
-    Attributes:
-        program: the step.
-        run: what it is made of.
-        params_bytes, optimizer_bytes: on each device.
-        micro_batches: micro-batches of one mini-batch in the worst case: all completions have the longest length.
-    """
-
-    program: Lowerable
-    run: PlannedRun
-    params_bytes: int
-    optimizer_bytes: int
-    micro_batches: int
-
-
 class Compiled(NamedTuple):
     """A compiled program, on one device.
 
@@ -135,7 +118,7 @@ class CompiledRun:
 
     topology: Topology
     run: PlannedRun
-    step: StepPlan
+    step: Lowerable
     engine: EnginePlan | None
     programs: dict[str, Compiled]
     usable: int
@@ -150,7 +133,7 @@ class CompiledRun:
             found.append(Phase("push", 0, {part.name: part.each for part in parts}))
         elif (shared := _share(self.run.config)) is not None and shared.sampling:
             share = int(shared.sampling * self.topology.chip.memory_gib * GIB)
-            found.append(Phase("sample", 0, self.step.program.held | {"the engine's share": share}))
+            found.append(Phase("sample", 0, self.step.held | {"the engine's share": share}))
         return found
 
     def _beside(self, name: str) -> dict[str, int]:
@@ -163,7 +146,7 @@ class CompiledRun:
             }
         if self.engine is None:
             return {}
-        beside = dict(self.step.program.held)
+        beside = dict(self.step.held)
         if name in ("prefill", "decode") and self.engine.refills:
             # New rows enter a batch while it decodes.
             preempted = sum(part.each for part in self.run.placement.engine.memory.parts if part.name == PREEMPTED)
@@ -239,21 +222,20 @@ def planned_run(
     return PlannedRun(config, model, placement)
 
 
-def plan_step(run: PlannedRun) -> StepPlan:
+def plan_step(run: PlannedRun) -> Lowerable:
     """The step that `dcmdp train` would run. Nothing is allocated."""
     config, model, mesh, packing = run.config, run.model, run.placement.mesh, run.placement.packing
     programs = make_step_programs(config, model, run.placement, run.lora)
     state, batch = programs.arguments
-    params, optimizer = bytes_per_device(state.params), bytes_per_device(state.opt_state)
-    held, frozen = {"parameters": params, "optimizer": optimizer}, None
+    held = {"parameters": bytes_per_device(state.params), "optimizer": bytes_per_device(state.opt_state)}
+    frozen = None
     if run.lora or config.algorithm.kl_coefficient:
         dtype = config.model.lora_base if run.lora else config.model.param_dtype
         shapes = param_shapes(model, "bfloat16" if dtype == "int8" else dtype)
         frozen = sharded(shapes, model_shardings(model, config.model.param_dtype, mesh))
         held["frozen base" if run.lora else "reference policy"] = bytes_per_device(frozen)
     trace = functools.partial(programs.train_step.trace, state, batch, frozen)
-    program = Lowerable("step", trace, held, packing.row_lengths, min(predicted_tokens(packing, mesh)))
-    return StepPlan(program, run, params, optimizer, packing.micro_batches[-1])
+    return Lowerable("step", trace, held, packing.row_lengths, min(predicted_tokens(packing, mesh)))
 
 
 def predicted_tokens(packing: RowShapes, mesh: Mesh) -> list[int]:
@@ -269,7 +251,7 @@ def compile_run(
     only: Sequence[str] = (),
     on_program: Callable[[str], None] = lambda name: None,
     refuse: bool = False,
-    read: Callable[[StepPlan, Lowerable, jax.stages.Compiled], Any] = lambda step, program, executable: None,
+    read: Callable[[PlannedRun, Lowerable, jax.stages.Compiled], Any] = lambda run, program, executable: None,
 ) -> CompiledRun:
     """Compile the programs of a run for a topology.
 
@@ -279,7 +261,7 @@ def compile_run(
         only: names of the programs to compile; empty for all.
         on_program: called with a program's name before it is compiled.
         refuse: compile nothing where what the run certainly holds does not fit.
-        read: called with the step, a program and its executable; `Compiled.account` has its result.
+        read: called with the run, a program and its executable; `Compiled.account` has its result.
 
     Raises:
         UserError: if the mesh does not fit the devices or the model, a setting does not fit the model or the platform,
@@ -300,10 +282,10 @@ def compile_run(
     if only and engine is None and "step" not in only:
         raise UserError(f"--programs: {', '.join(only)} are the embedded engine's, not {config.rollout.engine}'s")
     programs: dict[str, Compiled] = {}
-    for program in (step.program, *(engine.programs if engine else ())):
+    for program in (step, *(engine.programs if engine else ())):
         if not only or program.name in only:
             on_program(program.name)
-            programs[program.name] = compile_program(program, functools.partial(read, step, program))
+            programs[program.name] = compile_program(program, functools.partial(read, run, program))
             jax.clear_caches()
     return CompiledRun(topology, run, step, engine, programs, usable, reason)
 

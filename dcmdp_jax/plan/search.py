@@ -62,28 +62,19 @@ class Found:
         for rank, one in enumerate(self.tried, 1):
             mesh = one.mesh
             shape = f"{mesh.data:4} {mesh.fsdp:4} {mesh.tensor:6} {mesh.expert:6}  {one.micro_batch_tokens:18}"
-            if one.plan is None:
-                lines.append(f"   -  {shape}  {one.refused}")
-            elif not one.fits:
-                lines.append(f"   -  {shape}  {_peak(one.plan) / GIB:8.2f}  does not fit")
-            else:
-                lines.append(f"{rank:4}  {shape}  {_peak(one.plan) / GIB:8.2f}")
+            said = one.refused or f"{_peak(one.plan) / GIB:8.2f}{'' if one.fits else '  does not fit'}"
+            lines.append(f"{rank if one.fits else '-':>4}  {shape}  {said}")
         return "\n".join(lines if self.fitting else [*lines, "nothing of these fits"])
 
     def record(self) -> dict[str, Any]:
         """The table as a tree for JSON."""
         return {
             "candidates": [
-                {
-                    "mesh": dataclasses.asdict(one.mesh),
-                    "micro_batch_tokens": one.micro_batch_tokens,
-                    "refused": one.refused,
-                    "fits": one.fits,
-                    "peak_bytes": _peak(one.plan) if one.plan else None,
-                }
+                {"mesh": dataclasses.asdict(one.mesh), "micro_batch_tokens": one.micro_batch_tokens,
+                 "refused": one.refused, "fits": one.fits, "peak_bytes": _peak(one.plan) if one.plan else None}
                 for one in self.tried
             ]
-        }
+        }  # fmt: skip
 
 
 def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -> Found:

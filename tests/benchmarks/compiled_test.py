@@ -103,7 +103,7 @@ def test_replayed_experts_are_in_the_programs():
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, architecture=architecture))
     plan = compile_and_count(config, EIGHT_CHIPS, only=("prefill",))
     # [M, A, R, L, layers, k] of two mini-batches of two micro-batches of eight rows.
-    shapes = [leaf.shape for leaf in jax.tree.leaves(plan.step.program.trace().in_avals)]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(plan.step.trace().in_avals)]
     assert (2, 2, 8, 80, 4, 2) in shapes
     # A prompt on each device.
     assert Array("s16", (1, 64, 4, 2)) in plan.programs["prefill"].account.arrays

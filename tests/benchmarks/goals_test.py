@@ -82,7 +82,7 @@ def _lowered(attention, data=1, fsdp=8):
     config.training.prompts_per_mini_batch = 4
     config = from_config_dict(config)
     model, mesh = model_of(config), _mesh(data, fsdp)
-    program = plan_step(planned_run(config, mesh, model=model)).program
+    program = plan_step(planned_run(config, mesh, model=model))
     text = program.trace().lower(lowering_platforms=("tpu",)).as_text()
     found = {tuple(map(int, dims.rstrip("x").split("x"))) for dims in re.findall(r"tensor<((?:\d+x)+)[a-z]\w*>", text)}
     assert program.row_lengths == (_LENGTH,) and program.tokens == _LENGTH - 1

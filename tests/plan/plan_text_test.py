@@ -17,8 +17,9 @@ def test_a_step_at_lengths_by_hand():
     # Two mini-batches of 3 completions of 11 tokens after prompts of 1: rows of 16, two at a time. Worst case: all rows
     # of both micro-batches of each mini-batch, which is what is computed: 2 x 2 x 2 x 16. Real are 6 x 12 = 72.
     packing = RowShapes((16,), (2,), (2,), 2, 3, 1)
-    asked = SimpleNamespace(task=SimpleNamespace(max_prompt_tokens=1))
-    plan = SimpleNamespace(run=SimpleNamespace(packing=packing, asked=asked, model=MODEL), programs={})
+    config = SimpleNamespace(task=SimpleNamespace(max_prompt_tokens=1))
+    run = SimpleNamespace(placement=SimpleNamespace(packing=packing), config=config, model=MODEL)
+    plan = SimpleNamespace(run=run, programs={})
     found = at_lengths(plan, Lengths("eleven", (0.0, 1.0), (11.0, 11.0)))
     assert (found.expected.tokens, found.expected.computed, found.worst) == (72, 128, 128)
     # As for six rows of 12 tokens that are one sequence each, of which three need p^Train by a pass of their own.

@@ -18,7 +18,7 @@ def _products(dtype, *, head="compute"):
     config = from_config_dict(config)
     mesh = make_mesh(1, 2, 1, devices=jax.devices()[:2])
     run = planned_run(config, mesh)
-    programs = [plan_step(run).program, *plan_engine(run, 8).programs]
+    programs = [plan_step(run), *plan_engine(run, 8).programs]
     found = {}
     for program in programs:
         lines = re.findall(r"stablehlo\.dot_general[^\n]*", program.trace().lower().as_text())

@@ -24,20 +24,20 @@ def test_memory_by_kind_is_that_of_the_shards(plan):
     shapes = param_shapes(plan.run.model)
     norms = sum(leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(shapes) if "norm" in str(path))
     on_device = (num_params(plan.run.model) - norms) // 8 + norms
-    assert plan.step.params_bytes == 4 * on_device
+    assert plan.step.held["parameters"] == 4 * on_device
     # Two moments, and Adam's two counters.
-    assert 8 * on_device <= plan.step.optimizer_bytes <= 8 * on_device + 16
+    assert 8 * on_device <= plan.step.held["optimizer"] <= 8 * on_device + 16
     step = plan.programs["step"]
-    assert step.peak >= plan.step.params_bytes + plan.step.optimizer_bytes
+    assert step.peak >= plan.step.held["parameters"] + plan.step.held["optimizer"]
     (of_step,) = (phase for phase in plan.phases if phase.name == "step")
     assert of_step.total == step.peak  # the engine has no weights then
     (of_decode,) = (phase for phase in plan.phases if phase.name == "decode")
-    assert of_decode.beside == {"parameters": plan.step.params_bytes, "optimizer": plan.step.optimizer_bytes}
+    assert of_decode.beside == plan.step.held
 
 
 def test_memory_beside_the_engines_programs(plan):
     """32 completions in batches of 32: none waits, no cache lives beside a program. With smaller batches some do."""
-    state = {"parameters": plan.step.params_bytes, "optimizer": plan.step.optimizer_bytes}
+    state = plan.step.held
     (push,) = (phase for phase in plan.phases if phase.name == "push")
     assert push.peak == 0 and push.beside["engine's weights"] == plan.engine.weights_bytes
     assert push.total > sum(state.values()) + plan.engine.weights_bytes
@@ -70,7 +70,7 @@ def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
         phase.name for phase in dataclasses.replace(beside_vllm, run=dataclasses.replace(plan.run, config=awake)).phases
     ] == ["step"]
     (_, sample) = dataclasses.replace(beside_vllm, run=dataclasses.replace(plan.run, config=asleep)).phases
-    assert sample.total == plan.step.params_bytes + plan.step.optimizer_bytes + 32 * GIB
+    assert sample.total == plan.step.held["parameters"] + plan.step.held["optimizer"] + 32 * GIB
 
 
 def test_a_plan_looks_at_no_run_directory(tmp_path):

@@ -154,7 +154,7 @@ def test_recorded_lists_are_counted_as_the_step_returns_them():
     config = demo.get_config("debug")
     config.rollout.top_logprobs, config.observe.rollouts_every_steps = 8, 3
     run = planned_run(from_config_dict(config), make_mesh(2, 1, 1, 1, devices=jax.devices()[:2]))
-    returned = plan_step(run).program.trace().out_info[1]["tokens/top_logprobs"]
+    returned = plan_step(run).trace().out_info[1]["tokens/top_logprobs"]
     size = sum(4 * leaf.size for leaf in jax.tree.leaves(returned))
     assert (
         size % 32 == 0 and part_of(run.placement.engine.memory, "recorded likeliest").host == 2 * size + 30 * size // 4
