@@ -19,8 +19,9 @@ from dcmdp_jax.inputs import shorten
 # A path may hold spaces; the first colon after `.py` ends it.
 _CALL = re.compile(r"\s*((?:[^,()]*?\.py:)?[^\s,()]+)\s*(?:\(([^()]*)\))?\s*(?:,|$)")
 _WORDS = {"true": True, "false": False}
+_NUMBERS = "nan", "inf", "infinity"
 
-Parameter = float | bool
+Parameter = float | bool | str
 
 
 class Call(NamedTuple):
@@ -28,7 +29,7 @@ class Call(NamedTuple):
 
     Attributes:
         function: a built-in name, `path.py:function` or `package.module:function`.
-        parameters: values by name: numbers, true or false.
+        parameters: values by name: numbers, true or false, or words of letters and digits.
     """
 
     function: str
@@ -45,8 +46,8 @@ class Call(NamedTuple):
         return self.function.rpartition(":")[2]
 
     def __str__(self) -> str:
-        words = {key: str(value).lower() for key, value in self.parameters.items()}  # true; 1e-05
-        written = ",".join(f"{key}={word}" for key, word in words.items())
+        values = self.parameters.items()
+        written = ",".join(f"{key}={str(x).lower() if isinstance(x, bool) else x}" for key, x in values)
         return f"{self.function}({written})" if written else self.function
 
 
@@ -78,11 +79,15 @@ def _parse_parameters(name: str, text: str) -> dict[str, Parameter]:
             # float() takes the digits of every script.
             if not (equals and word.isascii()) or key in parameters:
                 raise ValueError
-            parameters[key] = _WORDS[value] if value in _WORDS else float(value)
+            parameters[key] = _WORDS[value] if value in _WORDS else _number_or_word(value)
         except ValueError:
-            hint = f"parameters are name=number (or true, false), each once, as in {name}(size=2)"
+            hint = f"parameters are name=number (or true, false, a word), each once, as in {name}(size=2)"
             raise UserError(f"got {name}({shorten(text)}); {hint}") from None
     return parameters
+
+
+def _number_or_word(text: str) -> float | str:
+    return text if text.isidentifier() and text.lower() not in _NUMBERS else float(text)
 
 
 def check_call(call: Call, built_in: Mapping[str, Callable[..., Any]]) -> None:
@@ -123,6 +128,9 @@ def check_parameters(call: Call, function: Callable[..., Any]) -> None:
     if unknown := [name for name in call.parameters if name not in names and not anything]:
         said = f"it has {', '.join(names)}" if names else "it has none"
         raise UserError(f"{call.function} has no parameter {unknown[0]!r}; {said}")
+    words = [one.name for one in known if isinstance(one.default, str)]
+    if wrong := [name for name, value in call.parameters.items() if isinstance(value, str) and name not in words]:
+        raise UserError(f"{call}: {wrong[0]} must be a number")
     for one in known:
         number = one.annotation in (float, "float") or type(one.default) in (int, float)
         if number and isinstance(call.parameters.get(one.name), bool):

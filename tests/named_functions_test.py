@@ -14,6 +14,7 @@ from dcmdp_jax.user_code import load_function
         ("", []),
         ("tis", [Call("tis", {})]),
         (" tis ( low=0.5 , high=2 ) , veto,", [Call("tis", {"low": 0.5, "high": 2.0}), Call("veto", {})]),
+        ("f(kind=k2,high=inf)", [Call("f", {"kind": "k2", "high": float("inf")})]),  # inf is a number, k2 a word
         ("a/b.py:f(k=1e-3)", [Call("a/b.py:f", {"k": 0.001})]),
         ("my files/b.py:f,tis", [Call("my files/b.py:f", {}), Call("tis", {})]),
         ("package.module:f(on=true,off=false)", [Call("package.module:f", {"on": True, "off": False})]),

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,18 +32,20 @@ import jax.numpy as jnp
 from dcmdp_jax.algorithm.masked import completion_counts, completion_maxima, completion_sums, gather_to_tokens
 from dcmdp_jax.algorithm.numerics import (
     MAX_LOG_RATIO,
+    KlEstimator,
     binary_kl,
     clamp,
     clamped_log_ratio,
-    exp_minus_linear,
+    kl_estimate,
     log_difference,
 )
 from dcmdp_jax.algorithm.remedies import Corrected, Statistics, Tokens, require_tokens, split
-from dcmdp_jax.algorithm.require import require_number, require_same_shape
+from dcmdp_jax.algorithm.require import require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
 
 Correction = Callable[[Tokens], Corrected | tuple[Corrected, Statistics]]
+KlOver = Literal["token", "mean", "sum", "max"]
 
 
 # Importance weights: the loss becomes one under the training stack's distribution.
@@ -183,7 +185,8 @@ def geometric_rejection(tokens: Tokens, *, low: float = 0.999, high: float = 1.0
 
 
 def sequence_error(tokens: Tokens, *, high: float = 1.5) -> Corrected:
-    """Keep completions whose mean_t e^|d_t| is at most `high`: differences of either sign add, unlike in `mean_k1`.
+    """Keep completions whose mean_t e^|d_t| is at most `high`: differences of either sign add, unlike in the mean
+    of k1.
 
     Denominator: kept tokens. NeMo-RL (`seq_logprob_error_threshold`; off by default, 1.5 in its recipes) and Tunix
     (PR #2270) do the same.
@@ -257,71 +260,66 @@ def off_policy_mask(tokens: Tokens, *, high: float = 0.5) -> Corrected:
     return _kept(tokens, mean, ~((jnp.asarray(tokens.advantages) < 0) & (mean > high)))
 
 
-def _divergence(tokens: Tokens, *, high: float, estimator: str, level: str) -> Corrected:
+def kl_rejection(tokens: Tokens, *, high: float, estimator: KlEstimator = "k3", over: KlOver = "mean") -> Corrected:
     """Keep tokens whose estimate of KL(q || p) is at most `high` nats, in absolute value.
 
         k1 = -d        k2 = d^2 / 2        k3 = e^d - 1 - d
 
-    of the token, or the mean, the sum or the largest |estimate| over its completion, which is kept or dropped as a
-    whole. In k2 and k3 d is clamped at 20 nats; k1 is not, so that sum_k1(high=log 2) drops what
-    sequence_rejection(low=0.5, high=2) does. Ratio: training over rollout. Denominator: kept tokens. verl (`token_k1`,
-    `seq_mean_k3`, ...) has the same, with bounds on e^k1, so that its band need not be symmetric. AReaL's
-    (`metric=kl_k3`, `agg`) are of -d: its k1 is d, and its k3 = e^-d - 1 + d is of the inverse ratio.
+    over="token" compares each token. "mean", "sum" and "max" compare that of the estimates (the largest |estimate|)
+    over its completion, which is kept or dropped as a whole. In k2 and k3 d is clamped at 20 nats; k1 is not, so that
+    its sum with high = log 2 drops what sequence_rejection(low=0.5, high=2) does. Ratio: training over rollout.
+    Denominator: kept tokens. verl (`token_k1`, `seq_mean_k3`, ...) has the same, with bounds on e^k1, so that its band
+    need not be symmetric. AReaL's (`metric=kl_k3`, `agg`) are of -d: its k1 is d, and its k3 = e^-d - 1 + d is of the
+    inverse ratio.
     """
     require_number("high", high, minimum=0, open_minimum=True)
-    clamped = _token_log_ratio(tokens)
-    values = {
-        "k1": _inside_mask(tokens, log_difference(tokens.rollout_logprobs, tokens.old_logprobs)),
-        "k2": clamped**2 / 2,
-        "k3": exp_minus_linear(clamped),
-    }[estimator]
-    if level == "mean":
+    require_option("over", over, get_args(KlOver))
+    difference = _inside_mask(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
+    values = kl_estimate(difference if estimator == "k1" else clamp(difference, MAX_LOG_RATIO), estimator)
+    if over == "mean":
         values = _gathered_mean(tokens, values)
-    elif level == "sum":
+    elif over == "sum":
         values = _gathered(tokens, completion_sums, values)
-    elif level == "max":
+    elif over == "max":
         values = _gathered(tokens, completion_maxima, jnp.abs(values))
     return _kept(tokens, values, ~(jnp.abs(values) > high))
 
 
-TRUNCATIONS: Mapping[str, Callable[..., Corrected]] = {
-    "tis": tis,
-    "sequence_tis": sequence_tis,
-    "cis": cis,
-    "minpro": minpro,
-    "ctpo": ctpo,
-    "pnpo": pnpo,
-}
+def _by_name(*corrections: Callable[..., Corrected]) -> dict[str, Callable[..., Corrected]]:
+    return {correction.__name__: correction for correction in corrections}
+
+
+TRUNCATIONS: Mapping[str, Callable[..., Corrected]] = _by_name(tis, sequence_tis, cis, minpro, ctpo, pnpo)
 """Name -> correction that weighs by p / q within bounds and keeps every token."""
 
-MASKS: Mapping[str, Callable[..., Corrected]] = {"icepop": icepop, "sequence_mis": sequence_mis, "kpop": kpop}
+MASKS: Mapping[str, Callable[..., Corrected]] = _by_name(icepop, sequence_mis, kpop)
 """Name -> correction that weighs by p / q and drops what is out of bounds."""
 
-FILTERS: Mapping[str, Callable[..., Corrected]] = {
-    "sequence_rejection": sequence_rejection,
-    "geometric_rejection": geometric_rejection,
-    "veto": veto,
-    "off_policy_mask": off_policy_mask,
-    "sequence_error": sequence_error,
-    "probability_band": probability_band,
-    "vaco": vaco,
-    "m2po": m2po,
-    **{
-        f"{level}_{estimator}": functools.partial(_divergence, estimator=estimator, level=level)
-        for level in ("token", "mean", "sum", "max")
-        for estimator in ("k1", "k2", "k3")
-    },
-}
+FILTERS: Mapping[str, Callable[..., Corrected]] = _by_name(
+    sequence_rejection,
+    geometric_rejection,
+    veto,
+    off_policy_mask,
+    sequence_error,
+    probability_band,
+    vaco,
+    m2po,
+    kl_rejection,
+)
 """Name -> correction that keeps or drops."""
 
 CORRECTIONS: Mapping[str, Callable[..., Corrected]] = {**TRUNCATIONS, **MASKS, **FILTERS}
 """Name -> correction."""
 
-OF_TOKENS = frozenset({"tis", "cis", "icepop", "kpop", "probability_band", "token_k1", "token_k2", "token_k3"})
-"""Corrections that look at each token alone."""
+
+def of_single_tokens(name: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether a correction with these parameters looks at each token alone."""
+    return name in ("tis", "cis", "icepop", "kpop", "probability_band") or parameters.get("over") == "token"
+
 
 OF_PREFIXES = frozenset({"minpro", "ctpo", "pnpo", "vaco", "m2po"})
-"""Corrections that look at a token and at others. Those in neither give all tokens of a completion one weight."""
+"""Corrections that look at a token and at others. All others give the tokens of a completion one weight, or look at
+single tokens."""
 
 
 def chain(tokens: Tokens, corrections: Sequence[Correction]) -> tuple[Corrected, Statistics]:

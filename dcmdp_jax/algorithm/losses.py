@@ -17,10 +17,11 @@ from dcmdp_jax.algorithm.discrepancy import Level
 from dcmdp_jax.algorithm.masked import completion_means, gather_to_tokens, masked_sum, weighted_sum
 from dcmdp_jax.algorithm.numerics import (
     MAX_LOG_RATIO,
+    KlEstimator,
     as_float,
     clamp,
     clamped_log_ratio,
-    exp_minus_linear,
+    kl_estimate,
     log_difference,
 )
 from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens, split
@@ -37,7 +38,6 @@ from dcmdp_jax.algorithm.trust_regions import clip
 from dcmdp_jax.types import Array
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "fixed_length"]
-KlEstimator = Literal["k1", "k2", "k3"]
 
 
 def importance_ratio(train_logprobs: Array, old_logprobs: Array) -> jax.Array:
@@ -258,15 +258,10 @@ def reference_kl(
 ) -> jax.Array:
     """Estimate of KL(pi_theta || pi_ref) from each sampled token, to be added to the loss with a coefficient.
 
-    With x = log pi_ref - log pi_theta clamped to [-20, 20], for tokens sampled from pi_theta:
-
-        k1 = -x            unbiased, either sign
-        k2 = x^2 / 2       biased, >= 0
-        k3 = e^x - 1 - x   unbiased, >= 0, small variance (GRPO's choice)
-
-    after J. Schulman, "Approximating KL divergence" (2020). As a LOSS they differ from what they are as estimates,
-    because the gradient is taken through log pi_theta and not through the sampling: in expectation k1's gradient is
-    0 (do not use it as a loss), k2's is that of KL(pi_theta || pi_ref), k3's is that of KL(pi_ref || pi_theta).
+    `kl_estimate` of x = log pi_ref - log pi_theta clamped to [-20, 20]; k3 is GRPO's choice. As a LOSS the estimators
+    differ from what they are as estimates, because the gradient is taken through log pi_theta and not through the
+    sampling: in expectation k1's gradient is 0 (do not use it as a loss), k2's is that of KL(pi_theta || pi_ref), k3's
+    is that of KL(pi_ref || pi_theta).
 
     Args:
         train_logprobs: any shape, nats, log pi_theta of the sampled tokens; the gradient flows here alone, and
@@ -283,13 +278,7 @@ def reference_kl(
     """
     mask = jnp.ones(jnp.shape(train_logprobs), bool) if completion_mask is None else completion_mask
     require_same_shape(train_logprobs=train_logprobs, ref_logprobs=ref_logprobs, completion_mask=mask)
-    require_option("estimator", estimator, get_args(KlEstimator))
     mask = jnp.asarray(mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
     reference = jax.lax.stop_gradient(jnp.where(mask, jnp.asarray(ref_logprobs, jnp.float32), 0.0))
-    log_ratio = clamped_log_ratio(reference, train)
-    if estimator == "k1":
-        return -log_ratio
-    if estimator == "k2":
-        return log_ratio**2 / 2
-    return exp_minus_linear(log_ratio)
+    return kl_estimate(clamped_log_ratio(reference, train), estimator)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from dcmdp_jax.algorithm.require import require_same_shape
+from dcmdp_jax.algorithm.require import require_option, require_same_shape
 from dcmdp_jax.types import Array
+
+KlEstimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
 """Nats at which a log-ratio is clamped: e^20 = 4.85e8, whose square still sums in float32 (max 3.4e38)."""
@@ -95,6 +99,24 @@ def exp_minus_linear(x: Array) -> jax.Array:
     for order in range(8, 2, -1):
         series = 1.0 + series * x / order
     return jnp.where(jnp.abs(x) < 0.5, x * x / 2 * series, jnp.expm1(x) - x)
+
+
+def kl_estimate(log_ratio: jax.Array, estimator: KlEstimator) -> jax.Array:
+    """Estimate KL(a || b) from x = log b - log a of each token that a sampled, per element, in nats.
+
+        k1 = -x            unbiased, either sign
+        k2 = x^2 / 2       biased, >= 0
+        k3 = e^x - 1 - x   unbiased, >= 0, small variance
+
+    after J. Schulman, "Approximating KL divergence" (2020).
+
+    Raises:
+        ValueError: if `estimator` is unknown.
+    """
+    require_option("estimator", estimator, get_args(KlEstimator))
+    if estimator == "k1":
+        return -log_ratio
+    return log_ratio**2 / 2 if estimator == "k2" else exp_minus_linear(log_ratio)
 
 
 def binary_kl(x: Array, y: Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 
 from dcmdp_jax.algorithm.centering import score_centering
 from dcmdp_jax.algorithm.charges import STATE_CHARGES
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, OF_TOKENS, TRUNCATIONS
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, TRUNCATIONS, of_single_tokens
 from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
 from dcmdp_jax.algorithm.dual import BUDGET_ROOM, MULTIPLIER_MAX, QUANTILES
 from dcmdp_jax.algorithm.losses import LOSSES, Aggregation
@@ -213,12 +213,10 @@ class AlgorithmSettings:
             UserError: in one line, naming setting, function and what is wrong.
         """
         functions = {name: tuple(_bind(name, call) for call in self.calls(name)) for name in _REMEDIES}
-        calls = [call.function for call in self.calls("corrections")]
-        corrections = [
-            (name, one) for name, one in zip(calls, functions["corrections"], strict=True) if name != _CENTERING
-        ]
+        calls = zip(self.calls("corrections"), functions["corrections"], strict=True)
+        corrections = [(call, one) for call, one in calls if call.function != _CENTERING]
         single, whole = (
-            tuple(one for name, one in corrections if (name in OF_TOKENS) == of_tokens) for of_tokens in (True, False)
+            tuple(one for call, one in corrections if of_single_tokens(*call) == alone) for alone in (True, False)
         )
         (penalty,), (trust_region,), (loss,) = (functions[name] for name in ("method", "trust_region", "loss"))
         if not self.calls("loss")[0].own:
@@ -249,7 +247,7 @@ def _with_calls(
             continue  # the checks say what is wrong
         for place, call in enumerate(calls):
             known = inspect.signature(built_in[call.function]).parameters.values() if call.function in built_in else ()
-            default = {one.name: one.default for one in known if isinstance(one.default, int | float)}
+            default = {one.name: one.default for one in known if isinstance(one.default, int | float | str)}
             calls[place] = Call(call.function, change(default, call.parameters))
         changed[name] = ",".join(map(str, calls))
     return dataclasses.replace(algorithm, **changed)

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,11 @@ import numpy as np
 
 from dcmdp_jax.algorithm.advantages import has_signal
 from dcmdp_jax.algorithm.charges import STATE_CHARGES
-from dcmdp_jax.algorithm.corrections import CORRECTIONS
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, KlOver, kl_rejection
 from dcmdp_jax.algorithm.losses import LOSSES
+from dcmdp_jax.algorithm.numerics import KlEstimator
 from dcmdp_jax.algorithm.penalties import PENALTIES
-from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.algorithm.remedies import Corrected, Tokens
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
@@ -35,7 +37,7 @@ from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.lab.probe.training_stack import in_places, one_a_row
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.row_logprobs import RowOutputs, make_row_logprobs
-from dcmdp_jax.named_functions import Call, needed_parameters
+from dcmdp_jax.named_functions import Call
 from dcmdp_jax.number_format import number
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.rewards.protocol import NEED_ANSWERS, Problem
@@ -379,10 +381,10 @@ def entries(base: AlgorithmSettings, tokens: Tokens, *, listed: bool = False) ->
             for level in ("token", "sequence"):
                 label = name if level == "token" else f"{name}, whole completions"
                 found[label] = dataclasses.replace(plain, method=name, level=level)
-    calls = [
-        Call(name, dict.fromkeys(needed_parameters(correction), _size(name, tokens)))
-        for name, correction in CORRECTIONS.items()
-    ]
+    calls = [Call(name, {}) for name in CORRECTIONS if name != "kl_rejection"]
+    for over, estimator in itertools.product(get_args(KlOver), get_args(KlEstimator)):
+        kind = {"estimator": estimator, "over": over}
+        calls.append(Call("kl_rejection", kind | {"high": _size(functools.partial(kl_rejection, **kind), tokens)}))
     for call in map(str, (*calls, SKYRL_BAND)):
         found[call] = dataclasses.replace(plain, corrections=call)
     for call in map(_with_sizes, TRUST_REGIONS.items()):
@@ -406,14 +408,12 @@ def _with_sizes(named: tuple[str, Callable[..., Any]]) -> str:
     return str(Call(name, {size: value for size, value in sizes.items() if isinstance(value, float) and value}))
 
 
-def _size(name: str, tokens: Tokens) -> float:
+def _size(filter_of: Callable[..., Corrected], tokens: Tokens) -> float:
     """The largest estimate, to three digits, at which a filter drops 5% of the tokens; 1e-6 if it never does."""
     low, high = -6.0, 3.0
     mask = np.asarray(tokens.completion_mask)
-    if not needed_parameters(CORRECTIONS[name]):
-        return 0.0
     for _ in range(24):
         middle = (low + high) / 2
-        dropped = ~np.asarray(CORRECTIONS[name](tokens, high=10.0**middle).keep)[mask]
+        dropped = ~np.asarray(filter_of(tokens, high=10.0**middle).keep)[mask]
         low, high = (middle, high) if dropped.mean() > DROPPED_SHARE else (low, middle)
     return float(f"{10.0**high:.3g}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,14 @@ def recomputed(found: Mapping[str, float | None]) -> tuple[float, bool]:
     return 1 - max(cross, 0) ** 2 / (length**2 + variance), exact
 
 
+def without_sizes(name: str) -> str:
+    """A remedy without its numbers: `clip` of clip(low=0.2), `kl_rejection(estimator=k1,over=sum)` of its kind."""
+    return re.sub(r",?\w+=[\d.e+-]+(?=[,)])", "", name).replace("()", "")
+
+
 def three_policies(oracles: Sequence[Mapping[str, Any]]) -> str:
     """A row for each remedy in the order of the last policy: the error at each."""
-    found = [{one["name"].split("(")[0]: recomputed(one["quality"]) for one in each["remedies"]} for each in oracles]
+    found = [{without_sizes(one["name"]): recomputed(one["quality"]) for one in each["remedies"]} for each in oracles]
     rows = [
         [f"`{name}`", *(f"{'' if each[name][1] else '<= '}{each[name][0]:.2f}" for each in found)]
         for name in sorted(found[-1], key=lambda name: found[-1][name][0])

@@ -125,7 +125,11 @@ CASES = {
     "unbounded tis": ({"corrections": "tis(high=100)"}, RATIO, np.zeros(4)),
     "icepop": ({"corrections": "icepop(low=0.5,high=1.8)"}, np.where(RATIO < 1.8, RATIO, 0), np.zeros(4)),
     "veto": ({"corrections": "veto(floor=0.7)"}, (RATIO >= 0.7).astype(float), np.zeros(4)),
-    "token_k1": ({"corrections": "token_k1(high=0.6)"}, (np.abs(LOG_RATIO) <= 0.6).astype(float), np.zeros(4)),
+    "kl_rejection": (
+        {"corrections": "kl_rejection(estimator=k1,over=token,high=0.6)"},
+        (np.abs(LOG_RATIO) <= 0.6).astype(float),
+        np.zeros(4),
+    ),
     "dppo_tv": (
         {"trust_region": "dppo_tv(low=0.1,high=0.1)", "ratio_denominator": "rollout"},
         _dppo,

@@ -107,9 +107,11 @@ def test_a_filter_without_a_default_is_sized_to_drop_a_twentieth_of_the_tokens()
         completion_index=index,
         num_completions=50,
     )
-    (name,) = [name for name in entries(AlgorithmSettings(), tokens) if name.startswith("token_k1")]
+    (name,) = [
+        name for name in entries(AlgorithmSettings(), tokens) if name.startswith("kl_rejection(estimator=k1,over=token")
+    ]
     # |log p - log q| of two exponentials is exponential: 5% are above ln 20 = 3.00.
-    assert float(name.removeprefix("token_k1(high=").removesuffix(")")) == pytest.approx(np.log(20), abs=0.3)
+    assert float(name.rpartition("=")[2].removesuffix(")")) == pytest.approx(np.log(20), abs=0.3)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from research.long_tables import (
 )
 from research.oracle.gradients import Moments, quality
 from research.oracle.page import draw_oracle
-from research.oracle.table import KEPT, recomputed
+from research.oracle.table import KEPT, recomputed, without_sizes
 
 _ROOT = Path(__file__).resolve().parents[2]
 _KEPT = _ROOT / "research" / "kept"
@@ -293,7 +293,7 @@ def test_the_remedies_at_three_policies_are_those_of_the_kept_numbers():
     oracles = json.loads((_KEPT / "remedies.json").read_text())
     errors = {
         (oracle["engine"], oracle["model"]): {
-            one["name"].split("(")[0]: recomputed(one["quality"])[0] for one in oracle["remedies"]
+            without_sizes(one["name"]): recomputed(one["quality"])[0] for one in oracle["remedies"]
         }
         for oracle in oracles
     }
@@ -301,8 +301,10 @@ def test_the_remedies_at_three_policies_are_those_of_the_kept_numbers():
         for step in (20, 40):
             found = errors[engine, f"oracle step {step}"]
             # What the text says: filters of whole completions before none, filters of tokens after it.
-            assert max(found[name] for name in ("mean_k1", "sum_k2", "sequence_rejection")) < found["no remedy"]
-            assert min(found[name] for name in ("token_k1", "token_k2", "geometric_rejection")) > found["no remedy"]
+            whole = "kl_rejection(estimator=k1,over=mean)", "kl_rejection(estimator=k2,over=sum)", "sequence_rejection"
+            single = *(f"kl_rejection(estimator={k},over=token)" for k in ("k1", "k2")), "geometric_rejection"
+            assert max(found[name] for name in whole) < found["no remedy"]
+            assert min(found[name] for name in single) > found["no remedy"]
     assert all(not error > 1 for found in errors.values() for error in found.values())
 
 

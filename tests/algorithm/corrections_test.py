@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,16 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm import corrections, losses, penalties, signals, stats
-from dcmdp_jax.algorithm.corrections import CORRECTIONS, TRUNCATIONS, chain
+from dcmdp_jax.algorithm.corrections import CORRECTIONS, TRUNCATIONS, KlOver, chain, kl_rejection
+from dcmdp_jax.algorithm.numerics import KlEstimator
 from dcmdp_jax.algorithm.remedies import Tokens, uses
 from dcmdp_jax.config.load import from_config_dict
 from tests.support.surrogate import policy_surrogate
+
+_EVERY = {name: one for name, one in CORRECTIONS.items() if name != "kl_rejection"} | {
+    f"{over}_{estimator}": functools.partial(kl_rejection, estimator=estimator, over=over)
+    for over, estimator in itertools.product(get_args(KlOver), get_args(KlEstimator))
+}
 
 # Parameters for which the random input below has tokens or completions on both sides of every bound.
 _GIVEN = {
@@ -108,7 +115,7 @@ _LENGTHS = [7, 1, 12, 3, 30, 9, 2, 5, 16, 4, 8, 11]
 
 
 def make_correction(name, given):
-    return functools.partial(CORRECTIONS[name], **given)
+    return functools.partial(_EVERY[name], **given)
 
 
 def _tokens(now, old, rollout, advantages, mask, index, completions):
@@ -170,7 +177,7 @@ def test_sum_k1_is_sequence_rejection_with_a_symmetric_band():
 
 
 def test_every_correction_is_tested():
-    assert set(_GIVEN) == set(CORRECTIONS)
+    assert set(_GIVEN) == set(_EVERY)
 
 
 def test_no_gradient_reaches_the_weights():
@@ -184,7 +191,7 @@ def test_no_gradient_reaches_the_weights():
 def test_the_corrections_that_look_at_advantages_are_known():
     tokens, _ = _rows(2.0)
     found = set()
-    for name in CORRECTIONS:
+    for name in _EVERY:
         correction = make_correction(name, _GIVEN[name])
         parts = [
             correction(tokens._replace(advantages=np.full(tokens.advantages.shape, sign, np.float32)))
@@ -192,10 +199,10 @@ def test_the_corrections_that_look_at_advantages_are_known():
         ]
         if not all(np.array_equal(*pair) for pair in zip(*parts, strict=True)):
             found.add(name)
-    assert found == {name for name in CORRECTIONS if uses(make_correction(name, _GIVEN[name]), "advantages")}
+    assert found == {name for name in _EVERY if uses(make_correction(name, _GIVEN[name]), "advantages")}
 
 
-@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("name", _EVERY)
 def test_correction_equals_its_formula(name):
     given = _GIVEN[name]
     # Moderate, equal to the last bit, and far apart: differences of +-50 nats and more at spread 50.
@@ -214,7 +221,7 @@ def test_correction_equals_its_formula(name):
             np.testing.assert_array_equal(found.weights, tokens.completion_mask.astype(np.float32))
 
 
-@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("name", _EVERY)
 def test_value_and_gradient_of_the_corrected_loss(name):
     """The loss over kept tokens, divided by their weight, against NumPy; d/d log pi = -w gamma A / total."""
     tokens, advantages = _rows(0.3)
@@ -249,7 +256,7 @@ def test_value_and_gradient_of_the_corrected_loss(name):
 _OF_TOKENS = "tis", "icepop", "cis", "kpop", "probability_band", "m2po"
 
 
-@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("name", _EVERY)
 def test_nan_infinity_and_empty_masks(name):
     correction = make_correction(name, _GIVEN[name])
     nothing = correction(_rows(0.3)[0]._replace(completion_mask=np.zeros((6, 50), bool)))
@@ -343,8 +350,11 @@ def test_dropped_tokens_count_in_the_denominator_if_asked():
         ("icepop(low=2,high=2)", "the band from low=2 to high=2 is empty"),
         ("icepop(low=6)", "the band from low=6 to high=5 is empty"),
         ("veto(floor=0)", r"floor=0.0; must be a finite number in \(0, inf\)"),
-        ("mean_k3", r"mean_k3 needs high, such as mean_k3\(high=0.1\)"),
-        ("mean_k3(estimator=1)", "mean_k3 has no parameter 'estimator'; it has high"),
+        ("tis(high=much)", r"tis\(high=much\): high must be a number"),
+        ("kl_rejection", r"kl_rejection needs high, such as kl_rejection\(high=0.1\)"),
+        ("kl_rejection(high=1,estimator=k4)", "estimator='k4'; must be one of 'k1', 'k2', 'k3'"),
+        ("kl_rejection(high=1,estimator=2)", "estimator=2.0; must be one of 'k1', 'k2', 'k3'"),
+        ("kl_rejection(high=1,over=row)", "over='row'; must be one of 'token', 'mean', 'sum', 'max'"),
     ],
 )
 def test_bad_parameters_are_refused(text, message):

@@ -195,7 +195,6 @@ def test_a_loss_sees_zero_outside_the_tokens_that_take_part():
 def test_fields_that_a_remedy_computes_with():
     assert uses(penalties.dc_grpo, "multiplier") and not uses(penalties.dual_grpo, "multiplier")
     assert uses(penalties.grpo, "advantages") and not uses(penalties.grpo, "discrepancy")
-    high = {"high": 0.1}
-    corrections = {name: functools.partial(one, **high if "_k" in name else {}) for name, one in CORRECTIONS.items()}
+    corrections = CORRECTIONS | {"kl_rejection": functools.partial(CORRECTIONS["kl_rejection"], high=0.1)}
     assert [name for name, one in corrections.items() if uses(one, "advantages")] == ["off_policy_mask", "vaco"]
     assert all(uses(region, "advantages") for region in TRUST_REGIONS.values())

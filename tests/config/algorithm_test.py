@@ -6,7 +6,7 @@ import pytest
 from configs import base, remedies
 from dcmdp_jax.algorithm.corrections import chain
 from dcmdp_jax.algorithm.remedies import Tokens
-from dcmdp_jax.config.algorithm import spelled_out
+from dcmdp_jax.config.algorithm import canonical, spelled_out
 from dcmdp_jax.config.load import from_config_dict, from_saved
 from dcmdp_jax.errors import UserError
 
@@ -39,7 +39,7 @@ def _tokens(ratio):
     [
         ("tis", [0.5, 2.0, 2.0], [1, 1, 1]),
         ("tis(high=3)", [0.5, 3.0, 3.0], [1, 1, 1]),
-        (" tis ( low = 0.75 , high=3 ) , token_k1(high=0.8),", [0.75, 0, 0], [1, 0, 0]),
+        (" tis ( low = 0.75 , high=3 ) , kl_rejection(estimator=k1,over=token,high=0.8),", [0.75, 0, 0], [1, 0, 0]),
         ("icepop(high=5.5),sequence_rejection(high=8)", [0.5, 3.0, 5.0], [1, 1, 1]),
         ("veto(floor=0.6)", [0, 0, 0], [0, 0, 0]),
     ],
@@ -67,7 +67,7 @@ def test_no_correction_is_the_default():
 
 
 def test_filters_go_with_the_engines_denominator():
-    assert _config(corrections="veto,mean_k3(high=0.1)", ratio_denominator="bypass").algorithm.corrections
+    assert _config(corrections="veto,kl_rejection(high=0.1)", ratio_denominator="bypass").algorithm.corrections
 
 
 def test_every_remedy_has_a_config():
@@ -81,6 +81,9 @@ def test_every_remedy_has_a_config():
 def test_remedies_join():
     config = from_config_dict(remedies.get_config("tis,veto"))
     assert spelled_out(config.algorithm).corrections == "tis(low=0.0,high=2.0),veto(floor=0.0001)"
+    filtered = from_config_dict(remedies.get_config("k2")).algorithm
+    assert spelled_out(filtered).corrections == "kl_rejection(estimator=k2,over=mean,high=0.01)"
+    assert canonical(filtered).corrections == "kl_rejection(estimator=k2,high=0.01)"
     with pytest.raises(ValueError, match="config argument 'tsi': allowed are grpo, debug, tis"):
         remedies.get_config("tsi")
 

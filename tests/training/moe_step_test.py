@@ -130,7 +130,7 @@ _SHORT = ("token_mean", step_runs.MAX_APART, "kept")
 def test_balancing_loss_weighs_the_same_whatever_corrections_drop(denominator, limit, aggregation):
     settings = dataclasses.replace(
         BALANCED,
-        corrections=f"tis(high=2),token_k1(high={limit})",
+        corrections=f"tis(high=2),kl_rejection(estimator=k1,over=token,high={limit})",
         correction_denominator=denominator,
         aggregation=aggregation,
     )

@@ -47,7 +47,7 @@ def newer_code(monkeypatch):
     monkeypatch.setattr(step_runs, "programs", functools.cache(step_runs.programs.__wrapped__))
 
 
-CORRECTIONS = f"tis(high=2),token_k1(high={MAX_APART})"
+CORRECTIONS = f"tis(high=2),kl_rejection(estimator=k1,over=token,high={MAX_APART})"
 """Drop tokens that the engines see far apart, weigh the others by min(p / q, 2)."""
 
 
@@ -239,7 +239,7 @@ def test_remedies_over_whole_completions_are_the_same_on_a_mesh():
     mesh = make_mesh(2, 2, 2, devices=jax.devices()[:8])
     settings = dataclasses.replace(
         ALGORITHM,
-        corrections="sequence_tis(high=3),mean_k3(high=2),off_policy_mask(high=1.5)",
+        corrections="sequence_tis(high=3),kl_rejection(estimator=k3,over=mean,high=2),off_policy_mask(high=1.5)",
         ratio_level="sequence",
         correction_denominator="all",
     )
@@ -401,7 +401,7 @@ def test_corrections_leave_the_divergence_as_it_is(denominator, aggregation, lim
     """Some tokens dropped, or all: the divergence keeps its tokens, its weights and its denominator."""
     settings = dataclasses.replace(
         ALGORITHM,
-        corrections=f"tis(high=2),token_k1(high={limit})",
+        corrections=f"tis(high=2),kl_rejection(estimator=k1,over=token,high={limit})",
         correction_denominator=denominator,
         kl_coefficient=0.3,
         aggregation=aggregation,
