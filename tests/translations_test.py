@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dcmdp_jax.algorithm.losses import policy_loss
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.load import from_config_dict
-from dcmdp_jax.training.loss_terms import loss_of, signals_of
+from dcmdp_jax.training.loss_terms import loss_weights, signals_of
 from docs import translations
 
 _ROWS = translations.rows()
@@ -93,7 +94,9 @@ def _by_ours(text, spread):
     )  # fmt: skip
     remedies = settings.remedies()
     signals = signals_of(settings, remedies, tokens, np.ones(shape[0], np.float32))
-    slopes = -jax.grad(lambda now: loss_of(settings, remedies, signals, now, None)[0].total)(jnp.asarray(now))
+    weights, how = loss_weights(settings, signals), {"loss": remedies.loss, "ratio_level": settings.ratio_level}
+    moving = lambda now: signals.tokens._replace(train_logprobs=now)  # noqa: E731
+    slopes = -jax.grad(lambda now: policy_loss(moving(now), weights, **how)[0].total)(jnp.asarray(now))
     return [np.asarray(slopes)[row, mask[row]] for row in range(shape[0])]
 
 

@@ -175,8 +175,8 @@ class AlgorithmSettings:
         return self.fixed_multiplier is None and self.dual_learning_rate > 0 and self.multiplier >= self.multiplier_max
 
     @property
-    def spent_metric(self) -> str:
-        """Name of the metric that is compared with c."""
+    def bounded_metric(self) -> str:
+        """Name of the metric that c bounds."""
         return "discrepancy/mean" if self.budget == "mean" else "discrepancy/spent"
 
     @property

@@ -193,7 +193,7 @@ class Trainer:
             series = read_metrics(self.config.run_dir)
             floors = series.get("mismatch/noise_floor", ((), ()))
             algorithm = self.config.algorithm
-            measured = measure_tolerance(algorithm, series[algorithm.spent_metric], floors)
+            measured = measure_tolerance(algorithm, series[algorithm.bounded_metric], floors)
         [tolerance] = self.hosts.largest(float(measured))
         tolerance = to_global(np.float32(tolerance), self.programs.shardings.dual.tolerance)
         return state._replace(dual=state.dual._replace(tolerance=tolerance))

@@ -1,4 +1,4 @@
-"""The loss as the settings have it; beside the surrogate the divergence from the reference policy and experts' balance.
+"""Assemble the configured loss: surrogate, reference KL, load balancing.
 
     loss = S / W + kl_coefficient K / V + router_aux_loss B
 
@@ -23,7 +23,6 @@ from dcmdp_jax.algorithm.centering import centering_loss
 from dcmdp_jax.algorithm.charges import charge_loss
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.distribution import Head, distribution_statistics
-from dcmdp_jax.algorithm.losses import policy_loss
 from dcmdp_jax.algorithm.masked import completion_means, masked_sum
 from dcmdp_jax.algorithm.numerics import clamped_log_ratio
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
@@ -44,34 +43,55 @@ def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
 
 
 def signals_of(settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array) -> Signals:
-    """The constants of rows as the settings have them; see `row_signals`."""
-    functions = {"penalty": remedies.penalty, "corrections": remedies.corrections}
-    functions["of_completions"] = remedies.centered[1] if remedies.centered else ()
-    how = {"measure": measure_of(settings), "level": settings.level}
-    return row_signals(tokens, weights, **functions, **how, count_dropped=settings.correction_denominator == "all")
+    """Compute the per-token signals (advantages, weights, the ratio's denominator) of the configured method."""
+    signals = row_signals(
+        tokens,
+        weights,
+        measure=measure_of(settings),
+        level=settings.level,
+        penalty=remedies.penalty,
+        corrections=remedies.corrections,
+        of_completions=remedies.centered[1] if remedies.centered else (),
+        count_dropped=settings.correction_denominator == "all",
+    )
+    anchor = getattr(signals.tokens, _anchor(settings))
+    return signals._replace(tokens=signals.tokens._replace(anchor_logprobs=anchor))
 
 
-_ANCHORS = {"train": "old_logprobs", "proximal": "start_logprobs"}
+def _anchor(settings: AlgorithmSettings) -> str:
+    """Field of the log-probs in the ratio's denominator."""
+    return {"train": "old_logprobs", "proximal": "start_logprobs"}.get(settings.ratio_denominator, "rollout_logprobs")
 
 
-def loss_of(
-    settings: AlgorithmSettings, remedies: Remedies, signals: Signals, train_logprobs: Array, head: Head | None
-) -> tuple[Mean, Statistics]:
-    """The loss of rows as the settings have it, left unreduced; see `policy_loss`, `centering_loss`, `charge_loss`."""
-    tokens, weights = signals.tokens, signals.weights
-    anchor = _ANCHORS.get(settings.ratio_denominator, "rollout_logprobs")
+def loss_weights(settings: AlgorithmSettings, signals: Signals) -> Array:
+    """Weight of each token in the loss, [R, L]: `proximal_weights` in it with ratio_denominator="proximal"."""
     if settings.ratio_denominator == "proximal":
-        weights = weights * proximal_weights(tokens)
-    tokens = tokens._replace(train_logprobs=train_logprobs, anchor_logprobs=getattr(tokens, anchor))
-    how = {"loss": remedies.loss, "ratio_level": settings.ratio_level}
-    loss, statistics = policy_loss(tokens, weights, **how)
+        return signals.weights * proximal_weights(signals.tokens)
+    return signals.weights
+
+
+def head_loss(
+    settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array, centered_weights: Array, head: Head
+) -> Array:
+    """Add the terms that take the engine's likeliest tokens: score centering's baseline, the charge of a state.
+
+    Args:
+        settings, remedies: the method.
+        tokens, weights: as `policy_loss` gets them.
+        centered_weights: see `Signals`.
+        head: the likeliest tokens; the gradient reaches its `train_logprobs`.
+
+    Returns:
+        [] float32, a sum over tokens, to be added to that of `policy_loss`.
+    """
+    total = jnp.zeros(())
     if remedies.centered is not None:
         single = remedies.centered[0] + (_proximal,) * (settings.ratio_denominator == "proximal")
-        less = centering_loss(tokens, signals.centered_weights, head, anchor=anchor, corrections=single, **how)
-        loss = loss._replace(total=loss.total - less)
+        how = {"loss": remedies.loss, "ratio_level": settings.ratio_level, "corrections": single}
+        total -= centering_loss(tokens, centered_weights, head, anchor=_anchor(settings), **how)
     if settings.state_charge is not None:
-        loss = loss._replace(total=loss.total + charge_loss(tokens, weights, head, settings.state_charge))
-    return loss, statistics
+        total += charge_loss(tokens, weights, head, settings.state_charge)
+    return total
 
 
 def _proximal(tokens: Tokens) -> Corrected:

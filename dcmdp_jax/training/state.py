@@ -6,7 +6,7 @@ AdamW with its schedule and gradient clipping, from optax; the scale of a float1
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def initial_dual(settings: AlgorithmSettings) -> DualState:
     return dual_init(settings.multiplier, minimum=0.0, maximum=settings.multiplier_max, tolerance=settings.tolerance)
 
 
-def update_dual(settings: AlgorithmSettings, dual: DualState, step: jax.Array, spent: jax.Array) -> DualState:
+def update_dual(settings: AlgorithmSettings, dual: DualState, step: jax.Array, bounded: jax.Array) -> DualState:
     """The dual state of the next step (Eq. 11).
 
     lambda does not move in methods with a fixed multiplier, nor in the steps that c is measured on.
@@ -42,12 +42,12 @@ def update_dual(settings: AlgorithmSettings, dual: DualState, step: jax.Array, s
         settings: the method and its constants.
         dual: the state of this step.
         step: [] int32, finished steps before this one.
-        spent: dbar_k, or the quantile that c bounds.
+        bounded: dbar_k, or the quantile that c bounds.
     """
     if settings.fixed_multiplier is not None:
         return dual
     rule = {"learning_rate": settings.dual_learning_rate, "minimum": 0.0, "maximum": settings.multiplier_max}
-    moved = dual_update(dual.multiplier, spent, tolerance=dual.tolerance, **rule)
+    moved = dual_update(dual.multiplier, bounded, tolerance=dual.tolerance, **rule)
     if settings.measured_steps:
         moved = jnp.where(step < settings.measured_steps, dual.multiplier, moved)
     return dual._replace(multiplier=moved)
@@ -143,22 +143,13 @@ def make_optimizer(settings: OptimizerSettings, schedule: optax.Schedule) -> opt
     return optax.chain(_clip_by_norm(settings.max_grad_norm), adamw)
 
 
-class Learner(NamedTuple):
-    """State that an optimizer update changes, as in `TrainState`."""
-
-    params: Params
-    opt_state: Any
-    skipped_in_row: jax.Array
-    loss_scale: LossScale | None
-
-
 def apply_update(
     optimizer: optax.GradientTransformationExtraArgs,
-    learner: Learner,
+    state: TrainState,
     gradient: Params,
     divisor: jax.Array,
     finite: jax.Array,
-) -> tuple[Learner, jax.Array, jax.Array]:
+) -> tuple[TrainState, jax.Array, jax.Array]:
     """Make one optimizer update by gradient / divisor; none if that is not finite, or `finite` is false.
 
     Returns:
@@ -173,10 +164,12 @@ def apply_update(
         updates, opt_state = optimizer.update(grads, opt_state, params, grad_norm=grad_norm)
         return optax.apply_updates(params, updates), opt_state
 
-    unchanged = learner.params, learner.opt_state
+    unchanged = state.params, state.opt_state
     params, opt_state = lax.cond(finite, update, lambda *unchanged: unchanged, *unchanged)
-    scale = None if learner.loss_scale is None else next_loss_scale(learner.loss_scale, finite)
-    return Learner(params, opt_state, jnp.where(finite, 0, learner.skipped_in_row + 1), scale), grad_norm, finite
+    scale = None if state.loss_scale is None else next_loss_scale(state.loss_scale, finite)
+    skipped = jnp.where(finite, 0, state.skipped_in_row + 1)
+    state = state._replace(params=params, opt_state=opt_state, skipped_in_row=skipped, loss_scale=scale)
+    return state, grad_norm, finite
 
 
 def _norm(grads: Params) -> jax.Array:

@@ -17,9 +17,9 @@ from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.advantages import group_advantages
 from dcmdp_jax.algorithm.charges import charge_length
 from dcmdp_jax.algorithm.distribution import Head
-from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.algorithm.remedies import Statistics, Tokens
 from dcmdp_jax.algorithm.signals import Signals, charge_share
-from dcmdp_jax.algorithm.stats import Mean, Statistic, Sum
+from dcmdp_jax.algorithm.stats import Mean, Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.models.config import Lora
@@ -32,7 +32,7 @@ from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training import loss_terms
 from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS, START_TOP_LOGPROBS, lags, with_logprobs
-from dcmdp_jax.training.state import Learner, apply_update, update_dual
+from dcmdp_jax.training.state import apply_update, update_dual
 from dcmdp_jax.training.step_metrics import Metrics, TokenValues, Updates, recorded_tokens, step_metrics
 from dcmdp_jax.types import Array, Batch, DualState, Params, Rows, TrainState
 
@@ -79,22 +79,6 @@ class StepParts:
         return self.settings.remedies()
 
 
-class _MiniBatch(NamedTuple):
-    """A mini-batch with what is known before the updates.
-
-    Attributes:
-        batch: rows, with p^Train at the start of the step unless the update's own pass gives it, and completions.
-        rewards: [N] float32, less the punishment of long completions.
-        charged: [N] float32, the same less the charge for the discrepancy; None unless `level` is "reward".
-        first: [] bool, the update starts from the weights at the start of the step.
-    """
-
-    batch: Batch
-    rewards: Array
-    charged: Array | None
-    first: Array
-
-
 class _Constants(NamedTuple):
     """Constants of an update that every micro-batch gets beside the parameters; no gradient reaches them.
 
@@ -102,7 +86,7 @@ class _Constants(NamedTuple):
         advantages, weights: [N] float32, of each completion.
         uncharged: [N] float32, advantages without a charge inside the reward.
         dual: lambda_k and c.
-        first: see `_MiniBatch`.
+        first: [] bool, the update starts from the weights at the start of the step.
         loss_scale: [] float32 or None, factor of the loss and of its gradient.
         frozen: the reference policy of the KL term, the base of the adapters; None without both.
         terms: constants of the terms beside the surrogate; None for a loss that is the surrogate alone.
@@ -119,36 +103,25 @@ class _Constants(NamedTuple):
 
 
 _Inputs = tuple[Params, _Constants]
+_MiniBatch = tuple[Batch, Array, Array | None, Array]
 
 
 class _Sums(NamedTuple):
     """Sums over the tokens of a mini-batch.
 
     Attributes:
+        gradient, loss: with every term, times the loss scale; divide by the weight of the tokens in the loss and by it.
         surrogate, kl: parts of the loss, before coefficient and scale.
         dropped_tokens: [N] int32, tokens of each completion that a correction leaves out of the loss.
         router: `moe.router_sums`.
     """
 
+    gradient: Params
+    loss: Array
     surrogate: Array
     kl: Array
     dropped_tokens: Array
     router: Aux
-
-
-class _Merged(NamedTuple):
-    """Sums of the micro-batches of an update.
-
-    Attributes:
-        gradient, loss: unnormalized; divide by the total weight of the tokens in the loss, and by the loss scale.
-        sums: a `_Sums`.
-        statistics: values by metric name.
-    """
-
-    gradient: Sum
-    loss: Sum
-    sums: Sum
-    statistics: dict[str, Statistic]
 
 
 def make_train_step(
@@ -192,14 +165,13 @@ def _train_step(parts: StepParts, state: TrainState, batch: Batch, frozen: Param
         batch = _recompute(parts, parts.policy(state.params, frozen), batch)
     rewards = loss_terms.punished_rewards(settings, batch, parts.max_completion_tokens)
     charged = loss_terms.charged_rewards(settings, parts.remedies, dual, rewards, batch.rows)
-    mini_batches = _MiniBatch(batch, rewards, charged, jnp.arange(len(rewards)) == 0)
-    learner = Learner(state.params, state.opt_state, state.skipped_in_row, state.loss_scale)
-    learner, updates = lax.scan(functools.partial(_update, parts, dual, frozen), learner, mini_batches)
+    mini_batches = batch, rewards, charged, jnp.arange(len(rewards)) == 0
+    after, updates = lax.scan(functools.partial(_update, parts, frozen), state, mini_batches)
     totals = stats.merge_stacked(updates.statistics)
-    metrics = stats.values(totals) | step_metrics(settings, parts.schedule, state, batch, learner, updates)
-    spent = metrics[settings.spent_metric]
-    next_dual = update_dual(settings, dual, state.step, spent)
-    metrics["dual/violation"] = spent - dual.tolerance
+    metrics = stats.values(totals) | step_metrics(settings, parts.schedule, state, after, batch, updates)
+    bounded = metrics[settings.bounded_metric]
+    next_dual = update_dual(settings, dual, state.step, bounded)
+    metrics["dual/violation"] = bounded - dual.tolerance
     if parts.remedies.corrections:
         mean, square = metrics["correction/weight_mean"], metrics.pop("correction/weight_square_mean")
         metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
@@ -208,7 +180,7 @@ def _train_step(parts: StepParts, state: TrainState, batch: Batch, frozen: Param
         metrics["distribution/sampling_noise"] = noise
     if parts.record_tokens:
         metrics |= recorded_tokens(updates)
-    return TrainState(state.step + 1, dual=next_dual, **learner._asdict()), metrics
+    return after._replace(step=state.step + 1, dual=next_dual), metrics
 
 
 def _recompute(parts: StepParts, params: Params, batch: Batch) -> Batch:
@@ -216,7 +188,7 @@ def _recompute(parts: StepParts, params: Params, batch: Batch) -> Batch:
 
     No column if that leaves none: with a single mini-batch the method costs one pass, as much as GRPO.
     A charge inside the reward needs all, unless the rows have p^Train of the weights that sampled them.
-    "bypass" leaves them out where they would be the old log-probs; of rows that lag they are the policy's staleness.
+    With ratio_denominator="bypass" they are not needed, except for lagged rows, where they measure staleness.
     """
     lagging, computed = lags(batch.rows[0]), batch.micro_batches
     if not parts.always_recompute and (parts.settings.level != "reward" or lagging):
@@ -229,35 +201,41 @@ def _recompute(parts: StepParts, params: Params, batch: Batch) -> Batch:
     return scored._replace(micro_batches=batch.micro_batches)
 
 
-def _update(
-    parts: StepParts, dual: DualState, frozen: Params | None, learner: Learner, mini: _MiniBatch
-) -> tuple[Learner, Updates]:
-    """One optimizer update, by the gradient of a mini-batch (Eq. 9, 10)."""
-    settings, batch = parts.settings, mini.batch
+def _update(parts: StepParts, frozen: Params | None, state: TrainState, mini: _MiniBatch) -> tuple[TrainState, Updates]:
+    """One optimizer update, by the gradient of a mini-batch (Eq. 9, 10).
+
+    Args:
+        parts, frozen: of the step.
+        state: before the update.
+        mini: the batch, with p^Train at the start of the step unless this update's own pass gives it; [N] rewards, less
+            the punishment of long completions; the same less the charge for the discrepancy, None unless `level` is
+            "reward"; and whether the update starts from the weights at the start of the step.
+    """
+    settings, (batch, rewards, charged, first) = parts.settings, mini
     scaling = {"epsilon": settings.std_epsilon, "normalize_std": settings.normalize_std}
     relative = functools.partial(group_advantages, group_ids=batch.group_ids, valid=batch.valid, **scaling)
     of_loss = batch.completion_lengths, loss_terms.loss_mask(settings, batch)
     mean = {"mode": settings.aggregation, "max_completion_tokens": parts.max_completion_tokens}
     normalize = functools.partial(losses.aggregation_weights, *of_loss, **mean)
-    uncharged, (weights, _) = relative(mini.rewards), normalize()
-    advantages = uncharged if mini.charged is None else relative(mini.charged)
-    scale = None if learner.loss_scale is None else learner.loss_scale.scale
-    constants = _Constants(advantages, weights, uncharged, dual, mini.first, scale, frozen)
-    terms = _terms(parts, (learner.params, constants), batch, normalize)
-    inputs = learner.params, constants._replace(terms=terms)
+    uncharged, (weights, _) = relative(rewards), normalize()
+    advantages = uncharged if charged is None else relative(charged)
+    scale = None if state.loss_scale is None else state.loss_scale.scale
+    constants = _Constants(advantages, weights, uncharged, state.dual, first, scale, frozen)
+    terms = _terms(parts, (state.params, constants), batch, normalize)
+    inputs = state.params, constants._replace(terms=terms)
     gradient_of = functools.partial(_gradient, parts)
-    merged, tokens = accumulate(gradient_of, inputs, batch.rows, batch.micro_batches, mesh=parts.mesh)
-    gradient, loss, sums = stats.values(merged[:-1])
+    (summed, statistics), tokens = accumulate(gradient_of, inputs, batch.rows, batch.micro_batches, mesh=parts.mesh)
+    sums = summed.value()
     divisor = normalize(dropped_tokens=sums.dropped_tokens)[1] if terms is None else terms.divisor
     divisor = divisor if scale is None else divisor * scale
-    finite = jnp.isfinite(loss) & jnp.all(jnp.isfinite(jnp.where(weights > 0, advantages, 0.0)))
-    learner, grad_norm, made = apply_update(parts.optimizer, learner, gradient, divisor, finite)
-    values = {"policy/loss": Mean(loss, divisor).value(), "optimizer/grad_norm": grad_norm}
+    finite = jnp.isfinite(sums.loss) & jnp.all(jnp.isfinite(jnp.where(weights > 0, advantages, 0.0)))
+    state, grad_norm, made = apply_update(parts.optimizer, state, sums.gradient, divisor, finite)
+    values = {"policy/loss": Mean(sums.loss, divisor).value(), "optimizer/grad_norm": grad_norm}
     if terms is not None:
         values |= loss_terms.term_metrics(settings, terms, sums.surrogate, sums.kl)
-    statistics = merged.statistics | {name: masked.masked_sum(value, made) for name, value in values.items()}
+    statistics |= {name: masked.masked_sum(value, made) for name, value in values.items()}
     statistics["optimizer/skipped_updates"] = Sum((~made).astype(jnp.int32))
-    return learner, Updates(statistics, sums.router, tokens, advantages)
+    return state, Updates(statistics, sums.router, tokens, advantages)
 
 
 def _terms(parts: StepParts, inputs: _Inputs, batch: Batch, normalize: Callable[..., Any]) -> loss_terms.Terms | None:
@@ -284,29 +262,34 @@ def _terms(parts: StepParts, inputs: _Inputs, batch: Batch, normalize: Callable[
     return loss_terms.Terms(jnp.where(kept > 0, kept, 1.0), planned, router.value() if balances else None)
 
 
-def _gradient(parts: StepParts, inputs: _Inputs, rows: Rows) -> tuple[_Merged, TokenValues]:
-    """The gradient, loss and statistics of a micro-batch, and the values of its tokens."""
+def _gradient(parts: StepParts, inputs: _Inputs, rows: Rows) -> tuple[tuple[Sum, Statistics], TokenValues]:
+    """The sums and statistics of a micro-batch, and the values of its tokens."""
     objective = jax.value_and_grad(functools.partial(_objective, parts), has_aux=True)
-    (loss, (sums, statistics, tokens)), gradient = objective(*inputs, rows)
-    return _Merged(Sum(gradient), Sum(loss), Sum(sums), statistics), tokens
+    (loss, (rest, statistics, tokens)), gradient = objective(*inputs, rows)
+    return (Sum(_Sums(gradient, loss, *rest)), statistics), tokens
 
 
 def _objective(
     parts: StepParts, params: Params, constants: _Constants, rows: Rows
-) -> tuple[Array, tuple[_Sums, dict[str, Statistic], TokenValues]]:
+) -> tuple[Array, tuple[tuple[Any, ...], Statistics, TokenValues]]:
     """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10).
 
-    Times the loss scale, if there is one.
+    Times the loss scale, if there is one. Beside it the other fields of `_Sums`, the statistics and the tokens' values.
     """
-    settings = parts.settings
+    settings, remedies = parts.settings, parts.remedies
     (train_logprobs, entropy, router, _, kept_mass), signals, head = _forward(parts, params, constants, rows)
-    loss, of_loss = loss_terms.loss_of(settings, parts.remedies, signals, train_logprobs, head)
-    total, kl = loss.total, jnp.zeros(())
+    tokens = signals.tokens._replace(train_logprobs=train_logprobs)
+    weights = loss_terms.loss_weights(settings, signals)
+    loss, of_loss = losses.policy_loss(tokens, weights, loss=remedies.loss, ratio_level=settings.ratio_level)
+    surrogate, kl = loss.total, jnp.zeros(())
+    if settings.differentiates_head:
+        surrogate += loss_terms.head_loss(settings, remedies, tokens, weights, signals.centered_weights, head)
+    total = surrogate
     if settings.kl_coefficient:
         reference = lax.stop_gradient(parts.row_logprobs(constants.frozen, without_replay(rows)).logprobs)
         estimate = functools.partial(losses.reference_kl, estimator=settings.kl_estimator)
-        tokens = estimate(train_logprobs, reference, completion_mask=rows.completion_mask)
-        kl = masked.weighted_sum(tokens, signals.planned_weights).total
+        of_tokens = estimate(train_logprobs, reference, completion_mask=rows.completion_mask)
+        kl = masked.weighted_sum(of_tokens, signals.planned_weights).total
     if constants.terms is not None:
         total += loss_terms.scaled_terms(settings, constants.terms, kl, router)
     if constants.loss_scale is not None:
@@ -323,11 +306,10 @@ def _objective(
             None if settings.state_charge is None else charge_length(head, rows.completion_mask, settings.state_charge),
         ),
     }  # fmt: skip
-    sums = _Sums(loss.total, kl, signals.dropped_tokens, router)
     start_logprobs = signals.tokens.start_logprobs if lags(rows) else None
     top_logprobs = head.old_logprobs if head is not None and parts.record_tokens else None
     values = TokenValues(signals.tokens.old_logprobs, signals.discrepancy, start_logprobs, top_logprobs)
-    return total, (sums, statistics, values)
+    return total, ((surrogate, kl, signals.dropped_tokens, router), statistics, values)
 
 
 def _forward(

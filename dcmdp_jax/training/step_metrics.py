@@ -16,7 +16,7 @@ from dcmdp_jax.algorithm.stats import Mean, Statistic
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.moe import Aux, router_metrics
 from dcmdp_jax.training.rescore import lags
-from dcmdp_jax.training.state import Learner, updates_made
+from dcmdp_jax.training.state import updates_made
 from dcmdp_jax.types import Array, Batch, Rows, TrainState
 
 Metrics = dict[str, jax.Array]
@@ -55,8 +55,8 @@ def step_metrics(
     settings: AlgorithmSettings,
     schedule: optax.Schedule,
     state: TrainState,
+    after: TrainState,
     batch: Batch,
-    learner: Learner,
     updates: Updates,
 ) -> Metrics:
     """Metrics of the batch, of the optimizer's counters, and of the multiplier as this step used it.
@@ -64,16 +64,15 @@ def step_metrics(
     Args:
         settings: the statistics of groups.
         schedule: learning rate by update.
-        state: at the start of the step.
+        state, after: at the start of the step, and after the updates.
         batch: the batch that was trained on.
-        learner: state after the updates.
         updates: results of the updates.
     """
     metrics = batch_metrics(batch, updates.tokens, settings, state.dual.tolerance)
     metrics |= router_metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), updates.router))
-    rate = schedule(jnp.maximum(updates_made(learner.opt_state) - 1, 0))
+    rate = schedule(jnp.maximum(updates_made(after.opt_state) - 1, 0))
     metrics["optimizer/learning_rate"] = jnp.asarray(rate, jnp.float32)
-    metrics["optimizer/skipped_in_row"] = learner.skipped_in_row
+    metrics["optimizer/skipped_in_row"] = after.skipped_in_row
     metrics |= {f"dual/{name}": value for name, value in state.dual._asdict().items()}
     if state.loss_scale is not None:
         metrics["optimizer/loss_scale"] = state.loss_scale.scale
@@ -125,8 +124,8 @@ def batch_metrics(
     least = -masked.masked_max(-rewards, valid)  # subtracted first: see `group_statistics`
     mean_above = masked.masked_mean(rewards - least, valid)
     share = QUANTILES.get(settings.budget)
-    spent = {} if share is None else {settings.spent_metric: masked.masked_quantile(delta, mask, share)}
-    return spent | {
+    bounded = {} if share is None else {settings.bounded_metric: masked.masked_quantile(delta, mask, share)}
+    return bounded | {
         "reward/mean": least + mean_above,
         "reward/std": jnp.sqrt(masked.masked_mean((rewards - least - mean_above) ** 2, valid)),
         "reward/all_equal_groups": masked.all_equal_groups(groups).value(),

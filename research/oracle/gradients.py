@@ -13,13 +13,13 @@ import numpy as np
 
 from dcmdp_jax.algorithm.advantages import group_advantages
 from dcmdp_jax.algorithm.distribution import Head
-from dcmdp_jax.algorithm.losses import aggregation_weights
+from dcmdp_jax.algorithm.losses import aggregation_weights, policy_loss
 from dcmdp_jax.algorithm.masked import gather_to_tokens
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.evaluation.estimators import t_half_width
-from dcmdp_jax.training.loss_terms import charged_rewards, loss_of, signals_of
+from dcmdp_jax.training.loss_terms import charged_rewards, head_loss, loss_weights, signals_of
 from dcmdp_jax.types import Array, DualState, Params, Rows
 
 
@@ -191,9 +191,13 @@ def token_slopes(
     def loss(every: jax.Array) -> jax.Array:
         signals = signals_of(settings, remedies, tokens, normalize()[0])
         now = head and head._replace(train_logprobs=every[..., 1:])
-        summed, _ = loss_of(settings, remedies, signals, every[..., 0] if now else every, now)
+        moving = signals.tokens._replace(train_logprobs=every[..., 0] if now else every)
+        weights = loss_weights(settings, signals)
+        summed = policy_loss(moving, weights, loss=remedies.loss, ratio_level=settings.ratio_level)[0].total
+        if settings.differentiates_head:
+            summed += head_loss(settings, remedies, moving, weights, signals.centered_weights, now)
         _, total = normalize(dropped_tokens=signals.dropped_tokens)
-        return summed.total / jnp.where(total > 0, total, 1.0)
+        return summed / jnp.where(total > 0, total, 1.0)
 
     return jax.grad(loss)(every)
 
