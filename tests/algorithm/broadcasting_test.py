@@ -178,6 +178,7 @@ CASES = {
 OTHERS = set(
     """
     distribution.require_head numerics.as_float numerics.clamp numerics.exp_minus_linear discrepancy.log_odds
+    numerics.kl_estimate corrections.of_single_tokens
     advantages.overlong_penalty masked.gather_to_tokens masked.all_equal_groups dual.dual_init penalties.grpo
 """.split()
 )
