@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,21 +20,22 @@ TABLE = _DOCS.parent / "dcmdp_jax" / "integrations" / "translations.csv"
 PAGE = _DOCS / "translations.md"
 _INTRODUCTION = """# Options of other frameworks
 
-Option -> ours, as settings of `algorithm`. Each row was read in the source at the commit and on the date that it has,
-"old" if that is more than 60 days before the newest; where it says notes, the source could not be reached. "Slope" is
-the derivative of the objective in a token's log-prob, as the source has it, or, where the note begins so, as ours has
-it: with pi the policy now, p the trainer's that made the batch and q the engine's, r = p / q,
-d = log r, g = pi / p, u = pi / q, A the advantage; prod, geo, mean, total, min and max are over the completion, t is
-the token's place, kl the binary KL. `tests/translations_test.py` computes it and compares it with the settings';
-where a correction stands beside PPO's clip, the clip is ours, 0.8 to 1.24. Rows without a slope are about something
-else than a token's gradient, or have no counterpart.
+Find an option of another framework and the settings of `algorithm` that do the same; [remedies.md](remedies.md)
+explains them. Options were read in the source, at the framework's commit and date or at the row's own; "old" is more
+than 60 days before the newest, "notes" a source that could not be reached.
 
-The table is `dcmdp_jax/integrations/translations.csv`; `python -m docs.translations` writes this page. What our
-settings do: [remedies.md](remedies.md).
+"Slope" is the derivative of the objective in a token's log-prob, as the source has it, or, where the note begins so,
+as ours has it: pi is the policy now, p the trainer's that made the batch, q the engine's, r = p / q, d = log r, g =
+pi / p, u = pi / q, A the advantage; prod, geo, mean, total, min and max are over the completion, t is the token's
+place, kl the binary KL, and `C` our clip, `where((A>0)&(g>1.24)|(A<0)&(g<0.8), 0, g)`. `tests/translations_test.py`
+compares it with the settings'. Rows without a slope are no matter of a token's gradient, or have no counterpart.
+
+`python -m docs.translations` writes this page from `dcmdp_jax/integrations/translations.csv`.
 """
+_CLIP = "where((A>0)&(g>1.24)|(A<0)&(g<0.8), 0, g)"
 _AFTER = {
-    "verl": "verl divides each completion's loss by the tokens kept in it, then by completions. Ours is the mean over "
-    "kept tokens\nwith the weights 1 / length of the whole completion: one that lost half its tokens counts half.",
+    "verl": "verl divides each completion's loss by the tokens kept in it, then by completions. With ours a completion "
+    "that lost\nhalf its tokens counts half.",
     "TRL": "In TRL all dropped tokens count: `correction_denominator=all` gives its numbers, those with a KL term "
     "(`beta`) too,\nwhich corrections do not touch there either. TRL's log-ratio is not clamped.",
     "NeMo-RL": "NeMo-RL gives a token with a ratio that is not finite weight 0. Here -inf is clamped, and NaN skips "
@@ -60,13 +62,19 @@ def page() -> str:
 
 def _sections(table: list[dict[str, str]]) -> Iterator[str]:
     for framework in dict.fromkeys(row["framework"] for row in table):
-        yield f"## {framework}\n\n| option | ours | slope | read | note |\n|---|---|---|---|---|"
-        for row in table:
-            if row["framework"] == framework:
-                read = f"{row['commit']}, {'old: ' * is_old(row)}{row['read']}"
-                cells = row["option"], _code(row["ours"]), _code(row["slope"]), read
-                yield "| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, row["note"])) + " |"
+        own = [row for row in table if row["framework"] == framework]
+        ((most, _),) = Counter(map(_read, own)).most_common(1)
+        yield f"## {framework}\n\nRead at {most}.\n\n| option | ours | slope | note |\n|---|---|---|---|"
+        for row in own:
+            note = "; ".join(part for part in (f"at {_read(row)}" * (_read(row) != most), row["note"]) if part)
+            cells = row["option"], _code(row["ours"]), _code(row["slope"].replace(_CLIP, "C")), note
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
         yield f"\n{_AFTER[framework]}\n" if framework in _AFTER else ""
+
+
+def _read(row: dict[str, str]) -> str:
+    """Commit and date of the reading."""
+    return f"{row['commit']}, {'old: ' * is_old(row)}{row['read']}"
 
 
 def _code(text: str) -> str:

@@ -131,7 +131,7 @@ def test_rows_are_dated_and_their_settings_exist():
 
 def test_the_page_marks_old_rows_and_slopes_that_are_ours():
     page = translations.page()
-    assert "| PR #3586, 2026-11-27 |" in page and "| 624b824, old: 2026-08-21 |" in page
+    assert "| at PR #3586, 2026-11-27" in page and "Read at 624b824, old: 2026-08-21." in page
     ours = [row for row in _ROWS if row["note"].startswith("slope of ours: ")]
     assert len(ours) >= 10 and all(row["slope"] for row in ours)
     # AReaL's SAPO has the engine's probabilities in the denominator, verl's its own mean; slime counts what it rejects.
