@@ -55,7 +55,8 @@ def parse_calls(text: str) -> list[Call]:
     """`tis(high=2),veto` as [Call("tis", {"high": 2.0}), Call("veto", {})].
 
     Raises:
-        UserError: in one line that begins with "got", for text of another form, or a function named twice.
+        UserError: in one line that begins with "got", for text of another form, or a function that is named twice (ours
+            may be, with other words).
     """
     found, position = [], 0
     while position < len(text):
@@ -65,8 +66,8 @@ def parse_calls(text: str) -> list[Call]:
             raise UserError(f"got {shorten(text[position:])}; {hint}")
         position = part.end()
         found.append(Call(part[1], _parse_parameters(part[1], part[2] or "")))
-    names = [call.name for call in found]
-    if twice := [name for name in names if names.count(name) > 1]:
+    kinds = [(call.name, *(value for value in call.parameters.values() if isinstance(value, str))) for call in found]
+    if twice := [name for name, *words in kinds if kinds.count((name, *words)) > 1]:
         raise UserError(f"got {twice[0]} twice; name it once")
     return found
 

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 Array = jax.Array | np.ndarray
+Scalar = float | Float[Array, ""]
+"""One number, of Python or an array of shape ()."""
 Params = dict[str, Any]
 """Model parameters: nested dict of arrays, layers stacked on the leading axis."""
 

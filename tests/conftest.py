@@ -27,7 +27,11 @@ import hypothesis  # noqa: E402 - after the flags
 import jax  # noqa: E402 - after the flags
 import pytest  # noqa: E402 - after jax
 
-from dcmdp_jax.parallel.backend import program_directory  # noqa: E402 - after the flags
+from tests.support.shapes import check_signatures  # noqa: E402 - after the flags
+
+check_signatures()
+
+from dcmdp_jax.parallel.backend import program_directory  # noqa: E402 - after the check of signatures
 from tests.support.programs import drop_old_programs, keep_programs  # noqa: E402 - after the flags
 
 # Its own limit for an example is 200 ms, which a loaded machine exceeds. `make test-long` runs all its examples.

@@ -36,6 +36,8 @@ _BESIDE = "modules beside the rooms"
 _LIBRARIES = {
     "ml_collections": ("dcmdp_jax.config.load", "configs", "dcmdp_jax.commands"),
     "absl": (),
+    "jaxtyping": ("dcmdp_jax.types", "dcmdp_jax.algorithm", "dcmdp_jax.data"),
+    "beartype": (),
     "optax": ("dcmdp_jax.training",),
     "orbax": ("dcmdp_jax.run.checkpoint", "dcmdp_jax.run.saved_params"),
     "flax": ("dcmdp_jax.models",),
@@ -272,7 +274,8 @@ def test_the_loss_functions_can_be_imported_alone():
     assert "dcmdp_jax.algorithm.losses" in reached
     beside = ("dcmdp_jax.types", "dcmdp_jax.version")
     assert all(_room(name) == "algorithm" or name in beside for name in reached if "dcmdp_jax." in name)
-    assert {name.split(".")[0] for name in reached} - set(sys.stdlib_module_names) == {"dcmdp_jax", "jax", "numpy"}
+    libraries = {name.split(".")[0] for name in reached} - set(sys.stdlib_module_names)
+    assert libraries == {"dcmdp_jax", "jax", "jaxtyping", "numpy"}
 
 
 def test_library_code_prints_nothing_and_unpickles_nothing():

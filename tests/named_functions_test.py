@@ -15,6 +15,7 @@ from dcmdp_jax.user_code import load_function
         ("tis", [Call("tis", {})]),
         (" tis ( low=0.5 , high=2 ) , veto,", [Call("tis", {"low": 0.5, "high": 2.0}), Call("veto", {})]),
         ("f(kind=k2,high=inf)", [Call("f", {"kind": "k2", "high": float("inf")})]),  # inf is a number, k2 a word
+        ("f(kind=a,n=1),f(kind=b,n=1)", [Call("f", {"kind": kind, "n": 1.0}) for kind in "ab"]),
         ("a/b.py:f(k=1e-3)", [Call("a/b.py:f", {"k": 0.001})]),
         ("my files/b.py:f,tis", [Call("my files/b.py:f", {}), Call("tis", {})]),
         ("package.module:f(on=true,off=false)", [Call("package.module:f", {"on": True, "off": False})]),
@@ -30,7 +31,9 @@ def test_a_users_function_is_known_by_its_colon():
     assert [call.name for call in parse_calls("tis,a.py:f,m:g")] == ["tis", "f", "g"]
 
 
-@pytest.mark.parametrize("text", ["tis veto", "tis(high=2", "tis)", ",", "tis(2)", "tis(high=\u0662)", "tis,a.py:tis"])
+@pytest.mark.parametrize(
+    "text", ["tis veto", "tis(high=2", "tis)", ",", "tis(2)", "tis(high=\u0662)", "tis,a.py:tis", "f(k=a),f(k=a,n=1)"]
+)
 def test_other_text_is_refused_in_one_line(text):
     with pytest.raises(ValueError, match="^got ") as raised:
         parse_calls(text)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.algorithm.masked import group_statistics
 from dcmdp_jax.algorithm.require import concrete, require_integer, require_number, require_rank, require_same_shape
-from dcmdp_jax.types import Array
+from dcmdp_jax.types import Array, Scalar
 
 
 def group_advantages(
-    rewards: Array,
-    group_ids: Array,
-    valid: Array | None = None,
+    rewards: Float[Array, " N"],
+    group_ids: Int[Array, " N"],
+    valid: Bool[Array, " N"] | None = None,
     *,
     ddof: int = 1,
-    epsilon: float = 1e-6,
+    epsilon: Scalar = 1e-6,
     normalize_std: bool = True,
-) -> jax.Array:
+) -> Float[jax.Array, " N"]:
     """Advantage of each completion within its group (Eq. 8; Algorithm 1, "Rewards & GRPO advantage").
 
         A_i = (r_i - mean_g r) / (std_g r + epsilon),    over the valid members of i's group g.
@@ -30,15 +31,15 @@ def group_advantages(
     still carry the penalty. A constant added to a group's rewards changes nothing but the rounding of the rewards.
 
     Args:
-        rewards: [N] float.
-        group_ids: [N] int in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
-        valid: [N] bool; false: padding or dropped, gets 0 and does not enter its group's statistics. None: all are.
+        rewards: of each of N completions.
+        group_ids: in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
+        valid: false: padding or dropped, gets 0 and does not enter its group's statistics. None: all are.
         ddof: 1 for the unbiased standard deviation, 0 for the population's.
         epsilon: added to the standard deviation, in reward units.
         normalize_std: false: leave the division out.
 
     Returns:
-        [N] float32, float64 for float64 rewards with x64. No gradient flows. A NaN reward under `valid` makes its
+        float32, float64 for float64 rewards with x64. No gradient flows. A NaN reward under `valid` makes its
         group NaN; so is a completion whose group id is outside 0 .. N-1, where its value is not seen.
 
     Raises:
@@ -70,8 +71,8 @@ def _require_group_ids(group_ids: Array) -> None:
 
 
 def overlong_penalty(
-    completion_lengths: Array, *, max_completion_tokens: int, buffer: int, penalty: float = 1.0
-) -> jax.Array:
+    completion_lengths: Int[Array, "*s"], *, max_completion_tokens: int, buffer: int, penalty: float = 1.0
+) -> Float[jax.Array, "*s"]:
     """Soft overlong punishment, to be subtracted from the reward (DAPO, Yu et al. 2025, Eq. 13).
 
         penalty * clip((|o_i| - (T_max - buffer)) / buffer, 0, 1)
@@ -79,13 +80,13 @@ def overlong_penalty(
     0 up to T_max - buffer tokens, `penalty` at T_max. verl (`overlong_buffer`) and AReaL (`overlong_tokens`) alike.
 
     Args:
-        completion_lengths: [N] int, sampled tokens.
+        completion_lengths: sampled tokens.
         max_completion_tokens: T_max, the sampling limit.
         buffer: in 1 .. T_max, tokens.
         penalty: in units of the reward.
 
     Returns:
-        [N] float32, >= 0.
+        float32, >= 0.
 
     Raises:
         ValueError: if `buffer` is not a positive integer or `penalty` is a negative Python number.
@@ -96,16 +97,13 @@ def overlong_penalty(
     return penalty * jnp.clip(over / buffer, 0.0, 1.0)
 
 
-def has_signal(rewards: Array, group_ids: Array, valid: Array) -> jax.Array:
+def has_signal(
+    rewards: Float[Array, " N"], group_ids: Int[Array, " N"], valid: Bool[Array, " N"]
+) -> Bool[jax.Array, " N"]:
     """Whether a completion's group has rewards that differ: dynamic sampling as a mask (DAPO, Yu et al. 2025).
 
-    The others are left out of the loss; `refill_rounds` samples further groups in their place, as DAPO does.
-
-    Args:
-        rewards, group_ids, valid: [N], as in `group_advantages`.
-
-    Returns:
-        [N] bool.
+    The others are left out of the loss; `refill_rounds` samples further groups in their place, as DAPO does. Arguments
+    as in `group_advantages`.
     """
     table = group_statistics(rewards, group_ids, valid, ddof=0)
     return ~table.all_equal[jnp.asarray(group_ids, jnp.int32)]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import Level
@@ -25,14 +26,14 @@ def score_centering(tokens: Tokens) -> Corrected:
 
 def centering_loss(
     tokens: Tokens,
-    weights: Array,
+    weights: Float[Array, "R L"],
     head: Head,
     *,
     anchor: str = "old_logprobs",
     loss: Function,
     corrections: Sequence[Correction] = (),
     ratio_level: Level = "token",
-) -> jax.Array:
+) -> Float[jax.Array, ""]:
     """Baseline of score centering, sum_t w_t E_q[f l]: the loss that the engine's other tokens would have.
 
     Where p and q differ, E_q[A f(r) s] of the score s = grad log p has a part E_q[A] E_q[f(r) s] that teaches the
@@ -44,14 +45,14 @@ def centering_loss(
 
     in which the tail counts as if q were rho p there. That is one token of log-probs log(1 - p_H) and log(1 - q_H): its
     score is -sum_H p grad log p / (1 - p_H). So the expectation is over the k tokens of H and the tail as one more,
-    and holds for every loss: l_j is the loss at that token less what it is with A = 0 (a term beside the advantage, as
+    and holds for every loss: l_j is the loss at that token less what it is with A = 0 (a term without the advantage, as
     the square of the log-ratio, is not centred), its gradient in log p_j; q_j f_j is a constant. A is that of the
     sampled token in all of them, its charge included. With q = p, f = 1 and H the vocabulary the expectation is 0 in
     gradient.
 
     Args:
         tokens: [R, L] as `losses.policy_loss` gets them.
-        weights: [R, L] float32 >= 0, of the tokens in the loss, corrections that weigh single tokens not in it: w.
+        weights: float32 >= 0, of the tokens in the loss, corrections that weigh single tokens not in it: w.
         head: the engine's likeliest tokens.
         anchor: field of `Head` whose policy is in the ratio's denominator.
         loss: function from tokens to losses, as in `policy_loss`.
@@ -59,7 +60,7 @@ def centering_loss(
         ratio_level: "sequence": each token's ratio is its completion's in value.
 
     Returns:
-        [] float32, to be subtracted from the sum of the loss. Through it the gradient reaches `head.train_logprobs`.
+        To be subtracted from the sum of the loss. Through it the gradient reaches `head.train_logprobs`.
 
     Raises:
         ValueError: if the shapes of tokens, weights or head differ.
@@ -72,10 +73,8 @@ def centering_loss(
     inside = {name: jax.lax.stop_gradient(jnp.where(active, x, 0)) for name, x in arrays.items()}
     whole = None
     if ratio_level == "sequence":
-        where = tokens.completion_mask, tokens.completion_index, tokens.num_completions
-        whole = jnp.exp(
-            jnp.where(active, sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, *where), 0.0)
-        )
+        log_ratio = sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where)
+        whole = jnp.exp(jnp.where(active, log_ratio, 0.0))
     seen = tokens._replace(**inside)._replace(completion_mask=active)
 
     def at(present: Array, train: Array, old: Array, start: Array, rollout: Array, anchored: Array) -> jax.Array:
@@ -93,8 +92,8 @@ def centering_loss(
 
     present = head.present & active[..., None]
 
-    def outcomes(values: Array) -> jax.Array:
-        """[k + 1, R, L], the head and the tail."""
+    def outcomes(values: Float[Array, "R L k"]) -> Float[jax.Array, "k+1 R L"]:
+        """The head and the tail."""
         return jnp.moveaxis(jnp.where(active[..., None], with_tail(values, present), 0.0), -1, 0)
 
     names = "train_logprobs", "old_logprobs", "start_logprobs", "rollout_logprobs", anchor

@@ -6,7 +6,7 @@ the gradient is not the gradient of E_q[delta], and raises it where the engine s
 
     loss = surrogate + lambda sum_t w_t D(s_t),    grad D(s) = sum_a (dD / dp_a) p_a grad log p_a
 
-over the head H and the tail as one token more, q a constant and p the policy now. States are those that the engine's
+over the head H and the tail as one token more, q a constant and p the policy now. States are the ones that the engine's
 tokens lead to, weighed as their tokens are (`algorithm.corrections`). Ours, not in the paper.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from dcmdp_jax.algorithm.distribution import Head, require_head, with_tail
 from dcmdp_jax.algorithm.masked import weighted_sum
@@ -25,19 +26,19 @@ from dcmdp_jax.algorithm.require import require_same_shape
 from dcmdp_jax.types import Array
 
 
-def total_variation(log_p: Array, log_q: Array) -> jax.Array:
-    """1/2 sum_a |p_a - q_a|, [...] of [..., k]; dD / dp_a = sign(p_a - q_a) / 2."""
+def total_variation(log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]) -> Float[jax.Array, "*s"]:
+    """1/2 sum_a |p_a - q_a|; dD / dp_a = sign(p_a - q_a) / 2."""
     require_same_shape(log_p=log_p, log_q=log_q)
     return jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1) / 2
 
 
-def kl_engine(log_p: Array, log_q: Array) -> jax.Array:
-    """KL(q || p) = sum_a q_a log(q_a / p_a), [...] of [..., k], nats; dD / dp_a = -q_a / p_a: the engine is taught."""
+def kl_engine(log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]) -> Float[jax.Array, "*s"]:
+    """KL(q || p) = sum_a q_a log(q_a / p_a), nats; dD / dp_a = -q_a / p_a: the engine is taught."""
     return -jnp.sum(jnp.exp(log_q) * clamped_log_ratio(log_p, log_q), axis=-1)
 
 
-def expected_delta(log_p: Array, log_q: Array) -> jax.Array:
-    """E_q[delta] = sum_a q_a |p_a - q_a|, [...] of [..., k]; dD / dp_a = q_a sign(p_a - q_a), delta's own gradient."""
+def expected_delta(log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]) -> Float[jax.Array, "*s"]:
+    """E_q[delta] = sum_a q_a |p_a - q_a|; dD / dp_a = q_a sign(p_a - q_a), delta's own gradient."""
     require_same_shape(log_p=log_p, log_q=log_q)
     return jnp.sum(jnp.exp(log_q) * jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1)
 
@@ -50,10 +51,10 @@ STATE_CHARGES: Mapping[str, Callable[[Array, Array], jax.Array]] = {
 """Name in `algorithm.method` -> the discrepancy of a state, of log-probs of the head and the tail."""
 
 
-def charge_length(head: Head, mask: Array, charge: str) -> jax.Array:
+def charge_length(head: Head, mask: Bool[Array, "R L"], charge: str) -> Float[jax.Array, "R L"]:
     """Length of a charge's gradient in the logits, 1/2 sum_a |g_a - p_a sum_b g_b| with g_a = dD / d log p_a.
 
-    Over the head and the tail as one token, [R, L], 0 outside `mask`. By the same norm the gradient of log p_y has the
+    Over the head and the tail as one token, 0 outside `mask`. By the same norm the gradient of log p_y has the
     length 1 - p_y.
     """
     require_head(head, mask)
@@ -64,17 +65,14 @@ def charge_length(head: Head, mask: Array, charge: str) -> jax.Array:
     return jnp.where(mask, jnp.sum(jnp.abs(moved), axis=-1) / 2, 0.0)
 
 
-def charge_loss(tokens: Tokens, weights: Array, head: Head, charge: str) -> jax.Array:
+def charge_loss(tokens: Tokens, weights: Float[Array, "R L"], head: Head, charge: str) -> Float[jax.Array, ""]:
     """lambda sum_t w_t D(s_t), to be added to the sum of the loss.
 
     Args:
-        tokens: [R, L], with lambda.
-        weights: [R, L] float32 >= 0, w, corrections in it.
+        tokens: with lambda.
+        weights: float32 >= 0, w, corrections in it.
         head: the engine's likeliest tokens; the gradient reaches its `train_logprobs`.
         charge: key of `STATE_CHARGES`.
-
-    Returns:
-        [] float32.
 
     Raises:
         ValueError: if the shapes of tokens, weights or head differ.

@@ -2,7 +2,7 @@
 
 A correction is a remedy (`remedies`): from the tokens to `Corrected(weights, keep, truncated)`.
 `weights` multiply the token losses. Tokens with `keep` false are left out: they have no loss, and the loss is divided
-by the weight of those that remain, unless dropped tokens are to be counted (`signals.row_signals`). All outputs are
+by the weight of the kept tokens, unless dropped tokens are to be counted (`signals.row_signals`). All outputs are
 constants to the gradient. Corrections are joined by `chain`: weights multiply, keep-masks intersect. Each of them sees
 all tokens, whatever the others drop, so their order has no effect.
 
@@ -28,6 +28,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from dcmdp_jax.algorithm.masked import completion_counts, completion_maxima, completion_sums, gather_to_tokens
 from dcmdp_jax.algorithm.numerics import (
@@ -177,7 +178,7 @@ def geometric_rejection(tokens: Tokens, *, low: float = 0.999, high: float = 1.0
 
     Ratio: training over rollout. Denominator: kept tokens. verl's `seq_mean_k1` (0.999 to 1.001) bounds the inverse;
     slime: `rs_level=geometric`; NeMo-RL's `seq-mask-tis` (0.999 to 1.002) weighs kept tokens by r_t too, without bound:
-    that is `tis(high=...)` beside this.
+    add `tis(high=...)`.
     """
     mean = _gathered_mean(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
     ratio = jnp.exp(clamp(mean, MAX_LOG_RATIO))
@@ -212,8 +213,8 @@ def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
     """VACO (arXiv:2603.01365): in completions with mean_t |r_t - 1| above `high`, drop tokens with A d_t > 0.
 
     |r - 1| of sampled tokens estimates twice the total variation; what is dropped would add to it. Denominator: kept
-    tokens. open-instruct (`rho_mask_tv_divergence`, `rho_mask_upper_bound`) weighs kept tokens by r too: `tis` beside
-    this. `high` is ours.
+    tokens. open-instruct (`rho_mask_tv_divergence`, `rho_mask_upper_bound`) weighs kept tokens by r too: add
+    `tis`. `high` is ours.
     """
     require_number("high", high, minimum=0, open_minimum=True)
     log_ratio = _token_log_ratio(tokens)
@@ -224,7 +225,7 @@ def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
 def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
     """M2PO (arXiv:2510.01161): drop tokens of the largest d^2 until the mean d^2 of the rest is at most `high`.
 
-    One token is kept in any case. The mean is over the tokens of one call: those of a micro-batch on one device, as in
+    One token is kept in any case. The mean is over the tokens of one call, a micro-batch on one device, as in
     AReaL (`m2_threshold`), so that what is dropped depends on how rows are split. Denominator: kept tokens.
     """
     require_number("high", high, minimum=0)
@@ -295,17 +296,8 @@ TRUNCATIONS: Mapping[str, Callable[..., Corrected]] = _by_name(tis, sequence_tis
 MASKS: Mapping[str, Callable[..., Corrected]] = _by_name(icepop, sequence_mis, kpop)
 """Name -> correction that weighs by p / q and drops what is out of bounds."""
 
-FILTERS: Mapping[str, Callable[..., Corrected]] = _by_name(
-    sequence_rejection,
-    geometric_rejection,
-    veto,
-    off_policy_mask,
-    sequence_error,
-    probability_band,
-    vaco,
-    m2po,
-    kl_rejection,
-)
+_OF_COMPLETIONS = sequence_rejection, geometric_rejection, veto, off_policy_mask, sequence_error
+FILTERS: Mapping[str, Callable[..., Corrected]] = _by_name(*_OF_COMPLETIONS, probability_band, vaco, m2po, kl_rejection)
 """Name -> correction that keeps or drops."""
 
 CORRECTIONS: Mapping[str, Callable[..., Corrected]] = {**TRUNCATIONS, **MASKS, **FILTERS}
@@ -335,7 +327,7 @@ def chain(tokens: Tokens, corrections: Sequence[Correction]) -> tuple[Corrected,
     return corrected, joined | statistics(corrected, tokens.completion_mask)
 
 
-def statistics(corrected: Corrected, completion_mask: Array) -> dict[str, Mean]:
+def statistics(corrected: Corrected, completion_mask: Bool[Array, "R L"]) -> dict[str, Mean]:
     """Statistics of corrected tokens under the mask, left unreduced.
 
     Returns:
@@ -356,34 +348,33 @@ def statistics(corrected: Corrected, completion_mask: Array) -> dict[str, Mean]:
     return {f"correction/{name}": Mean(jnp.sum(jnp.where(mask, value, 0.0)), count) for name, value in values.items()}
 
 
-def _token_log_ratio(tokens: Tokens) -> jax.Array:
-    """d_t, clamped; [R, L] float32."""
+def _token_log_ratio(tokens: Tokens) -> Float[jax.Array, "R L"]:
+    """d_t, clamped."""
     return clamped_log_ratio(_inside_mask(tokens, tokens.old_logprobs), _inside_mask(tokens, tokens.rollout_logprobs))
 
 
-def _sequence_log_ratio(tokens: Tokens) -> jax.Array:
+def _sequence_log_ratio(tokens: Tokens) -> Float[jax.Array, "R L"]:
     """sum_t d_t of each token's completion, clamped at the end."""
     difference = log_difference(tokens.old_logprobs, tokens.rollout_logprobs)
     return clamp(_gathered(tokens, completion_sums, difference), MAX_LOG_RATIO)
 
 
-def _inside_mask(tokens: Tokens, values: Array) -> jax.Array:
+def _inside_mask(tokens: Tokens, values: Float[Array, "R L"]) -> Float[jax.Array, "R L"]:
+    require_tokens(tokens)
     return jnp.where(jnp.asarray(tokens.completion_mask, bool), jnp.asarray(values, jnp.float32), 0.0)
 
 
-def _gathered(tokens: Tokens, reduce: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
+def _gathered(tokens: Tokens, reduce: Callable[..., Any], values: Float[Array, "R L"]) -> Float[jax.Array, "R L"]:
     """A reduction over each completion's sampled tokens, given to its tokens; 0 outside the mask."""
-    where = tokens.completion_mask, tokens.completion_index, tokens.num_completions
-    return _inside_mask(tokens, gather_to_tokens(reduce(values, *where), tokens.completion_index))
+    return _inside_mask(tokens, gather_to_tokens(reduce(values, tokens.where), tokens.completion_index))
 
 
-def _gathered_mean(tokens: Tokens, values: jax.Array) -> jax.Array:
-    counts = completion_counts(tokens.completion_mask, tokens.completion_index, tokens.num_completions)
-    lengths = gather_to_tokens(jnp.maximum(counts, 1), tokens.completion_index)
+def _gathered_mean(tokens: Tokens, values: Float[Array, "R L"]) -> Float[jax.Array, "R L"]:
+    lengths = gather_to_tokens(jnp.maximum(completion_counts(tokens.where), 1), tokens.completion_index)
     return _inside_mask(tokens, _gathered(tokens, completion_sums, values) / lengths)
 
 
-def _prefix_sums(tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+def _prefix_sums(tokens: Tokens) -> tuple[Float[jax.Array, "R L"], Float[jax.Array, "R L"]]:
     """sum_{j<=t} d_j, each clamped at 1e4 nats alone, and t, at least 1."""
     difference = _inside_mask(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
     total, _ = _scanned(tokens, difference)
@@ -391,16 +382,18 @@ def _prefix_sums(tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     return total, jnp.maximum(count, 1.0)
 
 
-def _scanned(tokens: Tokens, values: jax.Array, combine: Any = jnp.add, empty: float = 0.0) -> tuple[Any, jax.Array]:
+def _scanned(
+    tokens: Tokens, values: Float[Array, "R L"], combine: Any = jnp.add, empty: float = 0.0
+) -> tuple[Float[jax.Array, "R L"], Float[jax.Array, "R L"]]:
     """Scan of each completion's sampled tokens in their order, a completion being within one row.
 
     Args:
         tokens: where they lie; what is not sampled between them is skipped.
-        values: [R, L].
+        values: of each token.
         combine: an associative function of two arrays, `empty` its neutral element.
 
     Returns:
-        [R, L] values combined up to each token, itself included, and before it, which is 0 for the first.
+        Values combined up to each token, itself included, and before it, which is 0 for the first.
     """
     require_tokens(tokens)
     mask, last_axis = jnp.asarray(tokens.completion_mask, bool), values.ndim - 1
@@ -423,24 +416,25 @@ def _require_band(low: float, high: float) -> None:
         raise ValueError(f"the band from low={low:g} to high={high:g} is empty")
 
 
-def _inside(values: jax.Array, low: float, high: float) -> jax.Array:
+def _inside(values: Float[Array, "R L"], low: float, high: float) -> Bool[jax.Array, "R L"]:
     """Whether low <= value <= high; true for NaN, which must not be dropped unseen."""
     _require_band(low, high)
     return ~((values < low) | (values > high))
 
 
-def _truncated(tokens: Tokens, ratio: jax.Array, low: float, high: float) -> Corrected:
+def _truncated(tokens: Tokens, ratio: Float[Array, "R L"], low: float, high: float) -> Corrected:
     _require_band(low, high)
     return _corrected(tokens, jnp.clip(ratio, low, high), jnp.ones_like(ratio, bool), (ratio < low) | (ratio > high))
 
 
-def _kept(tokens: Tokens, value: jax.Array, keep: jax.Array, weights: Any = 1.0) -> Corrected:
+def _kept(tokens: Tokens, value: Float[Array, "R L"], keep: Bool[Array, "R L"], weights: Any = 1.0) -> Corrected:
     """Weights where `keep` is true; NaN where the value that decided is NaN."""
     return _corrected(tokens, jnp.where(jnp.isnan(value), value, weights), keep, jnp.zeros_like(keep))
 
 
-def _corrected(tokens: Tokens, weights: jax.Array, keep: jax.Array, truncated: jax.Array) -> Corrected:
+def _corrected(
+    tokens: Tokens, weights: Float[Array, "R L"], keep: Bool[Array, "R L"], truncated: Bool[Array, "R L"]
+) -> Corrected:
     mask = jnp.asarray(tokens.completion_mask, bool)
-    require_tokens(tokens)
     weights = jax.lax.stop_gradient(jnp.where(mask & keep, weights, 0.0))
     return Corrected(weights, keep | ~mask, truncated & mask)

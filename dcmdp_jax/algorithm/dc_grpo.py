@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Float, Int, Shaped
 
 from dcmdp_jax.algorithm.advantages import group_advantages
 from dcmdp_jax.algorithm.discrepancy import Measure, Sided, token_discrepancy
@@ -25,54 +27,54 @@ from dcmdp_jax.algorithm.require import (
     require_same_shape,
 )
 from dcmdp_jax.algorithm.trust_regions import clipped_surrogate
-from dcmdp_jax.types import Array
+from dcmdp_jax.types import Array, Scalar
 
 _MOST_REWARD = 1e18
 """Of a reward's size: the squares of larger ones overflow float32."""
 
 
 class DcGrpoAux(NamedTuple):
-    """Values that `dc_grpo_loss` computes beside the loss. No gradient flows through any of it.
+    """Intermediate values of `dc_grpo_loss`. No gradient flows through any of it.
 
     Attributes:
-        delta: [N, T] float >= 0, discrepancy of each token (Eq. 3); 0 outside the mask.
-        mean_delta: [] float, sum(delta m) / sum(m), the mean over all tokens.
-        advantages: [N] float, A_i (Eq. 8).
-        penalized_advantages: [N, T] float, A_i - lambda_k delta_{i,t} (Eq. 8); 0 outside the mask.
-        ratio: [N, T] float, gamma_{i,t}; 1 outside the mask.
-        next_multiplier: [] float, lambda_{k+1} (Eq. 11), from the mean of this call.
+        delta: >= 0, discrepancy of each token (Eq. 3); 0 outside the mask.
+        mean_delta: sum(delta m) / sum(m), the mean over all tokens.
+        advantages: A_i (Eq. 8).
+        penalized_advantages: A_i - lambda_k delta_{i,t} (Eq. 8); 0 outside the mask.
+        ratio: gamma_{i,t}; 1 outside the mask.
+        next_multiplier: lambda_{k+1} (Eq. 11), from the mean of this call.
     """
 
-    delta: jax.Array
-    mean_delta: jax.Array
-    advantages: jax.Array
-    penalized_advantages: jax.Array
-    ratio: jax.Array
-    next_multiplier: jax.Array
+    delta: Float[jax.Array, "N T"]
+    mean_delta: Float[jax.Array, ""]
+    advantages: Float[jax.Array, " N"]
+    penalized_advantages: Float[jax.Array, "N T"]
+    ratio: Float[jax.Array, "N T"]
+    next_multiplier: Float[jax.Array, ""]
 
 
 def dc_grpo_loss(
-    train_logprobs: Array,
-    old_logprobs: Array,
-    rollout_logprobs: Array,
-    completion_mask: Array,
-    rewards: Array,
-    group_ids: Array,
+    train_logprobs: Float[Array, "N T"] | Sequence,
+    old_logprobs: Float[Array, "N T"] | Sequence,
+    rollout_logprobs: Float[Array, "N T"] | Sequence,
+    completion_mask: Shaped[Array, "N T"] | Sequence,
+    rewards: Shaped[Array, " N"] | Sequence,
+    group_ids: Int[Array, " N"] | Sequence,
     *,
-    multiplier: float | Array,
-    tolerance: float | Array,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    learning_rate: float = 1.0,
-    multiplier_min: float = 0.0,
-    multiplier_max: float = MULTIPLIER_MAX,
+    multiplier: Scalar,
+    tolerance: Scalar,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    learning_rate: Scalar = 1.0,
+    multiplier_min: Scalar = 0.0,
+    multiplier_max: Scalar = MULTIPLIER_MAX,
     aggregation: Aggregation = "seq_mean_token_mean",
     max_completion_tokens: int | None = None,
     measure: Measure = "diff",
     sided: Sided = "two",
     ddof: int = 1,
-    epsilon: float = 1e-6,
-) -> tuple[jax.Array, DcGrpoAux]:
+    epsilon: Scalar = 1e-6,
+) -> tuple[Float[jax.Array, ""], DcGrpoAux]:
     """The loss of DC-GRPO on a padded batch, and the next multiplier: Algorithm 1 after sampling and rewards.
 
         delta_{i,t} = |p^Train - p^Inf|                                           Eq. 3     token_discrepancy
@@ -96,18 +98,18 @@ def dc_grpo_loss(
     "ddof", "max_completion_tokens"))`, or bind them with functools.partial before jit.
 
     Args:
-        train_logprobs: [N, T] float nats, log pi_theta of the sampled tokens, training stack, weights now.
-        old_logprobs: [N, T] float nats, log p^Train: training stack, weights that made the batch.
-        rollout_logprobs: [N, T] float nats, log p^Inf: the inference engine that sampled; -inf counts as q = 0.
-        completion_mask: [N, T] bool or 0/1, true on sampled tokens, end-of-sequence included, prompt and padding not.
-        rewards: [N] float.
-        group_ids: [N] int in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
-        multiplier: lambda_k >= 0, [].
-        tolerance: c >= 0, [], in the unit of delta.
+        train_logprobs: nats, log pi_theta of the sampled tokens, training stack, weights now.
+        old_logprobs: nats, log p^Train: training stack, weights that made the batch.
+        rollout_logprobs: nats, log p^Inf: the inference engine that sampled; -inf counts as q = 0.
+        completion_mask: bool or 0/1, true on sampled tokens, end-of-sequence included, prompt and padding not.
+        rewards: of each of N completions.
+        group_ids: in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
+        multiplier: lambda_k >= 0.
+        tolerance: c >= 0, in the unit of delta.
         clip_low, clip_high: eps_low in [0, 1), eps_high >= 0. The paper's runs have eps_high = 0.24.
         learning_rate: eta of the multiplier (not of the policy).
         multiplier_min, multiplier_max: range of lambda_{k+1}.
-        aggregation: "seq_mean_token_mean" (the paper's), "token_mean" (every token alike, DAPO) or "fixed_length"
+        aggregation: "seq_mean_token_mean" (the paper's), "token_mean" (equal weight per token, DAPO) or "fixed_length"
             (sum over T_max, Dr. GRPO); see `dcmdp_jax.algorithm.losses.aggregation_weights`.
         max_completion_tokens: T_max, the sampling limit; needed by "fixed_length" alone.
         measure, sided: options of `token_discrepancy`: "diff", "ratio" or "log"; "two" or "one".
@@ -159,7 +161,7 @@ def dc_grpo_loss(
     return loss, lax.stop_gradient(DcGrpoAux(delta, mean_delta, advantages, penalized, ratio, next_multiplier))
 
 
-def _numbers(name: str, value: Array) -> Array:
+def _numbers(name: str, value: Any) -> Array:
     """The argument as an array; a list that is ragged, and what holds no real numbers, is refused."""
     try:
         array = value if isinstance(value, jax.Array) else np.asarray(value)

@@ -11,8 +11,10 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Shaped
 
 from dcmdp_jax.algorithm.masked import (
+    CompletionIndex,
     completion_counts,
     completion_means,
     gather_to_tokens,
@@ -23,7 +25,7 @@ from dcmdp_jax.algorithm.masked import (
 from dcmdp_jax.algorithm.numerics import LOGPROB_LIMIT, MAX_LOG_RATIO, as_float, clamped_log_ratio, exp_minus_linear
 from dcmdp_jax.algorithm.require import require_logprobs, require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.stats import Mean
-from dcmdp_jax.types import Array
+from dcmdp_jax.types import Array, Scalar
 
 Measure = Literal["diff", "ratio", "log", "logit"]
 Sided = Literal["two", "one"]
@@ -36,13 +38,13 @@ RATIO_LIMIT = 10.0
 
 
 def token_discrepancy(
-    train_logprobs: Array,
-    rollout_logprobs: Array,
+    train_logprobs: Float[Array, "*s"],
+    rollout_logprobs: Float[Array, "*s"],
     *,
-    completion_mask: Array | None = None,
+    completion_mask: Shaped[Array, "*s"] | None = None,
     measure: Measure = "diff",
     sided: Sided = "two",
-) -> jax.Array:
+) -> Float[jax.Array, "*s"]:
     """delta_{i,t}, the discrepancy of each token, elementwise (Eq. 2, 3; Algorithm 1, "Discrepancy").
 
     With p = exp(train), q = exp(rollout) and d = log p - log q clamped to [-20, 20],
@@ -53,7 +55,7 @@ def token_discrepancy(
 
         logit  min(|logit p - logit q|, 20),        logit p = log(p / (1 - p)),
 
-    the size of the `displacement`, which confidence does not shrink. Its ends are those of `log_odds`: p and q are held
+    the size of the `displacement`, which confidence does not shrink. Clamped as in `log_odds`: p and q are held
     at 1 - 2^-24 at most, so that a token that float32 calls certain on both sides costs 0, and on one side at most 20.
     One-sided charges only tokens the training stack finds likelier, p > q: d is replaced by max(d, 0).
 
@@ -63,15 +65,15 @@ def token_discrepancy(
     which keeps float32's relative precision when p and q nearly agree.
 
     Args:
-        train_logprobs: any shape, nats, training stack, weights that made the batch: log p^Train.
-        rollout_logprobs: same shape, nats, inference engine: log p^Inf.
-        completion_mask: same shape, true (or 1) on sampled tokens; elsewhere the result is 0 and what is given is
+        train_logprobs: nats, training stack, weights that made the batch: log p^Train.
+        rollout_logprobs: nats, inference engine: log p^Inf.
+        completion_mask: true (or 1) on sampled tokens; elsewhere the result is 0 and what is given is
             ignored. None: all are.
         measure: "diff", "ratio", "log" or "logit".
         sided: "two" or "one".
 
     Returns:
-        Same shape, float32 (float64 for float64 with x64), >= 0, exactly 0 where the two log-probs are equal. No
+        float32 (float64 for float64 with x64), >= 0, exactly 0 where the two log-probs are equal. No
         gradient flows.
 
     Raises:
@@ -103,37 +105,28 @@ def token_discrepancy(
     return jax.lax.stop_gradient(values)
 
 
-def sequence_discrepancy(
-    discrepancy_tokens: Array, completion_mask: Array, completion_index: Array, num_completions: int
-) -> jax.Array:
+def sequence_discrepancy(discrepancy_tokens: Float[Array, "R L"], where: CompletionIndex) -> Float[jax.Array, "R L"]:
     """Give every token the mean discrepancy of its completion (`algorithm.level=sequence`).
 
     The coarser choice, which the paper argues against (section 4, granularity). The sum over a completion is that of
     its tokens' own values, so the mean discrepancy of a batch is the same.
 
     Args:
-        discrepancy_tokens: [R, L] float, of each token.
-        completion_mask: [R, L] bool, true on sampled tokens; what lies outside is ignored.
-        completion_index: [R, L] int. All tokens of a completion must be in this call.
-        num_completions: N, static.
+        discrepancy_tokens: of each token; what lies outside the mask is ignored.
+        where: the completions.
 
     Returns:
-        [R, L] float32, 0 outside the mask.
+        float32, 0 outside the mask.
 
     Raises:
         ValueError: if the shapes differ.
     """
-    means = completion_means(discrepancy_tokens, completion_mask, completion_index, num_completions)
-    return jnp.where(jnp.asarray(completion_mask, bool), gather_to_tokens(means, completion_index), 0.0)
+    means = completion_means(discrepancy_tokens, where)
+    return jnp.where(jnp.asarray(where.mask, bool), gather_to_tokens(means, where.index), 0.0)
 
 
 def completions_over_tolerance(
-    discrepancy_tokens: Array,
-    completion_mask: Array,
-    completion_index: Array,
-    num_completions: int,
-    *,
-    tolerance: float | Array,
+    discrepancy_tokens: Float[Array, "R L"], where: CompletionIndex, *, tolerance: Scalar
 ) -> Mean:
     """Number of completions whose own mean discrepancy exceeds c, over the number of completions.
 
@@ -141,10 +134,8 @@ def completions_over_tolerance(
     use. Strict: a mean of exactly c is within tolerance.
 
     Args:
-        discrepancy_tokens: [R, L] float, from `discrepancy`.
-        completion_mask: [R, L] bool, true on sampled tokens.
-        completion_index: [R, L] int. All tokens of a completion must be in this call.
-        num_completions: N, static.
+        discrepancy_tokens: from `token_discrepancy`.
+        where: the completions.
         tolerance: c, in the measure's unit.
 
     Returns:
@@ -154,28 +145,26 @@ def completions_over_tolerance(
         ValueError: if the shapes differ or `tolerance` is a negative Python number.
     """
     require_number("tolerance", tolerance, minimum=0)
-    means = completion_means(discrepancy_tokens, completion_mask, completion_index, num_completions)
-    present = completion_counts(completion_mask, completion_index, num_completions) > 0
-    return masked_sum(means > tolerance, present)
+    return masked_sum(completion_means(discrepancy_tokens, where) > tolerance, completion_counts(where) > 0)
 
 
-def log_odds(logprobs: Array) -> jax.Array:
+def log_odds(logprobs: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
     """log(p / (1 - p)) = x - log1p(-exp(x)) of each log-prob x, elementwise.
 
     p is held at 1 - 2^-24 at most, the largest float32 below 1, where the log-odds are 16.6: a token that float32 calls
     certain has finite ones. At the other end x is held at -1e4 nats. NaN stays NaN.
 
     Args:
-        logprobs: any shape, nats.
+        logprobs: nats.
 
     Returns:
-        Same shape, float32 (float64 for float64 with x64), finite but for NaN. No gradient flows.
+        float32 (float64 for float64 with x64), finite but for NaN. No gradient flows.
     """
     x = jnp.clip(jax.lax.stop_gradient(as_float(logprobs)), -LOGPROB_LIMIT, -(2.0**-24))
     return x - jnp.log(-jnp.expm1(x))  # -expm1(x) is 1 - p to float32's precision where exp(x) rounds to 1
 
 
-def displacement(train_logprobs: Array, rollout_logprobs: Array) -> jax.Array:
+def displacement(train_logprobs: Float[Array, "*s"], rollout_logprobs: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
     """eps = logit p - logit q of each token, elementwise: the distance of the engines whatever the policy's confidence.
 
         |p - q| = p (1 - p) |eps| + O(eps^2)
@@ -184,11 +173,11 @@ def displacement(train_logprobs: Array, rollout_logprobs: Array) -> jax.Array:
     the discrepancy falls as a policy grows confident with the engine as it was; eps does not. Ours, not in the paper.
 
     Args:
-        train_logprobs: any shape, nats, p^Train.
-        rollout_logprobs: same shape, nats, p^Inf.
+        train_logprobs: nats, p^Train.
+        rollout_logprobs: nats, p^Inf.
 
     Returns:
-        Same shape, float32, in logits (nats), either sign; see `log_odds` for its ends. No gradient flows.
+        float32, in logits (nats), either sign; see `log_odds` for its ends. No gradient flows.
 
     Raises:
         ValueError: if the shapes differ.
@@ -197,17 +186,19 @@ def displacement(train_logprobs: Array, rollout_logprobs: Array) -> jax.Array:
     return log_odds(train_logprobs) - log_odds(rollout_logprobs)
 
 
-def displacement_statistics(train_logprobs: Array, rollout_logprobs: Array, mask: Array) -> dict[str, jax.Array]:
+def displacement_statistics(
+    train_logprobs: Float[Array, "*s"], rollout_logprobs: Float[Array, "*s"], mask: Bool[Array, "*s"]
+) -> dict[str, Float[jax.Array, ""]]:
     """Mean of eps, mean of |eps| and quantiles of |eps| (see `displacement`), over all tokens at once.
 
     Quantiles are exact, by a sort, and no sums: give the whole batch in one call.
 
     Args:
-        train_logprobs, rollout_logprobs: same shape, nats.
-        mask: same shape, bool, true on sampled tokens.
+        train_logprobs, rollout_logprobs: nats.
+        mask: true on sampled tokens.
 
     Returns:
-        [] float32: `mean`, `abs_mean`, `abs_p50`, `abs_p95`, `abs_p99`; 0 on an empty mask.
+        float32: `mean`, `abs_mean`, `abs_p50`, `abs_p95`, `abs_p99`; 0 on an empty mask.
 
     Raises:
         ValueError: if the shapes differ.
@@ -218,7 +209,9 @@ def displacement_statistics(train_logprobs: Array, rollout_logprobs: Array, mask
     return {"mean": masked_mean(eps, mask), "abs_mean": masked_mean(sizes, mask), **quantiles}
 
 
-def mismatch_statistics(train_logprobs: Array, rollout_logprobs: Array, mask: Array) -> dict[str, jax.Array]:
+def mismatch_statistics(
+    train_logprobs: Float[Array, "*s"], rollout_logprobs: Float[Array, "*s"], mask: Bool[Array, "*s"]
+) -> dict[str, Float[jax.Array, ""]]:
     """Differences between the two engines as distributions, over all tokens at once.
 
     The tokens were sampled by the rollout engine q; p is the training stack; d = log p - log q clamped to [-20, 20].
@@ -233,12 +226,12 @@ def mismatch_statistics(train_logprobs: Array, rollout_logprobs: Array, mask: Ar
     call, arrays of different shape raveled and concatenated.
 
     Args:
-        train_logprobs: any shape, nats, training stack, weights that made the batch.
-        rollout_logprobs: same shape, nats, the engine that sampled.
-        mask: same shape, bool, true on sampled tokens.
+        train_logprobs: nats, training stack, weights that made the batch.
+        rollout_logprobs: nats, the engine that sampled.
+        mask: true on sampled tokens.
 
     Returns:
-        The four named [] float32 values. All 0 on an empty mask. `pearson` is undefined, hence 0, when either side's
+        The four named float32 values. All 0 on an empty mask. `pearson` is undefined, hence 0, when either side's
         probabilities are all equal (one token, greedy sampling). No gradient flows.
 
     Raises:

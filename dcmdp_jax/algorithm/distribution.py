@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 
-from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, token_discrepancy
+from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, Measure, Sided, token_discrepancy
 from dcmdp_jax.algorithm.masked import masked_sum
 from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamped_log_ratio
 from dcmdp_jax.algorithm.remedies import Statistics
@@ -25,7 +26,7 @@ LEAST_TAIL = 1e-6
 
 
 class Head(NamedTuple):
-    """The engine's k likeliest tokens in the place of each sampled token, [R, L, k].
+    """The engine's k likeliest tokens in the place of each sampled token.
 
     Attributes:
         ids: int32; -1 where the engine has fewer, whose other entries are 0.
@@ -35,41 +36,46 @@ class Head(NamedTuple):
         start_logprobs: nats, log p under the weights at the start of the step.
     """
 
-    ids: Array
-    rollout_logprobs: Array
-    train_logprobs: Array
-    old_logprobs: Array
-    start_logprobs: Array
+    ids: Int[Array, "R L k"]
+    rollout_logprobs: Float[Array, "R L k"]
+    train_logprobs: Float[Array, "R L k"]
+    old_logprobs: Float[Array, "R L k"]
+    start_logprobs: Float[Array, "R L k"]
 
     @property
-    def present(self) -> jax.Array:
-        """[R, L, k] bool, false where the engine has fewer tokens."""
+    def present(self) -> Bool[jax.Array, "*s k"]:
+        """False where the engine has fewer tokens."""
         return jnp.asarray(self.ids) >= 0
 
 
 def require_head(head: Head, mask: Array) -> None:
-    """Raise ValueError unless the head's arrays have one shape, [R, L, k] beside a mask [R, L]."""
+    """Raise ValueError unless the head's arrays have one shape, [R, L, k], for a mask [R, L]."""
     require_same_shape(**head._asdict())
     require_same_shape(mask=mask, head=head.ids[..., 0])
 
 
-def tail_logprobs(logprobs: Array, present: Array) -> jax.Array:
-    """log(1 - sum_H e^x), at least log `LEAST_TAIL`, [...] of [..., k]; the gradient flows while it is above that."""
+def tail_logprobs(logprobs: Float[Array, "*s k"], present: Bool[Array, "*s k"]) -> Float[jax.Array, "*s"]:
+    """log(1 - sum_H e^x), at least log `LEAST_TAIL`; the gradient flows while it is above that."""
     require_same_shape(logprobs=logprobs, present=present)
     mass = jnp.sum(jnp.where(present, jnp.exp(jnp.asarray(logprobs, jnp.float32)), 0.0), axis=-1)
     return jnp.log(jnp.maximum(1.0 - mass, LEAST_TAIL))
 
 
-def with_tail(logprobs: Array, present: Array) -> jax.Array:
-    """[..., k + 1] of [..., k]: the head, 0 where no token is present, and the tail as one token more."""
+def with_tail(logprobs: Float[Array, "*s k"], present: Bool[Array, "*s k"]) -> Float[jax.Array, "*s k+1"]:
+    """The head, 0 where no token is present, and the tail as one token more."""
     require_same_shape(logprobs=logprobs, present=present)
     inside = jnp.where(present, logprobs, 0.0)
     return jnp.concatenate([inside, tail_logprobs(inside, present)[..., None]], axis=-1)
 
 
 def state_measures(
-    train_logprobs: Array, rollout_logprobs: Array, present: Array, *, measure: str = "diff", sided: str = "two"
-) -> dict[str, jax.Array]:
+    train_logprobs: Float[Array, "*s k"],
+    rollout_logprobs: Float[Array, "*s k"],
+    present: Bool[Array, "*s k"],
+    *,
+    measure: Measure = "diff",
+    sided: Sided = "two",
+) -> dict[str, Float[jax.Array, "*s"]]:
     """How far p is from q in each state: exact on the head, the tail as one token, and bounds of what that leaves out.
 
         total_variation        1/2 sum |p - q|             bound  min(1 - p_H, 1 - q_H)
@@ -80,18 +86,18 @@ def state_measures(
 
     As one token the tail gives no more than its tokens would (log-sum and triangle inequalities), so that the true
     value lies between the value and the value plus its bound. That of a KL holds if no tail token has a log-ratio above
-    20, where those of this package are clamped. The largest delta of a tail token is max(p_T, min(q_T, q_k)) for
+    20, where this package clamps them. The largest delta of a tail token is max(p_T, min(q_T, q_k)) for
     `diff`, q_k the last of the head, and its limit for the other measures. The expected discrepancy is what the mean of
     `token_discrepancy` over sampled tokens estimates; its variance under q is `discrepancy_variance`.
 
     Args:
-        train_logprobs: [..., k] nats, log p of the head.
-        rollout_logprobs: [..., k] nats, log q, likeliest first.
-        present: [..., k] bool, false on entries that hold no token.
+        train_logprobs: nats, log p of the head.
+        rollout_logprobs: nats, log q, likeliest first.
+        present: false on entries that hold no token.
         measure, sided: delta's, see `token_discrepancy`.
 
     Returns:
-        [...] float32 by these names, and `NAME_bound` of the first four. No gradient flows.
+        float32 by these names, and `NAME_bound` of the first four. No gradient flows.
 
     Raises:
         ValueError: if the shapes differ.
@@ -124,14 +130,14 @@ def state_measures(
     }
 
 
-def distribution_statistics(head: Head, mask: Array, how: Mapping[str, Any]) -> Statistics:
+def distribution_statistics(head: Head, mask: Bool[Array, "R L"], how: Mapping[str, Any]) -> Statistics:
     """Means of `state_measures` over the states of sampled tokens, left unreduced, by metric name.
 
     p is that of the weights that made the batch, as for the discrepancy.
 
     Args:
         head: the engine's likeliest tokens.
-        mask: [R, L] bool, true on sampled tokens.
+        mask: true on sampled tokens.
         how: measure and sided of the discrepancy.
     """
     require_head(head, mask)

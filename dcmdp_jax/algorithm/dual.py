@@ -11,10 +11,11 @@ from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from dcmdp_jax.algorithm.masked import masked_quantile
 from dcmdp_jax.algorithm.require import require_number, require_rank, require_same_shape
-from dcmdp_jax.types import Array, DualState
+from dcmdp_jax.types import Array, DualState, Scalar
 
 QUANTILES: Mapping[str, float] = MappingProxyType({"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99})
 """Quantiles of the tokens' discrepancy that a budget may be on."""
@@ -46,14 +47,14 @@ def dual_init(multiplier: float, *, minimum: float, maximum: float, tolerance: f
 
 
 def dual_update(
-    multiplier: float | Array,
-    mean_discrepancy: float | Array,
+    multiplier: Scalar,
+    mean_discrepancy: Scalar,
     *,
-    tolerance: float | Array,
-    learning_rate: float | Array = 1.0,
-    minimum: float | Array = 0.0,
-    maximum: float | Array = MULTIPLIER_MAX,
-) -> jax.Array:
+    tolerance: Scalar,
+    learning_rate: Scalar = 1.0,
+    minimum: Scalar = 0.0,
+    maximum: Scalar = MULTIPLIER_MAX,
+) -> Float[jax.Array, ""]:
     """One step of projected dual ascent on the multiplier (Eq. 11; Algorithm 1, "Multiplier update").
 
         lambda_{k+1} = clip(lambda_k + eta (dbar_k - c), lambda_min, lambda_max)
@@ -62,8 +63,8 @@ def dual_update(
     multiplier as it was: one broken batch must not cost it its history.
 
     Args:
-        multiplier: lambda_k, [] float.
-        mean_discrepancy: dbar_k, [] float, sum(delta m) / sum(m) over the WHOLE batch, all mini-batches and hosts: a
+        multiplier: lambda_k.
+        mean_discrepancy: dbar_k, sum(delta m) / sum(m) over the WHOLE batch, all mini-batches and hosts: a
             mean over tokens, not over completions. Or another statistic that c bounds (`QUANTILES`).
         tolerance: c, in the discrepancy's unit.
         learning_rate: eta, multiplier units per unit of discrepancy. The paper's is 1.
@@ -71,7 +72,7 @@ def dual_update(
         maximum: lambda_max.
 
     Returns:
-        [] float32 (float64 where multiplier or mean is, with x64): lambda of the next step. No gradient flows.
+        float32 (float64 where multiplier or mean is, with x64): lambda of the next step. No gradient flows.
 
     Raises:
         ValueError: if multiplier or mean are no scalars, a number is negative or not finite (not seen under jit), or
@@ -92,7 +93,9 @@ def dual_update(
     return jnp.where(jnp.isfinite(mean_discrepancy), moved, multiplier)
 
 
-def measured_tolerance(mean_discrepancies: Array, noise_floors: Array, *, factor: float = 1.0) -> jax.Array:
+def measured_tolerance(
+    mean_discrepancies: Float[Array, " n"], noise_floors: Float[Array, " n"], *, factor: float = 1.0
+) -> Float[jax.Array, ""]:
     """c measured on the run itself: the median over its first steps. Ours, not in the paper.
 
         c = factor median_k max(dbar_k, f_k)
@@ -101,12 +104,12 @@ def measured_tolerance(mean_discrepancies: Array, noise_floors: Array, *, factor
     below that. A factor below 1 asks the policy for less than it began with, and may ask for less than the floor.
 
     Args:
-        mean_discrepancies: [n] float, dbar_k; those that are not finite are left out.
-        noise_floors: [n] float, f_k as last measured; 0 where it was not.
+        mean_discrepancies: dbar_k; values that are not finite are left out.
+        noise_floors: f_k as last measured; 0 where it was not.
         factor: above 0.
 
     Returns:
-        [] float32; 0 if no mean is finite.
+        float32; 0 if no mean is finite.
 
     Raises:
         ValueError: if the shapes differ.

@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Bool, Float, Int, Shaped
 
 from dcmdp_jax.algorithm.discrepancy import Level
-from dcmdp_jax.algorithm.masked import completion_means, gather_to_tokens, masked_sum, weighted_sum
+from dcmdp_jax.algorithm.masked import CompletionIndex, completion_means, gather_to_tokens, masked_sum, weighted_sum
 from dcmdp_jax.algorithm.numerics import (
     MAX_LOG_RATIO,
     KlEstimator,
@@ -24,7 +25,7 @@ from dcmdp_jax.algorithm.numerics import (
     kl_estimate,
     log_difference,
 )
-from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens, split
+from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import (
     require_integer,
     require_logprobs,
@@ -33,14 +34,14 @@ from dcmdp_jax.algorithm.require import (
     require_rank,
     require_same_shape,
 )
-from dcmdp_jax.algorithm.stats import Max, Mean, Min, Statistic
+from dcmdp_jax.algorithm.stats import Max, Mean, Min
 from dcmdp_jax.algorithm.trust_regions import clip
 from dcmdp_jax.types import Array
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "fixed_length"]
 
 
-def importance_ratio(train_logprobs: Array, old_logprobs: Array) -> jax.Array:
+def importance_ratio(train_logprobs: Float[Array, "*s"], old_logprobs: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
     """gamma, the importance ratio of each token: the policy now over the one that made the batch (below Eq. 1).
 
         gamma_{i,t} = pi_theta(o_t) / pi_theta_old^Train(o_t) = exp(clip(log pi_theta - log p^Train, -20, 20))
@@ -49,12 +50,11 @@ def importance_ratio(train_logprobs: Array, old_logprobs: Array) -> jax.Array:
     (e^-20) without gradient, so that A = 0 gives 0 and not 0 * inf.
 
     Args:
-        train_logprobs: any shape, nats, log pi_theta of the sampled tokens, weights now. The gradient, gamma, flows
-            here alone.
-        old_logprobs: same shape, nats, training stack, weights that made the batch: log p^Train. A constant.
+        train_logprobs: nats, log pi_theta of the sampled tokens, weights now. The gradient, gamma, flows here alone.
+        old_logprobs: nats, training stack, weights that made the batch: log p^Train. A constant.
 
     Returns:
-        Same shape, float32 (float64 for float64 with x64), finite for every input but NaN, which stays.
+        float32 (float64 for float64 with x64), finite for every input but NaN, which stays.
 
     Raises:
         ValueError: if the shapes differ, or probabilities are given (not seen under jit).
@@ -65,7 +65,7 @@ def importance_ratio(train_logprobs: Array, old_logprobs: Array) -> jax.Array:
     return jnp.exp(clamped_log_ratio(train_logprobs, lax.stop_gradient(as_float(old_logprobs))))
 
 
-def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[jax.Array, dict[str, Statistic]]:
+def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[Float[jax.Array, "R L"], Statistics]:
     """The negated objective of each token. By default that of Eq. 9-10 (Eq. 1 and 4 with their own A).
 
         l_t = -min(gamma_t A_t, clip(gamma_t, 1 - low, 1 + high) A_t)
@@ -77,7 +77,7 @@ def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[jax.Arr
         trust_region: bounds the update.
 
     Returns:
-        Losses [R, L], and by metric name the shares of the tokens where a bound bites, so that no gradient flows:
+        Losses, and by metric name the shares of the tokens where a bound bites, so that no gradient flows:
         `policy/clip_low_fraction` and `policy/clip_high_fraction`.
 
     Raises:
@@ -92,7 +92,9 @@ def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[jax.Arr
     }
 
 
-def log_ratio_squared(tokens: Tokens, *, tau: float = 1e-3, trust_region: Function = clip) -> tuple[jax.Array, dict]:
+def log_ratio_squared(
+    tokens: Tokens, *, tau: float = 1e-3, trust_region: Function = clip
+) -> tuple[Float[jax.Array, "R L"], Statistics]:
     """The surrogate plus tau (log pi - log q)^2 of every token that takes part, stopped ones included.
 
     The gradient in log pi is that of the surrogate plus 2 tau (log pi - log q): it pulls the policy to the engine's on
@@ -109,8 +111,8 @@ LOSSES: Mapping[str, Function] = {"surrogate": surrogate, "log_ratio_squared": l
 
 
 def policy_loss(
-    tokens: Tokens, token_weights: Array, *, loss: Function = surrogate, ratio_level: Level = "token"
-) -> tuple[Mean, dict[str, Statistic]]:
+    tokens: Tokens, token_weights: Float[Array, "R L"], *, loss: Function = surrogate, ratio_level: Level = "token"
+) -> tuple[Mean, Statistics]:
     """The loss of the policy on packed rows, left unreduced: sum_t w_t l_t. On arrays [N, T] it is `dc_grpo_loss`.
 
     gamma_t is the `importance_ratio` of log pi_theta and log pi_anchor. A NaN on a token that takes part stays NaN,
@@ -126,8 +128,8 @@ def policy_loss(
         tokens: rows [R, L]; `advantages` penalized or not; `anchor_logprobs` equal to `train_logprobs` when the batch
             is used once: the ratio is then 1 and only its gradient matters. At the level of the sequence all tokens of
             a completion must be in this call.
-        token_weights: [R, L] float32 >= 0, from `aggregation_weights`, gathered to tokens; a constant.
-        loss: function from these tokens, with `ratio`, the mask of those that take part, and 0 outside it, to losses
+        token_weights: float32 >= 0, from `aggregation_weights`, gathered to tokens; a constant.
+        loss: function from these tokens, with `ratio`, the mask of the active ones, and 0 outside it, to losses
             [R, L].
         ratio_level: "token" or "sequence".
 
@@ -136,7 +138,7 @@ def policy_loss(
         `aggregation_weights` gives. `loss.weight` is the sum of the token weights seen here: the same number for
         sequence and token means, but NOT for `fixed_length`, where it counts tokens in units of the maximum.
 
-        The statistics are those of `loss` and, of the tokens that took part, `policy/ratio_mean`, `policy/ratio_max`,
+        The statistics of `loss` and, of the active tokens, `policy/ratio_mean`, `policy/ratio_max`,
         `policy/ratio_min`, by metric name.
 
     Raises:
@@ -157,8 +159,7 @@ def policy_loss(
     if ratio_level == "token":
         ratio = importance_ratio(train, constants["anchor_logprobs"])
     else:
-        where = mask, tokens.completion_index, tokens.num_completions
-        ratio = jnp.exp(inside(sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, *where)))
+        ratio = jnp.exp(inside(sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where)))
     seen = tokens._replace(train_logprobs=train, completion_mask=active, ratio=ratio, **constants)
     token_losses, statistics = split(loss(seen))
 
@@ -175,37 +176,36 @@ _CONSTANTS = ("old_logprobs", "rollout_logprobs", "advantages", "discrepancy", "
 
 
 def sequence_log_ratio(
-    train_logprobs: Array, old_logprobs: Array, mask: jax.Array, completion_index: Array, num_completions: int
-) -> jax.Array:
-    """The mean log-ratio of each token's completion in value, that of the token alone in gradient; [R, L], clamped."""
-    require_same_shape(
-        train_logprobs=train_logprobs, old_logprobs=old_logprobs, mask=mask, completion_index=completion_index
-    )
+    train_logprobs: Float[Array, "R L"], old_logprobs: Float[Array, "R L"], where: CompletionIndex
+) -> Float[jax.Array, "R L"]:
+    """The mean log-ratio of each token's completion in value, that of the token alone in gradient; clamped."""
+    require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs, completion_mask=where.mask)
+    mask = jnp.asarray(where.mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
     old = lax.stop_gradient(jnp.where(mask, jnp.asarray(old_logprobs, jnp.float32), 0.0))
     difference = log_difference(train, old)
-    means = completion_means(lax.stop_gradient(difference), mask, completion_index, num_completions)
+    means = completion_means(lax.stop_gradient(difference), where)
     # difference - stop_gradient(difference) is 0 with gradient 1.
     drift = difference - lax.stop_gradient(difference)
-    return clamp(gather_to_tokens(means, completion_index) + drift, MAX_LOG_RATIO)
+    return clamp(gather_to_tokens(means, where.index) + drift, MAX_LOG_RATIO)
 
 
 def aggregation_weights(
-    completion_lengths: Array,
-    loss_mask: Array,
+    completion_lengths: Int[Array, " N"],
+    loss_mask: Bool[Array, " N"],
     *,
     mode: Aggregation,
     max_completion_tokens: int | None = None,
-    dropped_tokens: Array | None = None,
+    dropped_tokens: Int[Array, " N"] | None = None,
     dtype: Any = jnp.float32,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Float[jax.Array, " N"], Float[jax.Array, ""]]:
     """The normalization of the loss as one weight for each completion.
 
         loss = sum_i w_i sum_t l_{i,t} / total
 
         mode                   w_i          total
         seq_mean_token_mean    1 / |o_i|    completions    mean of completions' means, Eq. 1, 4, 9-10
-        token_mean             1            tokens         every token alike (DAPO, Yu et al. 2025)
+        token_mean             1            tokens         equal weight per token (DAPO, Yu et al. 2025)
         fixed_length           1 / T_max    completions    no length in the weight (Dr. GRPO, Liu et al. 2025)
 
     counting completions that are in the loss and have a token. A mini-batch's `total` serves all its micro-batches: sum
@@ -216,16 +216,16 @@ def aggregation_weights(
     weights w_i never change.
 
     Args:
-        completion_lengths: [N] int, |o_i| in sampled tokens, end-of-sequence included.
-        loss_mask: [N] bool; false: w_i = 0 (padding, dropped, or truncated when a setting says so).
+        completion_lengths: |o_i| in sampled tokens, end-of-sequence included.
+        loss_mask: false: w_i = 0 (padding, dropped, or truncated when a setting says so).
         mode: one of the three names.
         max_completion_tokens: T_max, the sampling limit; needed by `fixed_length`.
-        dropped_tokens: [N] int, tokens of each completion that are left out of the loss; None: none.
+        dropped_tokens: tokens of each completion that are left out of the loss; None: none.
         dtype: dtype of the results.
 
     Returns:
-        ([N] weights, [] total). An empty completion has weight 0 and is not counted. When nothing
-        is left the total is 0: `Mean(sum, total).value()` then gives loss 0.
+        (weights, total). An empty completion has weight 0 and is not counted. When nothing is left the total is 0:
+        `Mean(sum, total).value()` then gives loss 0.
 
     Raises:
         ValueError: if the shapes differ or are not [N], `mode` is unknown, or `max_completion_tokens` is missing for
@@ -254,8 +254,12 @@ def aggregation_weights(
 
 
 def reference_kl(
-    train_logprobs: Array, ref_logprobs: Array, *, estimator: KlEstimator, completion_mask: Array | None = None
-) -> jax.Array:
+    train_logprobs: Float[Array, "*s"],
+    ref_logprobs: Float[Array, "*s"],
+    *,
+    estimator: KlEstimator,
+    completion_mask: Shaped[Array, "*s"] | None = None,
+) -> Float[jax.Array, "*s"]:
     """Estimate of KL(pi_theta || pi_ref) from each sampled token, to be added to the loss with a coefficient.
 
     `kl_estimate` of x = log pi_ref - log pi_theta clamped to [-20, 20]; k3 is GRPO's choice. As a LOSS the estimators
@@ -264,14 +268,14 @@ def reference_kl(
     is that of KL(pi_ref || pi_theta).
 
     Args:
-        train_logprobs: any shape, nats, log pi_theta of the sampled tokens; the gradient flows here alone, and
-            vanishes beyond the clamp.
-        ref_logprobs: same shape, nats, frozen reference.
+        train_logprobs: nats, log pi_theta of the sampled tokens; the gradient flows here alone, and vanishes beyond
+            the clamp.
+        ref_logprobs: nats, frozen reference.
         estimator: "k1", "k2" or "k3".
-        completion_mask: same shape, bool: tokens outside cost 0 and are ignored. None: all count.
+        completion_mask: tokens outside cost 0 and are ignored. None: all count.
 
     Returns:
-        Same shape, float32, finite for every input but NaN: k3 is at most e^20 - 21 = 4.85e8.
+        float32, finite for every input but NaN: k3 is at most e^20 - 21 = 4.85e8.
 
     Raises:
         ValueError: if the shapes differ or `estimator` is unknown.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int, Shaped
 
 from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.require import require_integer, require_number, require_rank, require_same_shape
@@ -24,12 +25,12 @@ _SUM_BLOCK = 256
 end 2.4e-4 off; in blocks of 256 the error stays near 1e-6."""
 
 
-def masked_sum(values: Array, mask: Array) -> Mean:
+def masked_sum(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Mean:
     """Sum of `values` where `mask` is true, with their count, left unreduced.
 
     Args:
-        values: any shape, float.
-        mask: same shape, bool (or 0/1).
+        values: float.
+        mask: bool (or 0/1).
 
     Returns:
         The sum and the number of true entries; (0, 0) on an empty mask. Exact counts up to 2^24.
@@ -43,12 +44,12 @@ def masked_sum(values: Array, mask: Array) -> Mean:
     return Mean(total, jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32))
 
 
-def weighted_sum(values: Array, weights: Array) -> Mean:
+def weighted_sum(values: Shaped[Array, "*s"], weights: Float[Array, "*s"]) -> Mean:
     """Sum of `weights * values` with the sum of the weights, left unreduced.
 
     Args:
-        values: any shape, float.
-        weights: same shape, non-negative float. A value of weight 0 is ignored, NaN or not.
+        values: float.
+        weights: non-negative. A value of weight 0 is ignored, NaN or not.
 
     Returns:
         (sum of weights * values, sum of weights).
@@ -62,14 +63,14 @@ def weighted_sum(values: Array, weights: Array) -> Mean:
     return Mean(jnp.sum(weights * values), jnp.sum(weights))
 
 
-def masked_mean(values: Array, mask: Array) -> jax.Array:
+def masked_mean(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float[jax.Array, ""]:
     """Mean of `values` where `mask` is true, 0 on an empty mask.
 
     Never average two of these: merge two `masked_sum`s and take their value.
 
     Args:
-        values: any shape, float.
-        mask: same shape, bool (or 0/1).
+        values: float.
+        mask: bool (or 0/1).
 
     Raises:
         ValueError: if the shapes differ.
@@ -77,12 +78,12 @@ def masked_mean(values: Array, mask: Array) -> jax.Array:
     return masked_sum(values, mask).value()
 
 
-def masked_max(values: Array, mask: Array) -> jax.Array:
+def masked_max(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float[jax.Array, ""]:
     """Largest of `values` where `mask` is true, 0 on an empty mask; NaN if an entry under a true mask is NaN.
 
     Args:
-        values: any shape, float.
-        mask: same shape, bool (or 0/1).
+        values: float.
+        mask: bool (or 0/1).
 
     Raises:
         ValueError: if the shapes differ.
@@ -93,7 +94,7 @@ def masked_max(values: Array, mask: Array) -> jax.Array:
     return jnp.where(jnp.any(mask), largest, 0.0)
 
 
-def masked_quantile(values: Array, mask: Array, q: float) -> jax.Array:
+def masked_quantile(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"], q: float) -> Float[jax.Array, ""]:
     """The q-quantile of `values` where `mask` is true, by a full sort and linear interpolation.
 
     With the n kept values sorted, the quantile sits at position h = q (n - 1) and is
@@ -101,12 +102,12 @@ def masked_quantile(values: Array, mask: Array, q: float) -> jax.Array:
     a fraction of integers: a float32 product would miss the position from a few million tokens on.
 
     Args:
-        values: any shape, float.
-        mask: same shape, bool (or 0/1).
+        values: float.
+        mask: bool (or 0/1).
         q: a Python float in [0, 1], taken to the nearest fraction with a denominator of at most 10,000.
 
     Returns:
-        [] float32; 0 on an empty mask; NaN if an entry under a true mask is NaN.
+        0 on an empty mask; NaN if an entry under a true mask is NaN.
 
     Raises:
         ValueError: if the shapes differ or `q` is outside [0, 1].
@@ -129,114 +130,85 @@ def masked_quantile(values: Array, mask: Array, q: float) -> jax.Array:
     return jnp.where(jnp.any(mask), quantile, 0.0)
 
 
-def completion_sums(
-    token_values: Array, completion_mask: Array, completion_index: Array, num_completions: int
-) -> jax.Array:
-    """Sum of the token values of each completion, wherever its tokens lie.
+class CompletionIndex(NamedTuple):
+    """Which completion each sampled token belongs to.
 
-    Args:
-        token_values: [R, L] float.
-        completion_mask: [R, L] bool, true on sampled tokens.
-        completion_index: [R, L] int, the completion a token belongs to; an index outside 0 .. N-1 is left out.
+    Attributes:
+        mask: true on sampled tokens.
+        index: the completion of a token, all of whose tokens must be in one call.
         num_completions: N, static.
+    """
 
-    Returns:
-        [N] float32, 0 for a completion without tokens.
+    mask: Bool[Array, "R L"]
+    index: Int[Array, "R L"]
+    num_completions: int
+
+
+def completion_sums(token_values: Float[Array, "R L"], where: CompletionIndex) -> Float[jax.Array, " N"]:
+    """Sum of the token values of each completion, wherever its tokens lie; 0 for a completion without tokens.
+
+    Tokens of an index outside 0 .. N-1 are left out.
 
     Raises:
         ValueError: if the shapes differ or `num_completions` is not a positive integer.
     """
-    require_same_shape(token_values=token_values, completion_mask=completion_mask, completion_index=completion_index)
-    require_integer("num_completions", num_completions, minimum=1)
-    values = jnp.where(jnp.asarray(completion_mask, bool), jnp.asarray(token_values, jnp.float32), 0.0)
-    index = jnp.asarray(completion_index, jnp.int32)
-    length = index.shape[-1]
+    mask, index = _checked(where, token_values=token_values)
+    values = jnp.where(mask, jnp.asarray(token_values, jnp.float32), 0.0)
+    count, length = where.num_completions, index.shape[-1]
     blocks = max(1, -(-length // _SUM_BLOCK))
-    slot = jnp.where(index >= 0, index * blocks + jnp.arange(length) // _SUM_BLOCK, num_completions * blocks)
-    sums = jax.ops.segment_sum(values.ravel(), slot.ravel(), num_segments=num_completions * blocks)
-    return jnp.sum(sums.reshape(num_completions, blocks), axis=1)
+    slot = jnp.where(index >= 0, index * blocks + jnp.arange(length) // _SUM_BLOCK, count * blocks)
+    sums = jax.ops.segment_sum(values.ravel(), slot.ravel(), num_segments=count * blocks)
+    return jnp.sum(sums.reshape(count, blocks), axis=1)
 
 
-def completion_counts(completion_mask: Array, completion_index: Array, num_completions: int) -> jax.Array:
+def completion_counts(where: CompletionIndex) -> Int[jax.Array, " N"]:
     """Number of sampled tokens of each completion.
 
-    Args:
-        completion_mask: [R, L] bool, true on sampled tokens.
-        completion_index: [R, L] int, the completion a token belongs to.
-        num_completions: N, static.
-
-    Returns:
-        [N] int32.
-
     Raises:
         ValueError: if the shapes differ or `num_completions` is not a positive integer.
     """
-    require_same_shape(completion_mask=completion_mask, completion_index=completion_index)
-    require_integer("num_completions", num_completions, minimum=1)
-    ones = jnp.asarray(completion_mask, bool).astype(jnp.int32).ravel()
-    index = jnp.asarray(completion_index, jnp.int32).ravel()
-    return jax.ops.segment_sum(ones, index, num_segments=num_completions)
+    mask, index = _checked(where)
+    return jax.ops.segment_sum(mask.astype(jnp.int32).ravel(), index.ravel(), num_segments=where.num_completions)
 
 
-def completion_means(
-    token_values: Array, completion_mask: Array, completion_index: Array, num_completions: int
-) -> jax.Array:
+def completion_means(token_values: Float[Array, "R L"], where: CompletionIndex) -> Float[jax.Array, " N"]:
     """Mean of the token values of each completion, 0 for a completion without tokens.
 
-    Args:
-        token_values: [R, L] float.
-        completion_mask: [R, L] bool, true on sampled tokens.
-        completion_index: [R, L] int, the completion a token belongs to. All its tokens must be in this call.
-        num_completions: N, static.
+    Raises:
+        ValueError: if the shapes differ or `num_completions` is not a positive integer.
+    """
+    return Mean(completion_sums(token_values, where), completion_counts(where)).value()
 
-    Returns:
-        [N] float32.
+
+def completion_maxima(token_values: Float[Array, "R L"], where: CompletionIndex) -> Float[jax.Array, " N"]:
+    """Largest of the token values of each completion, 0 for one without tokens; NaN if one of them is NaN.
 
     Raises:
         ValueError: if the shapes differ or `num_completions` is not a positive integer.
     """
-    sums = completion_sums(token_values, completion_mask, completion_index, num_completions)
-    return Mean(sums, completion_counts(completion_mask, completion_index, num_completions)).value()
-
-
-def completion_maxima(
-    token_values: Array, completion_mask: Array, completion_index: Array, num_completions: int
-) -> jax.Array:
-    """Largest of the token values of each completion; NaN if one of them is NaN.
-
-    Args:
-        token_values: [R, L] float.
-        completion_mask: [R, L] bool, true on sampled tokens.
-        completion_index: [R, L] int, the completion a token belongs to. All its tokens must be in this call.
-        num_completions: N, static.
-
-    Returns:
-        [N] float32, 0 for a completion without tokens.
-
-    Raises:
-        ValueError: if the shapes differ or `num_completions` is not a positive integer.
-    """
-    require_same_shape(token_values=token_values, completion_mask=completion_mask, completion_index=completion_index)
-    require_integer("num_completions", num_completions, minimum=1)
-    mask, index = jnp.asarray(completion_mask, bool), jnp.asarray(completion_index, jnp.int32)
+    mask, index = _checked(where, token_values=token_values)
     values = jnp.where(mask, jnp.asarray(token_values, jnp.float32), -jnp.inf)
-    largest = jax.ops.segment_max(values.ravel(), index.ravel(), num_segments=num_completions)
+    largest = jax.ops.segment_max(values.ravel(), index.ravel(), num_segments=where.num_completions)
     # A backend's maximum may skip a NaN; a sum never does.
-    poison = completion_sums(jnp.where(jnp.isnan(values), jnp.nan, 0.0), mask, index, num_completions)
-    return jnp.where(completion_counts(mask, index, num_completions) > 0, largest, 0.0) + poison
+    poison = completion_sums(jnp.where(jnp.isnan(values), jnp.nan, 0.0), where)
+    return jnp.where(completion_counts(where) > 0, largest, 0.0) + poison
 
 
-def gather_to_tokens(per_completion: Array, completion_index: Array) -> jax.Array:
+def _checked(where: CompletionIndex, **values: Array) -> tuple[Bool[jax.Array, "R L"], Int[jax.Array, "R L"]]:
+    """Mask and index as JAX arrays; raise unless they and the values have one shape, and N is a positive integer."""
+    require_same_shape(**values, completion_mask=where.mask, completion_index=where.index)
+    require_integer("num_completions", where.num_completions, minimum=1)
+    return jnp.asarray(where.mask, bool), jnp.asarray(where.index, jnp.int32)
+
+
+def gather_to_tokens(per_completion: Shaped[Array, " N"], completion_index: Int[Array, "*s"]) -> Float[jax.Array, "*s"]:
     """Give each token its completion's value: out[r, l] = per_completion[completion_index[r, l]].
 
     Tokens outside the mask carry some completion's value too (index 0 as a rule): mask before use.
 
     Args:
-        per_completion: [N].
-        completion_index: [R, L] int in 0 .. N-1; a larger index gives NaN rather than another's value.
-
-    Returns:
-        [R, L] float32.
+        per_completion: of each completion.
+        completion_index: in 0 .. N-1; a larger index gives NaN rather than another's value.
 
     Raises:
         ValueError: if `per_completion` has not one axis.
@@ -250,21 +222,23 @@ class GroupStatistics(NamedTuple):
     """Statistics of each group, indexed by group id; slots of unused ids are 0 and false.
 
     Attributes:
-        deviation: [N] float32, of each completion, not of each group: r_i - mean_g; 0 where it is not valid.
-        mean: [N] float32.
-        std: [N] float32; exactly 0 when all valid members are equal, and when there are not more than `ddof`.
-        size: [N] int32, valid members.
-        all_equal: [N] bool, by comparing smallest and largest exactly; true for a group of one valid member.
+        deviation: of each completion, not of each group: r_i - mean_g; 0 where it is not valid.
+        mean: of the valid members.
+        std: exactly 0 when all valid members are equal, and when there are not more than `ddof`.
+        size: valid members.
+        all_equal: by comparing smallest and largest exactly; true for a group of one valid member.
     """
 
-    deviation: jax.Array
-    mean: jax.Array
-    std: jax.Array
-    size: jax.Array
-    all_equal: jax.Array
+    deviation: Float[jax.Array, " N"]
+    mean: Float[jax.Array, " N"]
+    std: Float[jax.Array, " N"]
+    size: Int[jax.Array, " N"]
+    all_equal: Bool[jax.Array, " N"]
 
 
-def group_statistics(rewards: Array, group_ids: Array, valid: Array, *, ddof: int) -> GroupStatistics:
+def group_statistics(
+    rewards: Float[Array, " N"], group_ids: Int[Array, " N"], valid: Bool[Array, " N"], *, ddof: int
+) -> GroupStatistics:
     """Mean, standard deviation, size and equality of the rewards of each group.
 
         mean_g = sum r / n,    std_g = sqrt(sum (r - mean_g)^2 / (n - ddof)),    over the valid members of g.
@@ -273,9 +247,9 @@ def group_statistics(rewards: Array, group_ids: Array, valid: Array, *, ddof: in
     costs no precision. Members need not be adjacent.
 
     Args:
-        rewards: [N] float. A NaN under `valid` makes its group's mean and std NaN.
-        group_ids: [N] int in 0 .. N-1.
-        valid: [N] bool; false: padding or dropped, ignored.
+        rewards: a NaN under `valid` makes its group's mean and std NaN.
+        group_ids: in 0 .. N-1.
+        valid: false: padding or dropped, ignored.
         ddof: 0 divides by n, 1 by n - 1.
 
     Returns:

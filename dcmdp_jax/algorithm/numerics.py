@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float, Shaped
 
 from dcmdp_jax.algorithm.require import require_option, require_same_shape
 from dcmdp_jax.types import Array
@@ -23,14 +24,14 @@ LOGPROB_LIMIT = 1e4
 """Nats at which a log-probability is clamped, so that -inf against -inf is a difference of 0 and not NaN."""
 
 
-def as_float(x: Array) -> jax.Array:
+def as_float(x: Shaped[Array, "*s"]) -> Float[jax.Array, "*s"]:
     """The array in float32, or in float64 if it is float64 and `jax_enable_x64` is on. Integers get JAX's default."""
     x = jnp.asarray(x)
     integer = jnp.issubdtype(x.dtype, jnp.integer)
     return x.astype(float if integer else jnp.promote_types(x.dtype, jnp.float32))
 
 
-def clamp(x: jax.Array, limit: float) -> jax.Array:
+def clamp(x: Float[Array, "*s"], limit: float) -> Float[jax.Array, "*s"]:
     """clip(x, -limit, limit) per element, with gradient 1 at the limits themselves.
 
     At a limit the derivative is 1 from inside and 0 from outside. We take the one from inside: the value there is
@@ -38,13 +39,15 @@ def clamp(x: jax.Array, limit: float) -> jax.Array:
     gradient too.
 
     Args:
-        x: float32, any shape.
+        x: float32.
         limit: above 0.
     """
     return jnp.where((x < -limit) | (x > limit), lax.stop_gradient(jnp.clip(x, -limit, limit)), x)
 
 
-def clamped_log_ratio(numerator_logprobs: Array, denominator_logprobs: Array) -> jax.Array:
+def clamped_log_ratio(
+    numerator_logprobs: Float[Array, "*s"], denominator_logprobs: Float[Array, "*s"]
+) -> Float[jax.Array, "*s"]:
     """log(p / q) from log-probabilities, per element, clamped to [-20, 20].
 
         d = clip(clip(log p, -1e4, 1e4) - clip(log q, -1e4, 1e4), -20, 20)
@@ -53,11 +56,11 @@ def clamped_log_ratio(numerator_logprobs: Array, denominator_logprobs: Array) ->
     of `as_float`. The gradient is 1 and -1 inside the clamps, their ends included, and 0 outside: see `clamp`.
 
     Args:
-        numerator_logprobs: any shape, log p in nats.
-        denominator_logprobs: same shape, log q in nats.
+        numerator_logprobs: log p in nats.
+        denominator_logprobs: log q in nats.
 
     Returns:
-        float32, same shape; -inf in both gives 0, -inf in one gives -20 or 20.
+        float32; -inf in both gives 0, -inf in one gives -20 or 20.
 
     Raises:
         ValueError: if the shapes differ.
@@ -65,17 +68,16 @@ def clamped_log_ratio(numerator_logprobs: Array, denominator_logprobs: Array) ->
     return clamp(log_difference(numerator_logprobs, denominator_logprobs), MAX_LOG_RATIO)
 
 
-def log_difference(numerator_logprobs: Array, denominator_logprobs: Array) -> jax.Array:
+def log_difference(
+    numerator_logprobs: Float[Array, "*s"], denominator_logprobs: Float[Array, "*s"]
+) -> Float[jax.Array, "*s"]:
     """log p - log q per element, each log-prob clamped at 1e4 nats, their difference not: for sums over a completion.
 
     Finite for every input but NaN: a sum of a million such differences is below float32's maximum.
 
     Args:
-        numerator_logprobs: any shape, log p in nats.
-        denominator_logprobs: same shape, log q in nats.
-
-    Returns:
-        float32, same shape.
+        numerator_logprobs: log p in nats.
+        denominator_logprobs: log q in nats.
 
     Raises:
         ValueError: if the shapes differ.
@@ -85,14 +87,14 @@ def log_difference(numerator_logprobs: Array, denominator_logprobs: Array) -> ja
     return numerator - clamp(as_float(denominator_logprobs), LOGPROB_LIMIT)
 
 
-def exp_minus_linear(x: Array) -> jax.Array:
+def exp_minus_linear(x: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
     """exp(x) - 1 - x per element, never negative, to float32's relative precision near 0.
 
     Computed as written it is rounding noise below |x| = 1e-3, where training and inference usually sit; below 0.5 the
     Taylor series to x^8 is used instead (truncated at 4e-8 of the value).
 
     Args:
-        x: float32, any shape, at most 88 (beyond that float32 overflows to inf).
+        x: float32, at most 88 (beyond that float32 overflows to inf).
     """
     x = jnp.asarray(x, jnp.float32)
     series = 1.0
@@ -101,7 +103,7 @@ def exp_minus_linear(x: Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < 0.5, x * x / 2 * series, jnp.expm1(x) - x)
 
 
-def kl_estimate(log_ratio: jax.Array, estimator: KlEstimator) -> jax.Array:
+def kl_estimate(log_ratio: Float[Array, "*s"], estimator: KlEstimator) -> Float[jax.Array, "*s"]:
     """Estimate KL(a || b) from x = log b - log a of each token that a sampled, per element, in nats.
 
         k1 = -x            unbiased, either sign
@@ -119,7 +121,7 @@ def kl_estimate(log_ratio: jax.Array, estimator: KlEstimator) -> jax.Array:
     return log_ratio**2 / 2 if estimator == "k2" else exp_minus_linear(log_ratio)
 
 
-def binary_kl(x: Array, y: Array) -> jax.Array:
+def binary_kl(x: Float[Array, "*s"], y: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
     """KL(Bernoulli(e^x) || Bernoulli(e^y)) of log-probabilities, per element, in nats.
 
         e^x (x - y) + (1 - e^x) log((1 - e^x) / (1 - e^y))

@@ -11,14 +11,17 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens
 from dcmdp_jax.algorithm.require import require_number, require_same_shape
-from dcmdp_jax.types import Array
+from dcmdp_jax.types import Array, Scalar
 
 
-def penalized_advantages(advantages: Array, discrepancy: Array, multiplier: float | Array) -> jax.Array:
+def penalized_advantages(
+    advantages: Float[Array, " *any"], discrepancy: Float[Array, "N T"], multiplier: Scalar
+) -> Float[jax.Array, "N T"]:
     """Charge each token for its discrepancy (Eq. 8; Algorithm 1, "penalized advantage").
 
         A^DC_{i,t} = A_i - lambda_k delta_{i,t}
@@ -28,11 +31,11 @@ def penalized_advantages(advantages: Array, discrepancy: Array, multiplier: floa
 
     Args:
         advantages: [N] or [N, 1] float, of each completion (`group_advantages`), or of each token, as `discrepancy`.
-        discrepancy: [N, T] float >= 0, delta (`token_discrepancy`), 0 outside the completion.
-        multiplier: lambda_k >= 0, [], in advantage units per unit of discrepancy.
+        discrepancy: >= 0, delta (`token_discrepancy`), 0 outside the completion.
+        multiplier: lambda_k >= 0, in advantage units per unit of discrepancy.
 
     Returns:
-        [N, T] float32 (float64 where an input is, with x64); A_i outside the completion. No gradient flows.
+        float32 (float64 where an input is, with x64); A_i outside the completion. No gradient flows.
 
     Raises:
         ValueError: if the shapes differ, or the multiplier is negative or not finite (not seen under jit).
@@ -47,24 +50,24 @@ def penalized_advantages(advantages: Array, discrepancy: Array, multiplier: floa
     return jax.lax.stop_gradient(advantages - multiplier * discrepancy)
 
 
-def grpo(tokens: Tokens) -> jax.Array:
+def grpo(tokens: Tokens) -> Float[Array, "R L"]:
     """A_i: nothing is charged."""
     return tokens.advantages
 
 
-def dual_grpo(tokens: Tokens) -> jax.Array:
+def dual_grpo(tokens: Tokens) -> Float[Array, "R L"]:
     """A_i - delta_{i,t} (Eq. 4: lambda fixed at 1)."""
     require_tokens(tokens)
     return tokens.advantages - tokens.discrepancy
 
 
-def threshold_grpo(tokens: Tokens) -> jax.Array:
+def threshold_grpo(tokens: Tokens) -> Float[Array, "R L"]:
     """A_i - delta_{i,t} where delta_{i,t} > c, else A_i (section 5, tolerance region). Strict: delta = c is free."""
     require_tokens(tokens)
     return tokens.advantages - jnp.where(tokens.discrepancy > tokens.tolerance, tokens.discrepancy, 0.0)
 
 
-def dc_grpo(tokens: Tokens) -> jax.Array:
+def dc_grpo(tokens: Tokens) -> Float[Array, "R L"]:
     """A_i - lambda_k delta_{i,t} (Eq. 8, the method). With multiplier 0 it is `grpo` bit for bit."""
     require_tokens(tokens)
     return penalized_advantages(tokens.advantages, tokens.discrepancy, tokens.multiplier)

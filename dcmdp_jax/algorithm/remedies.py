@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
+from dcmdp_jax.algorithm.masked import CompletionIndex
 from dcmdp_jax.algorithm.require import require_same_shape, require_scalars
 from dcmdp_jax.algorithm.stats import Statistic
 from dcmdp_jax.types import Array
@@ -38,38 +40,43 @@ class Tokens(NamedTuple):
     What lies outside `completion_mask` is undefined for penalties and corrections, and 0 for trust regions and losses.
 
     Attributes:
-        train_logprobs: [R, L] nats, training stack, weights now. Equal to `old_logprobs` in the first update of a step.
-        old_logprobs: [R, L] nats, training stack, weights that made the batch.
-        rollout_logprobs: [R, L] nats, the inference engine's.
-        advantages: [R, L] float32, of each token's completion; penalized in trust regions and losses.
-        discrepancy: [R, L] float32 >= 0, delta as it is charged: the token's, or its completion's mean
+        train_logprobs: nats, training stack, weights now. Equal to `old_logprobs` in the first update of a step.
+        old_logprobs: nats, training stack, weights that made the batch.
+        rollout_logprobs: nats, the inference engine's.
+        advantages: float32, of each token's completion; penalized in trust regions and losses.
+        discrepancy: float32 >= 0, delta as it is charged: the token's, or its completion's mean
             (`algorithm.level`). 0 outside the mask.
-        completion_mask: [R, L] bool, true on sampled tokens; in trust regions and losses on those in the loss.
-        completion_index: [R, L] int, the completion of a token.
+        completion_mask: true on sampled tokens; in trust regions and losses on those in the loss.
+        completion_index: the completion of a token.
         num_completions: N, static.
-        multiplier: lambda_k, [].
-        tolerance: c, [], in the discrepancy's unit.
-        anchor_logprobs: [R, L] nats, denominator of the importance ratio (`algorithm.ratio_denominator`); None for
+        multiplier: lambda_k.
+        tolerance: c, in the discrepancy's unit.
+        anchor_logprobs: nats, denominator of the importance ratio (`algorithm.ratio_denominator`); None for
             penalties and corrections.
-        ratio: [R, L] float32, importance ratio gamma of the token or its completion (`algorithm.ratio_level`); None for
+        ratio: float32, importance ratio gamma of the token or its completion (`algorithm.ratio_level`); None for
             penalties and corrections.
-        start_logprobs: [R, L] nats, training stack, weights at the start of the step; those that made the batch unless
+        start_logprobs: nats, training stack, weights at the start of the step; equal to `old_logprobs` unless
             it lags behind (`rollout.lag`). None for trust regions and losses that are called without it.
     """
 
-    train_logprobs: Array = None
-    old_logprobs: Array = None
-    rollout_logprobs: Array = None
-    advantages: Array = None
-    discrepancy: Array = None
-    completion_mask: Array = None
-    completion_index: Array = None
+    train_logprobs: Float[Array, "R L"] = None
+    old_logprobs: Float[Array, "R L"] = None
+    rollout_logprobs: Float[Array, "R L"] = None
+    advantages: Float[Array, "R L"] = None
+    discrepancy: Float[Array, "R L"] = None
+    completion_mask: Bool[Array, "R L"] = None
+    completion_index: Int[Array, "R L"] = None
     num_completions: int = 0
-    multiplier: Array = None
-    tolerance: Array = None
-    anchor_logprobs: Array = None
-    ratio: Array = None
-    start_logprobs: Array = None
+    multiplier: Float[Array, ""] = None
+    tolerance: Float[Array, ""] = None
+    anchor_logprobs: Float[Array, "R L"] = None
+    ratio: Float[Array, "R L"] = None
+    start_logprobs: Float[Array, "R L"] = None
+
+    @property
+    def where(self) -> CompletionIndex:
+        """Which completion each sampled token belongs to."""
+        return CompletionIndex(self.completion_mask, self.completion_index, self.num_completions)
 
 
 def require_tokens(tokens: Tokens) -> None:
@@ -88,34 +95,34 @@ class Corrected(NamedTuple):
     """Result of a correction of rows [R, L].
 
     Attributes:
-        weights: [R, L] float32 >= 0, factor of a token's loss; 0 outside the mask.
-        keep: [R, L] bool, false on tokens to leave out.
-        truncated: [R, L] bool, tokens whose weight a bound has changed; False: none.
+        weights: float32 >= 0, factor of a token's loss; 0 outside the mask.
+        keep: false on tokens to leave out.
+        truncated: tokens whose weight a bound has changed; False: none.
     """
 
-    weights: jax.Array
-    keep: jax.Array
-    truncated: jax.Array | bool = False
+    weights: Float[jax.Array, "R L"]
+    keep: Bool[jax.Array, "R L"]
+    truncated: Bool[jax.Array, "R L"] | bool = False
 
 
 class Region(NamedTuple):
     """The objective of tokens within a trust region.
 
     Attributes:
-        objective: [R, L] float32, to be maximized; the gradient flows through it.
-        low, high: [R, L] bool, tokens whose gradient is stopped because the ratio fell or rose too far; False: none.
+        objective: float32, to be maximized; the gradient flows through it.
+        low, high: tokens whose gradient is stopped because the ratio fell or rose too far; False: none.
     """
 
-    objective: jax.Array
-    low: jax.Array | bool = False
-    high: jax.Array | bool = False
+    objective: Float[jax.Array, "R L"]
+    low: Bool[jax.Array, "R L"] | bool = False
+    high: Bool[jax.Array, "R L"] | bool = False
 
 
 Terms = Any
 Function = Callable[[Tokens], Terms | tuple[Terms, Statistics]]
 
 
-def split(result: Terms | tuple[Terms, Statistics]) -> tuple[Terms, Statistics]:
+def split(result: Terms | tuple[Terms, Statistics]) -> tuple[Terms, Mapping[str, Any]]:
     """Terms and statistics of a remedy's result; no statistics for terms alone.
 
     Raises:
@@ -145,7 +152,7 @@ class OwnRemedy:
     function: Callable[..., Any]
     parameters: Mapping[str, Any]
 
-    def __call__(self, tokens: Tokens) -> tuple[Terms, Statistics]:
+    def __call__(self, tokens: Tokens) -> tuple[Terms, dict[str, Any]]:
         terms, statistics = split(self.function(tokens, **self.parameters))
         return terms, {f"remedy/{self.name}/{key}": value for key, value in statistics.items()}
 
@@ -172,7 +179,7 @@ def check_terms(kind: str, function: Function) -> None:
     """
     for tokens in (_probe(), _probe(rows=3, length=5)):
         shape, (arrays, count) = tokens.completion_mask.shape, _arrays(tokens)
-        # Kept aside, so that a type that is no array is seen before JAX sees it.
+        # Kept aside, so that a wrong type is seen before JAX sees it.
         found: list[Any] = []
         jax.eval_shape(lambda arrays: found.append(function(Tokens(**arrays, num_completions=count))), arrays)  # noqa: B023
         terms, statistics = split(found[0])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import Charge, sequence_discrepancy, token_discrepancy
@@ -19,32 +20,36 @@ from dcmdp_jax.types import Array
 
 
 class Signals(NamedTuple):
-    """Constants of the rows [R, L] of a micro-batch.
+    """Constants of the rows of a micro-batch.
 
     Attributes:
         tokens: with the old log-probs as float32, the discrepancy as charged, and penalized advantages.
-        discrepancy: [R, L] float32, delta of each token, 0 outside the mask.
-        weights: [R, L] float32, what multiplies a token's loss; 0 outside the mask and on dropped tokens.
-        planned_weights: [R, L] float32, the same before corrections: w_i on each sampled token.
-        centered_weights: [R, L] float32, the same with the corrections of whole completions alone.
-        dropped_tokens: [N] int32, tokens of each completion that corrections leave out of the loss and of its
-            denominator.
+        discrepancy: delta of each token, 0 outside the mask.
+        weights: what multiplies a token's loss; 0 outside the mask and on dropped tokens.
+        planned_weights: the same before corrections: w_i on each sampled token.
+        centered_weights: the same with the corrections of whole completions alone.
+        dropped_tokens: tokens of each completion that corrections leave out of the loss and of its denominator.
         mean_discrepancy: delta's sum over the tokens of these rows, and their number. Merged over the whole batch its
             value is dbar, what moves the multiplier (Eq. 11).
         statistics: statistics of the penalty and the corrections, by metric name.
     """
 
     tokens: Tokens
-    discrepancy: jax.Array
-    weights: jax.Array
-    planned_weights: jax.Array
-    centered_weights: jax.Array
-    dropped_tokens: jax.Array
+    discrepancy: Float[jax.Array, "R L"]
+    weights: Float[jax.Array, "R L"]
+    planned_weights: Float[jax.Array, "R L"]
+    centered_weights: Float[jax.Array, "R L"]
+    dropped_tokens: Int[jax.Array, " N"]
     mean_discrepancy: Mean
     statistics: Statistics
 
 
-def charge_share(tokens: Tokens, uncharged: Array, token_weights: Array, in_loss: Array | None = None) -> Mean:
+def charge_share(
+    tokens: Tokens,
+    uncharged: Float[Array, "R L"],
+    token_weights: Float[Array, "R L"],
+    in_loss: Float[Array, "R L"] | None = None,
+) -> Mean:
     """Share of an update that is charge for the discrepancy, left unreduced. Ours, not in the paper.
 
         C / (C + S),    C = sum w |A' - A| (1 - p),    S = sum w |A| (1 - p)
@@ -56,9 +61,9 @@ def charge_share(tokens: Tokens, uncharged: Array, token_weights: Array, in_loss
 
     Args:
         tokens: `advantages` penalized; p is of `train_logprobs`.
-        uncharged: [R, L], A, the advantage without discrepancy.
-        token_weights: [R, L] float32 >= 0, w.
-        in_loss: [R, L] float32 >= 0, length of the gradient of a charge in the loss before lambda
+        uncharged: A, the advantage without discrepancy.
+        token_weights: >= 0, w.
+        in_loss: >= 0, length of the gradient of a charge in the loss before lambda
             (`charges.charge_length`); sum w lambda of it is added to C.
 
     Returns:
@@ -81,7 +86,7 @@ def charge_share(tokens: Tokens, uncharged: Array, token_weights: Array, in_loss
 
 def row_signals(
     tokens: Tokens,
-    weights: Array,
+    weights: Float[Array, " N"],
     *,
     measure: Mapping[str, Any],
     level: Charge,
@@ -101,7 +106,7 @@ def row_signals(
     Args:
         tokens: log-probs, advantages without penalty, mask, completions, multiplier (lambda_k from before this step's
             dual update) and tolerance.
-        weights: [N] float32, from `losses.aggregation_weights`.
+        weights: from `losses.aggregation_weights`.
         measure: keyword arguments of `token_discrepancy`: measure, sided.
         level: the unit that is charged. "token": delta_{i,t}. "sequence": its mean over the completion. "reward": no
             charge per token, the advantages hold it already. The mean discrepancy is that of tokens in any case.
@@ -125,7 +130,7 @@ def row_signals(
     delta = token_discrepancy(tokens.old_logprobs, tokens.rollout_logprobs, completion_mask=mask, **measure)
     charged = jnp.zeros_like(delta) if level == "reward" else delta
     if level == "sequence":
-        charged = sequence_discrepancy(delta, mask, tokens.completion_index, completions)
+        charged = sequence_discrepancy(delta, tokens.where)
     tokens = tokens._replace(discrepancy=charged)
     penalized, statistics = split(penalty(tokens))
     planned = jax.lax.stop_gradient(jnp.where(mask, gather_to_tokens(weights, tokens.completion_index), 0.0))
@@ -138,7 +143,7 @@ def row_signals(
         statistics = {**statistics, **of_corrections}
         corrected = jnp.where(mask & found.keep, planned * found.weights, 0.0)
         if not count_dropped:
-            dropped = completion_counts(mask & ~found.keep, tokens.completion_index, completions)
+            dropped = completion_counts(tokens.where._replace(mask=mask & ~found.keep))
     return Signals(
         tokens=tokens._replace(advantages=jax.lax.stop_gradient(penalized)),
         discrepancy=delta,

@@ -34,7 +34,7 @@ class Sum(NamedTuple):
         return Sum(jax.tree.map(lambda a, b: a + jnp.asarray(b).astype(jnp.result_type(a)), self.total, other.total))
 
     def empty(self) -> Sum:
-        """The sum of nothing, floats in float32."""
+        """Return zeros, floats in float32."""
         return Sum(jax.tree.map(_zeros, self.total))
 
     def value(self) -> Any:
@@ -59,7 +59,7 @@ class Mean(NamedTuple):
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def empty(self) -> Mean:
-        """The mean of nothing."""
+        """Return zeros."""
         return Mean(_zeros(self.total), _zeros(self.weight))
 
     def value(self) -> jax.Array:
@@ -73,7 +73,7 @@ class Max(NamedTuple):
     """The largest of values above -inf; a NaN among them stays NaN.
 
     Attributes:
-        largest: -inf of nothing.
+        largest: -inf before any value.
     """
 
     largest: Array
@@ -88,11 +88,11 @@ class Max(NamedTuple):
         return Max(jnp.max(lax.all_gather(self.largest, axis_name), axis=0))
 
     def empty(self) -> Max:
-        """The largest of nothing."""
+        """Return -inf, below every value."""
         return Max(jnp.full(jnp.shape(self.largest), -jnp.inf, jnp.float32))
 
     def value(self) -> jax.Array:
-        """The largest, 0 of nothing."""
+        """The largest; 0 without any value."""
         return jnp.where(self.largest == -jnp.inf, 0.0, self.largest)
 
 
@@ -100,7 +100,7 @@ class Min(NamedTuple):
     """The smallest of values below inf; a NaN among them stays NaN.
 
     Attributes:
-        smallest: inf of nothing.
+        smallest: inf before any value.
     """
 
     smallest: Array
@@ -115,11 +115,11 @@ class Min(NamedTuple):
         return Min(jnp.min(lax.all_gather(self.smallest, axis_name), axis=0))
 
     def empty(self) -> Min:
-        """The smallest of nothing."""
+        """Return inf, above every value."""
         return Min(jnp.full(jnp.shape(self.smallest), jnp.inf, jnp.float32))
 
     def value(self) -> jax.Array:
-        """The smallest, 0 of nothing."""
+        """The smallest; 0 without any value."""
         return jnp.where(self.smallest == jnp.inf, 0.0, self.smallest)
 
 
@@ -156,7 +156,7 @@ def across(tree: Any, axis_name: str | None) -> Any:
 
 
 def empty(tree: Any) -> Any:
-    """Return the same statistics of nothing, from which a loop starts.
+    """Return the neutral element of each statistic, from which a loop starts.
 
     Args:
         tree: a tree of statistics, whose arrays may be `jax.ShapeDtypeStruct`s.

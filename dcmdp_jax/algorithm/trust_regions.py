@@ -13,16 +13,19 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Bool, Float
 
 from dcmdp_jax.algorithm.masked import completion_sums, gather_to_tokens, masked_sum
 from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, as_float, binary_kl, clamped_log_ratio, log_difference
 from dcmdp_jax.algorithm.remedies import Function, Region, Tokens, require_tokens
 from dcmdp_jax.algorithm.require import require_number, require_same_shape
 from dcmdp_jax.algorithm.stats import Statistic
-from dcmdp_jax.types import Array
+from dcmdp_jax.types import Array, Scalar
 
 
-def clipped_surrogate(ratio: Array, advantages: Array, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Region:
+def clipped_surrogate(
+    ratio: Float[Array, "*s"], advantages: Float[Array, "*s"], *, clip_low: Scalar = 0.2, clip_high: Scalar = 0.2
+) -> Region:
     """The clipped objective of each token, to be maximized (Eq. 9-10; Eq. 1 and 4 with their own A).
 
         min(gamma A, clip(gamma, 1 - clip_low, 1 + clip_high) A)
@@ -32,8 +35,8 @@ def clipped_surrogate(ratio: Array, advantages: Array, *, clip_low: float = 0.2,
     is the plain policy gradient. The loss of a batch is the negated mean over completions of their means over tokens.
 
     Args:
-        ratio: any shape, gamma (`importance_ratio`). The gradient flows here alone.
-        advantages: same shape, penalized (`penalized_advantages`) or not. A constant.
+        ratio: gamma (`importance_ratio`). The gradient flows here alone.
+        advantages: penalized (`penalized_advantages`) or not. A constant.
         clip_low: eps_low in [0, 1).
         clip_high: eps_high >= 0; the paper's runs have 0.24.
 
@@ -65,8 +68,7 @@ def clip(
     default in all but verl.
     """
     require_number("low", low, minimum=0, maximum=1, open_maximum=True)
-    require_number("high", high, minimum=0)
-    require_tokens(tokens)
+    _require(tokens, high=high)
     region = clipped_surrogate(tokens.ratio, tokens.advantages, clip_low=low, clip_high=high)
     if dual == 0:
         return region
@@ -86,9 +88,7 @@ def dppo_tv(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     paper's is the engine's (`ratio_denominator="rollout"`). prime-rl (`dppo_mask_low`, `dppo_mask_high`, 0.2) has the
     same and adds 1e-3 log(gamma)^2 (`examples/remedies.py`). verl: `dppo_tv`.
     """
-    require_number("low", low, minimum=0)
-    require_number("high", high, minimum=0)
-    require_tokens(tokens)
+    _require(tokens, low=low, high=high)
     shift = jnp.exp(_policy(tokens)) - jnp.exp(tokens.anchor_logprobs)
     return _masked(tokens, (tokens.advantages < 0) & (shift < -low), (tokens.advantages > 0) & (shift > high))
 
@@ -101,9 +101,7 @@ def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
 
     pi and mu are held below 1 - 1e-6 in D. Otherwise as `dppo_tv`. verl: `dppo_kl`.
     """
-    require_number("low", low, minimum=0)
-    require_number("high", high, minimum=0)
-    require_tokens(tokens)
+    _require(tokens, low=low, high=high)
     policy, anchor, advantages = _policy(tokens), tokens.anchor_logprobs, tokens.advantages
     divergence = binary_kl(anchor, policy)
     falls = (advantages < 0) & (policy < anchor) & (divergence > low)
@@ -118,9 +116,7 @@ def drpo(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> Region:
     Its gradient is gamma A (1 - sign(A) (pi - mu) / c): at |pi - mu| = c it is 0, as where `dppo_tv` begins to stop
     it, and beyond it leads back. Nothing is stopped. The paper has one c for both signs.
     """
-    require_number("low", low, minimum=0, open_minimum=True)
-    require_number("high", high, minimum=0, open_minimum=True)
-    require_tokens(tokens)
+    _require(tokens, open_minimum=True, low=low, high=high)
     ratio, advantages = tokens.ratio, tokens.advantages
     bound = jnp.where(advantages > 0, high, low)
     quadratic = jnp.exp(tokens.anchor_logprobs) * (ratio - 1.0) ** 2
@@ -134,9 +130,8 @@ def ipo(tokens: Tokens, *, high: float = 0.3, cap: float = 1e4) -> Region:
     objective 0 and counts. prime-rl (PR #3418; `eps` 0.3, `max_importance_ratio` 1e4, no KL term; read at the
     configuration of 2026-09-18) with `ratio_denominator="rollout"`.
     """
-    require_number("high", high, minimum=0)
+    _require(tokens, high=high)
     require_number("cap", cap, minimum=1)
-    require_tokens(tokens)
     shift = jnp.exp(_policy(tokens)) - jnp.exp(tokens.anchor_logprobs)
     # ratio / stop_gradient(ratio) is 1 with the gradient of log gamma.
     scale = lax.stop_gradient(jnp.minimum(tokens.ratio, cap) / tokens.ratio)
@@ -149,7 +144,7 @@ def cispo(tokens: Tokens, *, low: float = 0.0, high: float = 5.0) -> Region:
     Bounds of gamma itself. TRL (`loss_type=cispo`, `epsilon_high`, 5 after ScaleRL) has no lower one; verl
     (`loss_mode=cispo`) has 1 - 0.2 and 1 + 0.2; prime-rl and open-instruct have it too.
     """
-    require_number("low", low, minimum=0)
+    _require(tokens, low=low)
     require_number("high", high, minimum=low)
     return _weighed(tokens, jnp.clip(tokens.ratio, low, high))
 
@@ -160,9 +155,7 @@ def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.0
     tau is `tau_positive` where A > 0. Its slope in gamma is A at gamma = 1 and falls on both sides. TRL
     (`sapo_temperature_pos`, `_neg`), verl (`tau_pos`, `tau_neg`), AReaL (`sapo_tau_pos`, `_neg`): 1 and 1.05 in all.
     """
-    require_number("tau_positive", tau_positive, minimum=0, open_minimum=True)
-    require_number("tau_negative", tau_negative, minimum=0, open_minimum=True)
-    require_tokens(tokens)
+    _require(tokens, open_minimum=True, tau_positive=tau_positive, tau_negative=tau_negative)
     tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative)
     return Region(tokens.advantages * jax.nn.sigmoid(tau * (tokens.ratio - 1.0)) * 4.0 / tau)
 
@@ -182,11 +175,9 @@ def vespo(
     `vespo_lambda_pos` 3, `_neg` 3 and 2) and the authors' code alike; their w has the engine's probabilities below:
     `ratio_denominator="rollout"`.
     """
-    sizes = {"k_positive": k_positive, "decay_positive": decay_positive, "k_negative": k_negative}
-    for name, size in (sizes | {"decay_negative": decay_negative}).items():
-        require_number(name, size, minimum=0)
-    where = tokens.completion_mask, tokens.completion_index, tokens.num_completions
-    sums = completion_sums(log_difference(_policy(tokens), tokens.anchor_logprobs), *where)
+    _require(tokens, k_positive=k_positive, decay_positive=decay_positive)
+    _require(tokens, k_negative=k_negative, decay_negative=decay_negative)
+    sums = completion_sums(log_difference(_policy(tokens), tokens.anchor_logprobs), tokens.where)
     log_w = jnp.clip(gather_to_tokens(sums, tokens.completion_index), math.log(1e-8), MAX_LOG_RATIO)
     up = tokens.advantages >= 0
     k, decay = jnp.where(up, k_positive, k_negative), jnp.where(up, decay_positive, decay_negative)
@@ -202,9 +193,8 @@ def acr(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, cap: float = 2.0
     min(p / q, C): `corrections="tis(high=C)"`. gamma's denominator is p (`ratio_denominator="train"`).
     """
     require_number("low", low, minimum=0, maximum=1, open_maximum=True)
-    require_number("high", high, minimum=0)
+    _require(tokens, high=high)
     require_number("cap", cap, minimum=0, open_minimum=True)
-    require_tokens(tokens)
     ratio, advantages = tokens.ratio, tokens.advantages
     mismatch = jnp.exp(clamped_log_ratio(tokens.old_logprobs, tokens.rollout_logprobs))
     upper = (1.0 + high) / jnp.minimum(mismatch, cap)
@@ -213,18 +203,24 @@ def acr(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, cap: float = 2.0
     return Region(jnp.where(falls, lower, jnp.where(rises, upper, ratio)) * advantages, falls, rises)
 
 
-def _policy(tokens: Tokens) -> jax.Array:
+def _require(tokens: Tokens, *, open_minimum: bool = False, **sizes: float) -> None:
+    """Raise unless the arrays have one shape and the parameters are at least 0, or above it."""
+    require_tokens(tokens)
+    for name, size in sizes.items():
+        require_number(name, size, minimum=0, open_minimum=open_minimum)
+
+
+def _policy(tokens: Tokens) -> Float[jax.Array, "R L"]:
     """log pi now, where a bound looks at it: a constant."""
     return lax.stop_gradient(tokens.train_logprobs)
 
 
-def _masked(tokens: Tokens, low: jax.Array, high: jax.Array) -> Region:
+def _masked(tokens: Tokens, low: Bool[Array, "R L"], high: Bool[Array, "R L"]) -> Region:
     return Region(jnp.where(low | high, 0.0, tokens.ratio * tokens.advantages), low, high)
 
 
-def _weighed(tokens: Tokens, weights: jax.Array) -> Region:
+def _weighed(tokens: Tokens, weights: Float[Array, "R L"]) -> Region:
     """sg(weight) A log pi: the policy gradient with these weights, which are constants."""
-    require_tokens(tokens)
     return Region(lax.stop_gradient(weights) * tokens.advantages * tokens.train_logprobs)
 
 

@@ -1,7 +1,7 @@
 """Rollouts to batches: ragged completions laid into rows of few lengths, so that few shapes compile.
 
 Where each completion goes, `row_layout` says. A batch holds as many micro-batches of each shape as the worst case
-needs, and the step runs only those that hold a row: shapes stay, and padding costs memory on the host but no
+needs, and the step runs only the ones that hold a row: shapes stay, and padding costs memory on the host but no
 computation.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Bool, Float
 
 from dcmdp_jax.data.episode import COLUMNS, ROW_LAYOUT, Episode, Shape, common_columns
 from dcmdp_jax.data.row_layout import RowShapes, computed_tokens, lay_out
@@ -34,20 +35,20 @@ class PackingReport:
 
 def pack(
     episodes: Sequence[Episode],
-    rewards: np.ndarray,
+    rewards: Float[np.ndarray, " episodes"],
     shapes: RowShapes,
     *,
     mask_truncated: bool,
-    dropped: np.ndarray | None = None,
+    dropped: Bool[np.ndarray, " episodes"] | None = None,
 ) -> tuple[Batch, PackingReport]:
     """Pack M * N episodes into a batch; episode i goes to mini-batch i // N.
 
     Args:
         episodes: M * N, grouped by prompt.
-        rewards: [M * N] float32.
+        rewards: of each episode.
         shapes: shapes of the rows.
         mask_truncated: leave completions that hit the length limit out of the loss.
-        dropped: [M * N] bool, completions that must not be used at all (their log-probs may be anything).
+        dropped: completions that must not be used at all (their log-probs may be anything).
 
     Returns:
         The batch as numpy arrays, and what it cost.

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 ANY_NUMBER = 2**31 - 1
 """Of sequences in a row."""
@@ -65,16 +66,16 @@ class RowLayout(NamedTuple):
     """Where the n completions of a mini-batch lie.
 
     Attributes:
-        micro_batches: [shapes] int32, how many of each shape are computed, counted from the first.
-        shape, row, start, segment: [n] of each completion the shape, the row among all rows of the shape, its first
+        micro_batches: how many of each shape are computed, counted from the first.
+        shape, row, start, segment: of each completion the shape, the row among all rows of the shape, its first
             token in it, and which segment of the row it is, from 1.
     """
 
-    micro_batches: np.ndarray
-    shape: np.ndarray
-    row: np.ndarray
-    start: np.ndarray
-    segment: np.ndarray
+    micro_batches: Int[np.ndarray, " shapes"]
+    shape: Int[np.ndarray, " n"]
+    row: Int[np.ndarray, " n"]
+    start: Int[np.ndarray, " n"]
+    segment: Int[np.ndarray, " n"]
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,27 +134,27 @@ def make_row_shapes(
     return best[1]
 
 
-def lognormal_lengths(median: float, longest: int, count: int, seed: int) -> np.ndarray:
-    """[count] lengths, lognormal with a spread of 0.79, at most `longest`."""
+def lognormal_lengths(median: float, longest: int, count: int, seed: int) -> Int[np.ndarray, " count"]:
+    """Draw lengths, lognormal with a spread of 0.79, at most `longest`."""
     drawn = np.exp(np.random.default_rng(seed).normal(np.log(max(1.0, median)), LOGNORMAL_SPREAD, count))
     return drawn.astype(np.int64).clip(1, longest)
 
 
-def computed_tokens(shapes: RowShapes, micro_batches: np.ndarray) -> int:
-    """Positions, padding included, of [shapes] numbers of micro-batches."""
+def computed_tokens(shapes: RowShapes, micro_batches: Int[np.ndarray, " shapes"]) -> int:
+    """Count the positions, padding included, of so many micro-batches of each shape."""
     return int(np.dot(micro_batches, np.multiply(shapes.rows_per_micro_batch, shapes.row_lengths)))
 
 
-def lay_out(lengths: np.ndarray, shapes: RowShapes) -> RowLayout:
+def lay_out(lengths: Int[np.ndarray, " n"], shapes: RowShapes) -> RowLayout:
     """Find the micro-batches that hold sequences and compute least, and a place for each sequence.
 
     With one sequence a row the numbers of micro-batches are the best there are (by dynamic programming over the
     shapes): the longest sequences go to the longest rows, and places left over there take shorter ones. With several
     they are the best of all numbers of the shorter shapes, each sequence going to the fullest row with room, longest
-    first. Rows of a micro-batch that take alike to compute lie on different devices.
+    first. The costliest rows of a micro-batch lie on different devices.
 
     Args:
-        lengths: [n] tokens of each sequence, at most the longest row; n is at most N.
+        lengths: tokens of each sequence, at most the longest row; n is at most N.
         shapes: the shapes.
     """
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
@@ -220,7 +221,7 @@ def _most(
     return (*np.minimum(fewer, all_of_them[:-1]).tolist(), all_of_them[-1])
 
 
-def _cost(shapes: RowShapes, micro_batches: np.ndarray) -> float:
+def _cost(shapes: RowShapes, micro_batches: Int[np.ndarray, " shapes"]) -> float:
     """Time of a mini-batch, in tokens."""
     return computed_tokens(shapes, micro_batches) + _MICRO_BATCH_COST * shapes.row_shards * int(micro_batches.sum())
 

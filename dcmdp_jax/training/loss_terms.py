@@ -23,7 +23,7 @@ from dcmdp_jax.algorithm.centering import centering_loss
 from dcmdp_jax.algorithm.charges import charge_loss
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.distribution import Head, distribution_statistics
-from dcmdp_jax.algorithm.masked import completion_means, masked_sum
+from dcmdp_jax.algorithm.masked import CompletionIndex, completion_means, masked_sum
 from dcmdp_jax.algorithm.numerics import clamped_log_ratio
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
 from dcmdp_jax.algorithm.signals import Signals, row_signals
@@ -38,7 +38,7 @@ SURROGATE, KL, ROUTER = "policy/surrogate", "policy/kl", "policy/router_loss"
 
 
 def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
-    """How the discrepancy is measured, as keyword arguments."""
+    """Return the keyword arguments of `token_discrepancy`."""
     return {"measure": settings.measure, "sided": settings.sided}
 
 
@@ -73,7 +73,7 @@ def loss_weights(settings: AlgorithmSettings, signals: Signals) -> Array:
 def head_loss(
     settings: AlgorithmSettings, remedies: Remedies, tokens: Tokens, weights: Array, centered_weights: Array, head: Head
 ) -> Array:
-    """Add the terms that take the engine's likeliest tokens: score centering's baseline, the charge of a state.
+    """Sum the terms that need the engine's likeliest tokens: the baseline of score centering, the charge of a state.
 
     Args:
         settings, remedies: the method.
@@ -100,7 +100,7 @@ def _proximal(tokens: Tokens) -> Corrected:
 
 
 def head_statistics(settings: AlgorithmSettings, head: Head | None, kept_mass: Array | None, mask: Array) -> Statistics:
-    """Statistics of the engine's likeliest tokens, and S where it samples from them alone; none without them."""
+    """Compute the statistics of the engine's likeliest tokens; none without them."""
     kept = {} if kept_mass is None else {"distribution/kept_mass": masked_sum(lax.stop_gradient(kept_mass), mask)}
     return kept if head is None else kept | distribution_statistics(head, mask, measure_of(settings))
 
@@ -122,7 +122,7 @@ def proximal_weights(tokens: Tokens) -> jax.Array:
 
 
 class Terms(NamedTuple):
-    """Constants of an update with terms beside the surrogate.
+    """Constants of an update whose loss has terms besides the surrogate.
 
     Attributes:
         divisor: [] float32, W; 1 where nothing is kept, so that the other terms remain.
@@ -135,13 +135,8 @@ class Terms(NamedTuple):
     router: Aux | None
 
 
-def has_terms(settings: AlgorithmSettings) -> bool:
-    """Whether the loss has a term beside the surrogate."""
-    return bool(settings.kl_coefficient or settings.router_aux_loss)
-
-
 def scaled_terms(settings: AlgorithmSettings, terms: Terms, kl: jax.Array, router: Aux) -> jax.Array:
-    """Part of a micro-batch in a sum that is to be divided by `divisor`; the gradient flows through.
+    """Scale the KL and router terms of a micro-batch by `divisor`, by which the sum is divided in the end.
 
     Args:
         settings: the coefficients.
@@ -159,7 +154,7 @@ def scaled_terms(settings: AlgorithmSettings, terms: Terms, kl: jax.Array, route
 def term_metrics(
     settings: AlgorithmSettings, terms: Terms, surrogate: jax.Array, kl: jax.Array
 ) -> dict[str, jax.Array]:
-    """Each term of an update before its coefficient: loss = surrogate + kl_coefficient kl + router_aux_loss router."""
+    """Return the terms of an update: loss = surrogate + kl_coefficient kl + router_aux_loss router."""
     metrics = {SURROGATE: surrogate / terms.divisor}
     if settings.kl_coefficient:
         metrics[KL] = Mean(kl, terms.kl_weight).value()
@@ -219,7 +214,7 @@ def _charged(
         )
 
     mask, index = flat(lambda bucket: bucket.completion_mask), flat(lambda bucket: bucket.completion_index)
-    means = completion_means(flat(delta), mask, index, len(rewards))
+    means = completion_means(flat(delta), CompletionIndex(mask, index, len(rewards)))
     tokens = Tokens(
         advantages=rewards[None],
         discrepancy=means[None],

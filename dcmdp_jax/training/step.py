@@ -80,7 +80,7 @@ class StepParts:
 
 
 class _Constants(NamedTuple):
-    """Constants of an update that every micro-batch gets beside the parameters; no gradient reaches them.
+    """Constants of an update, the same for every micro-batch; no gradient reaches them.
 
     Attributes:
         advantages, weights: [N] float32, of each completion.
@@ -89,7 +89,7 @@ class _Constants(NamedTuple):
         first: [] bool, the update starts from the weights at the start of the step.
         loss_scale: [] float32 or None, factor of the loss and of its gradient.
         frozen: the reference policy of the KL term, the base of the adapters; None without both.
-        terms: constants of the terms beside the surrogate; None for a loss that is the surrogate alone.
+        terms: constants of the further terms of the loss; None for the surrogate alone.
     """
 
     advantages: Array
@@ -136,7 +136,7 @@ def make_train_step(
 
     Args:
         parts: the method, the model and the optimizer.
-        shardings: the state's, input and output alike, so that the step has one cache entry; None on one device.
+        shardings: the state's, as input and output, so that the step has one cache entry; None on one device.
 
     Returns:
         step(state, batch, frozen) with `frozen` None unless `kl_coefficient` is above 0 or there are adapters. The
@@ -239,16 +239,16 @@ def _update(parts: StepParts, frozen: Params | None, state: TrainState, mini: _M
 
 
 def _terms(parts: StepParts, inputs: _Inputs, batch: Batch, normalize: Callable[..., Any]) -> loss_terms.Terms | None:
-    """Constants of the terms beside the surrogate, from a forward pass of its own where they need one.
+    """Compute the constants of the further terms, in a forward pass of its own where they need one.
 
     The load-balancing loss is a product of two means over the mini-batch (Qiu et al. 2025, arXiv:2501.11873: over a
     micro-batch it would balance single texts), of which one is a constant. With that and the weight of the kept tokens
     known before, micro-batches and devices add.
     """
     settings = parts.settings
-    if not loss_terms.has_terms(settings):
-        return None
     balances, counts = bool(settings.router_aux_loss), settings.drops_tokens
+    if not (settings.kl_coefficient or balances):
+        return None
 
     def count(inputs: _Inputs, rows: Rows) -> tuple[Any, tuple[()]]:
         outputs, signals, _ = _forward(parts, *inputs, rows)
@@ -274,7 +274,7 @@ def _objective(
 ) -> tuple[Array, tuple[tuple[Any, ...], Statistics, TokenValues]]:
     """The summed loss of a micro-batch, to be divided by the total weight of its mini-batch (Eq. 9-10).
 
-    Times the loss scale, if there is one. Beside it the other fields of `_Sums`, the statistics and the tokens' values.
+    Times the loss scale, if there is one. Also returns the other fields of `_Sums`, the statistics and token values.
     """
     settings, remedies = parts.settings, parts.remedies
     (train_logprobs, entropy, router, _, kept_mass), signals, head = _forward(parts, params, constants, rows)

@@ -22,8 +22,8 @@ from dcmdp_jax.types import Array, Batch, Rows, TrainState
 Metrics = dict[str, jax.Array]
 
 RECORDED = ("tokens/train_logprobs", "tokens/start_logprobs", "completions/advantages", "tokens/top_logprobs")
-"""What a step returns beside its metrics for a recording of its tokens; the second of batches that lag, the last of
-those with the engine's likeliest tokens."""
+"""Arrays that a step also returns, for a recording of its tokens; the second only for batches that lag, the last only
+with the engine's likeliest tokens."""
 
 
 class TokenValues(NamedTuple):
@@ -113,8 +113,8 @@ def batch_metrics(
     train, delta = flat(rows, "old_logprobs"), flat(rows, "discrepancy")
     offsets = jnp.arange(mini_batches)[:, None] * completions
     index = flat(batch.rows, "completion_index") + offsets
-    total = mini_batches * completions
-    over = completions_over_tolerance(delta, mask, index, total, tolerance=tolerance)
+    where = masked.CompletionIndex(mask, index, mini_batches * completions)
+    over = completions_over_tolerance(delta, where, tolerance=tolerance)
     mismatch = mismatch_statistics(train, rollout, mask)
     engine_share = Mean(jnp.sum(jnp.where(mask & (rollout > train), delta, 0.0)), jnp.sum(jnp.where(mask, delta, 0.0)))
 
@@ -139,7 +139,7 @@ def batch_metrics(
         "mismatch/pearson": mismatch["pearson"],
         "mismatch/effective_sample_size": mismatch["effective_sample_size"],
         **{f"displacement/{name}": value for name, value in displacement_statistics(train, rollout, mask).items()},
-        "completions/discrepancy": masked.completion_means(delta, mask, index, total),
+        "completions/discrepancy": masked.completion_means(delta, where),
     }
 
 

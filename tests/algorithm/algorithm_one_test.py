@@ -144,7 +144,7 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
     how = {"completion_mask": mask, "measure": measure, "sided": sided}
     delta = discrepancy.token_discrepancy(laid["old"], laid["rollout"], **how)
     if level == "sequence":
-        delta = discrepancy.sequence_discrepancy(delta, mask, index, COMPLETIONS)
+        delta = discrepancy.sequence_discrepancy(delta, masked.CompletionIndex(mask, index, COMPLETIONS))
     base = masked.gather_to_tokens(advantages.group_advantages(rewards, groups, valid), index)
     shaped = PENALTIES[method](Tokens(advantages=base, discrepancy=delta, multiplier=MULTIPLIER, tolerance=TOLERANCE))
     weights, total = losses.aggregation_weights(lengths, in_loss, mode=mode, max_completion_tokens=MAX_TOKENS)
@@ -167,7 +167,7 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
         "gradient": gradient,
         "delta_sum": delta_sum,
         "multiplier": multiplier,
-        "completion_gradients": masked.completion_sums(gradient, mask, index, COMPLETIONS),
+        "completion_gradients": masked.completion_sums(gradient, masked.CompletionIndex(mask, index, COMPLETIONS)),
     }
 
 

@@ -60,6 +60,15 @@ def _of_tokens(function, **more):
     return call, TOKENS | more
 
 
+def _of_completions(function, **more):
+    """(call, arrays) of a function of `CompletionIndex`."""
+
+    def call(completion_mask, completion_index, **arrays):
+        return function(**arrays, where=masked.CompletionIndex(completion_mask, completion_index, N))
+
+    return call, WHERE | more
+
+
 def _of_head(function):
     """(call, arrays) of a function of `Tokens`, weights and `Head`."""
     head = {f"head_{name}": array for name, array in HEAD.items()}
@@ -81,12 +90,9 @@ CASES = {
     "numerics.binary_kl": (numerics.binary_kl, {"x": ROWS, "y": ROWS}),
     "numerics.log_difference": (numerics.log_difference, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS}),
     "discrepancy.token_discrepancy": (_part(discrepancy.token_discrepancy, **MEASURE), PAIR),
-    "discrepancy.sequence_discrepancy": (
-        _part(discrepancy.sequence_discrepancy, num_completions=N), {"discrepancy_tokens": ROWS} | WHERE,
-    ),
-    "discrepancy.completions_over_tolerance": (
-        _part(discrepancy.completions_over_tolerance, num_completions=N),
-        {"discrepancy_tokens": ROWS, "tolerance": ONE} | WHERE,
+    "discrepancy.sequence_discrepancy": _of_completions(discrepancy.sequence_discrepancy, discrepancy_tokens=ROWS),
+    "discrepancy.completions_over_tolerance": _of_completions(
+        discrepancy.completions_over_tolerance, discrepancy_tokens=ROWS, tolerance=ONE
     ),
     "discrepancy.mismatch_statistics": (discrepancy.mismatch_statistics, PAIR | {"mask": MASK}),
     "discrepancy.displacement": (discrepancy.displacement, PAIR),
@@ -101,10 +107,10 @@ CASES = {
     "masked.masked_quantile": (_part(masked.masked_quantile, q=0.5), {"values": ROWS, "mask": MASK}),
     "masked.weighted_sum": (masked.weighted_sum, {"values": ROWS, "weights": ROWS}),
     **{
-        f"masked.{name}": (_part(getattr(masked, name), num_completions=N), {"token_values": ROWS} | WHERE)
+        f"masked.{name}": _of_completions(getattr(masked, name), token_values=ROWS)
         for name in ("completion_sums", "completion_means", "completion_maxima")
     },
-    "masked.completion_counts": (_part(masked.completion_counts, num_completions=N), WHERE),
+    "masked.completion_counts": _of_completions(masked.completion_counts),
     "losses.aggregation_weights": (
         _part(losses.aggregation_weights, mode="token_mean"),
         {"completion_lengths": GROUPS, "loss_mask": VALID, "dropped_tokens": GROUPS},
@@ -113,10 +119,7 @@ CASES = {
         _part(losses.reference_kl, estimator="k3"),
         {"train_logprobs": ROWS, "ref_logprobs": ROWS, "completion_mask": MASK},
     ),
-    "losses.sequence_log_ratio": (
-        _part(losses.sequence_log_ratio, num_completions=N),
-        {"train_logprobs": ROWS, "old_logprobs": ROWS, "mask": MASK, "completion_index": INDEX},
-    ),
+    "losses.sequence_log_ratio": _of_completions(losses.sequence_log_ratio, train_logprobs=ROWS, old_logprobs=ROWS),
     "losses.importance_ratio": (losses.importance_ratio, {"train_logprobs": ROWS, "old_logprobs": ROWS}),
     "trust_regions.clipped_surrogate": (trust_regions.clipped_surrogate, {"ratio": ROWS, "advantages": ROWS}),
     "penalties.penalized_advantages": (

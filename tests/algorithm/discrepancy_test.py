@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm import discrepancy as d
-from dcmdp_jax.algorithm.masked import masked_mean
+from dcmdp_jax.algorithm.masked import CompletionIndex, masked_mean
 
 LOG = np.log
 CAP_RATIO = np.float32(10)
@@ -69,9 +69,9 @@ def test_a_broken_token_is_not_hidden(measure, sided):
 
 def test_diff_keeps_relative_precision_near_agreement():
     # p = e^-1e-4, q = e^-1.1e-4: p - q = 1e-5. Subtracting float32 probabilities near 1 is good to 6e-8 only, 0.6%.
-    train, rollout = np.float32(-1e-4), np.float32(-1.1e-4)
-    exact = np.exp(np.float64(train)) - np.exp(np.float64(rollout))
-    assert float(d.token_discrepancy(train, rollout, measure="diff", sided="two")) == pytest.approx(exact, rel=1e-6)
+    train, rollout = np.float32([-1e-4]), np.float32([-1.1e-4])
+    exact = np.exp(train.astype(np.float64)) - np.exp(rollout.astype(np.float64))
+    np.testing.assert_allclose(d.token_discrepancy(train, rollout, measure="diff", sided="two"), exact, rtol=1e-6)
 
 
 TRAIN = LOG(np.array([[0.5, 0.5, 0.5], [0.9, 0.5, 0.5]]))
@@ -89,7 +89,7 @@ def test_token_and_sequence_levels():
     index = np.indices(MASK.shape)[0]
     token = _delta()
     np.testing.assert_allclose(token, [[0.1, 0.2, 0], [0.1, 0, 0]], atol=1e-7)
-    sequence = d.sequence_discrepancy(token, MASK, index, 2)
+    sequence = d.sequence_discrepancy(token, CompletionIndex(MASK, index, 2))
     np.testing.assert_allclose(sequence, [[0.1, 0.1, 0.1], [0.1, 0, 0]], rtol=1e-6, atol=1e-8)
     # Dividing by the row length 3 would give 0.033 in the second row.
     assert float(masked_mean(token, MASK)) == pytest.approx(float(masked_mean(sequence, MASK)), rel=1e-6)
@@ -98,9 +98,9 @@ def test_token_and_sequence_levels():
 def test_sequence_level_follows_the_index_across_rows():
     # Row 0 holds completion 1 then 0; completion 0 goes on in row 1: deltas 0: (0.2, 0.0, 0.1), 1: (0.1).
     index = np.array([[1, 0, 0], [0, 0, 0]])
-    values = d.sequence_discrepancy(_delta(), MASK, index, 2)
+    values = d.sequence_discrepancy(_delta(), CompletionIndex(MASK, index, 2))
     np.testing.assert_allclose(values, [[0.1, 0.1, 0.1], [0.1, 0, 0]], atol=1e-7)
-    one = d.sequence_discrepancy(_delta(sided="one"), MASK, index, 2)
+    one = d.sequence_discrepancy(_delta(sided="one"), CompletionIndex(MASK, index, 2))
     # one-sided: 0: (0, 0, 0.1) mean 0.0333; 1: (0.1)
     np.testing.assert_allclose(one, [[0.1, 0.1 / 3, 0.1 / 3], [0.1 / 3, 0, 0]], rtol=1e-6, atol=1e-8)
 
@@ -117,9 +117,9 @@ def test_completions_over_tolerance_is_strict_and_counts_completions():
     # means 0.25, 0.5 and a completion without tokens; c = 0.25: one of two. By tokens it would be 2 of 4.
     delta = np.array([[0.5, 0.0, 0.25], [0.5, 9.0, 9.0]])
     index = np.indices(delta.shape)[0]
-    over = d.completions_over_tolerance(delta, MASK, index, 3, tolerance=0.25)
+    over = d.completions_over_tolerance(delta, CompletionIndex(MASK, index, 3), tolerance=0.25)
     assert [float(x) for x in over] == [1.0, 2.0]
-    over = d.completions_over_tolerance(delta, MASK, index, 3, tolerance=0.2)
+    over = d.completions_over_tolerance(delta, CompletionIndex(MASK, index, 3), tolerance=0.2)
     assert [float(x) for x in over] == [2.0, 2.0]
 
 
@@ -145,9 +145,9 @@ def test_log_odds_by_hand_and_at_their_ends():
     certain = d.log_odds(np.array([0.0, 1e-3, -1e-12], np.float32))
     np.testing.assert_allclose(certain, np.full(3, np.log(2**24 - 1)), rtol=1e-6)
     # exp(x) rounds to 1 - 3 * 2^-24 or 1 - 4 * 2^-24: the definition in float32 is off by tenths, this is not.
-    near = np.float32(-2.1e-7)
-    assert float(d.log_odds(near)) == pytest.approx(-np.log(-np.expm1(np.float64(near))), abs=1e-5)
-    assert float(d.log_odds(-np.inf)) == -1e4 and np.isnan(d.log_odds(np.nan))
+    near = np.float32([-2.1e-7])
+    np.testing.assert_allclose(d.log_odds(near), -np.log(-np.expm1(near.astype(np.float64))), atol=1e-5)
+    np.testing.assert_array_equal(d.log_odds(np.float32([-np.inf, np.nan])), [-1e4, np.nan])
 
 
 def test_displacement_stays_while_confidence_shrinks_the_discrepancy():
@@ -170,7 +170,7 @@ def test_the_logit_measure_by_hand_and_at_its_ends():
     np.testing.assert_allclose(d.token_discrepancy(p, q, measure="logit"), expected, rtol=1e-6, atol=1e-12)
     one = d.token_discrepancy(p, q, measure="logit", sided="one")
     np.testing.assert_allclose(one, expected * [1, 1, 1, 1, 0, 0], rtol=1e-6, atol=1e-12)
-    assert np.isnan(d.token_discrepancy(np.float32(np.nan), np.float32(-1.0), measure="logit"))
+    assert np.isnan(d.token_discrepancy(np.float32([np.nan]), np.float32([-1.0]), measure="logit"))
 
 
 def test_displacement_statistics_by_hand():
@@ -239,6 +239,6 @@ def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"rollout_logprobs \(2, 2\)"):
         d.mismatch_statistics(TRAIN, ROLLOUT[:, :2], MASK)
     with pytest.raises(ValueError, match=r"completion_index \(2,\)"):
-        d.sequence_discrepancy(TRAIN, MASK, np.arange(2), 2)
+        d.sequence_discrepancy(TRAIN, CompletionIndex(MASK, np.arange(2), 2))
     with pytest.raises(ValueError, match=r"tolerance=-0.1"):
-        d.completions_over_tolerance(TRAIN, MASK, np.indices(MASK.shape)[0], 2, tolerance=-0.1)
+        d.completions_over_tolerance(TRAIN, CompletionIndex(MASK, np.indices(MASK.shape)[0], 2), tolerance=-0.1)

@@ -80,8 +80,10 @@ def test_update_refuses(changes):
 
 def test_tolerance_is_the_median_of_the_first_steps_above_their_noise_floors():
     """Of 0.25, 0.75, a NaN and 0.5 with floors 0, 0, 9 and 0.625: the median of (0.25, 0.625, 0.75) is 0.625."""
-    measure = functools.partial(dual.measured_tolerance, [0.25, 0.75, np.nan, 0.5], [0.0, 0.0, 9.0, 0.625])
+    measure = functools.partial(
+        dual.measured_tolerance, np.float32([0.25, 0.75, np.nan, 0.5]), np.float32([0, 0, 9, 0.625])
+    )
     assert measure() == 0.625 and measure(factor=2.0) == 1.25
-    assert dual.measured_tolerance([np.nan], [1.0]) == 0.0
+    assert dual.measured_tolerance(np.float32([np.nan]), np.float32([1.0])) == 0.0
     with pytest.raises(ValueError, match="shapes differ"):
         dual.measured_tolerance([0.5, 0.5], [0.0])

@@ -112,25 +112,25 @@ PACKED_INDEX = np.array([[0, 1, 1, 0, 0], [3, 0, 0, 0, 0]], np.int32)
 
 def test_completion_sums_and_means_over_packed_rows():
     # completion 0: 10 + 20 + 30 = 60 over three tokens in two rows; 1: 1 + 2; 2: none; 3: 3 (a single token).
-    arguments = (PACKED_VALUES, PACKED_MASK, PACKED_INDEX, 4)
-    np.testing.assert_array_equal(masked.completion_sums(*arguments), [60, 3, 0, 3])
-    np.testing.assert_array_equal(masked.completion_means(*arguments), [20, 1.5, 0, 3])
-    np.testing.assert_array_equal(masked.completion_counts(PACKED_MASK, PACKED_INDEX, 4), [3, 2, 0, 1])
-    gradient = jax.grad(lambda values: masked.completion_means(values, *arguments[1:])[1])(jnp.asarray(PACKED_VALUES))
+    where = masked.CompletionIndex(PACKED_MASK, PACKED_INDEX, 4)
+    np.testing.assert_array_equal(masked.completion_sums(PACKED_VALUES, where), [60, 3, 0, 3])
+    np.testing.assert_array_equal(masked.completion_means(PACKED_VALUES, where), [20, 1.5, 0, 3])
+    np.testing.assert_array_equal(masked.completion_counts(where), [3, 2, 0, 1])
+    gradient = jax.grad(lambda values: masked.completion_means(values, where)[1])(jnp.asarray(PACKED_VALUES))
     np.testing.assert_array_equal(gradient, np.where(PACKED_INDEX == 1, 0.5, 0.0))
 
 
 def test_completion_sums_drop_tokens_of_no_completion():
     index = np.array([[-1, 0, 2]], np.int32)
     values, mask = np.array([[5.0, 7.0, 9.0]]), np.ones((1, 3), bool)
-    np.testing.assert_array_equal(masked.completion_sums(values, mask, index, 2), [7, 0])
+    np.testing.assert_array_equal(masked.completion_sums(values, masked.CompletionIndex(mask, index, 2)), [7, 0])
 
 
 def test_completion_sums_of_long_completions_keep_precision():
     # 100,000 tokens of 0.99: XLA's sequential scatter-add alone is off by 2.4e-4.
     values = np.full((2, 100_000), 0.99, np.float32)
     index = np.indices(values.shape)[0]
-    sums = masked.completion_sums(values, np.ones_like(values, bool), index, 2)
+    sums = masked.completion_sums(values, masked.CompletionIndex(np.ones_like(values, bool), index, 2))
     np.testing.assert_allclose(sums, values.astype(np.float64).sum(axis=1), rtol=3e-6)
 
 
@@ -180,7 +180,7 @@ def test_mismatched_shapes_and_values_are_refused():
     with pytest.raises(ValueError, match=r"ddof=2; must be 0 or 1"):
         masked.group_statistics(REWARDS, GROUPS, VALID, ddof=2)
     with pytest.raises(ValueError, match=r"num_completions=0"):
-        masked.completion_sums(PACKED_VALUES, PACKED_MASK, PACKED_INDEX, 0)
+        masked.completion_sums(PACKED_VALUES, masked.CompletionIndex(PACKED_MASK, PACKED_INDEX, 0))
     with pytest.raises(ValueError, match=r"per_completion has shape \(1, 1\)"):
         masked.gather_to_tokens(np.ones((1, 1)), PACKED_INDEX)
     with pytest.raises(ValueError, match=r"rewards has shape \(1, 2\)"):

@@ -139,7 +139,7 @@ def test_the_square_of_the_log_ratio_by_hand():
     # -gamma A + tau d^2 with pi = 0.4, mu = p = 0.5, q = 0.2: gamma = 0.8, d = log 2; the slope is -gamma A + 2 tau d.
     tokens, tau = _tokens([[0.4]], [[0.5]], [[0.2]], 1.0, [[0.5]]), 0.1
     loss = lambda t: LOSSES["log_ratio_squared"](t, tau=tau)  # noqa: E731
-    total = lambda log_pi: policy_loss(tokens._replace(train_logprobs=log_pi), [[1.0]], loss=loss)[0].total  # noqa: E731
+    total = lambda log_pi: policy_loss(tokens._replace(train_logprobs=log_pi), np.float32([[1.0]]), loss=loss)[0].total  # noqa: E731
     value, slope = jax.value_and_grad(total)(jnp.asarray(tokens.train_logprobs))
     assert float(value) == pytest.approx(-0.8 + tau * math.log(2) ** 2, rel=1e-6)
     assert float(slope[0, 0]) == pytest.approx(-0.8 + 2 * tau * math.log(2), rel=1e-6)

@@ -30,7 +30,7 @@ def test_clamped_log_ratio(numerator, denominator, expected, slope):
 
 
 def test_nan_stays_nan_in_value_and_gradient():
-    value, gradient = jax.value_and_grad(lambda x: clamped_log_ratio(x, -1.0) ** 2)(jnp.float32(np.nan))
+    value, gradient = jax.value_and_grad(lambda x: clamped_log_ratio(x, jnp.float32(-1.0)) ** 2)(jnp.float32(np.nan))
     assert np.isnan(float(value))
     assert np.isnan(float(gradient))
 
