@@ -100,7 +100,7 @@ def _generate(raw, connection, fault, version, arrays, limit) -> None:
         connection.send("progress", fields, _completions(rows[:2], tokens, logprobs, limit))
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
-    connection.send("generated", fields, _completions(rows, tokens, logprobs, limit), share=True)
+    connection.send("generated", fields, _completions(rows, tokens, logprobs, limit))
 
 
 def _completions(rows, tokens, logprobs, limit) -> dict[str, np.ndarray]:

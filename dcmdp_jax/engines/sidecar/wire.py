@@ -1,22 +1,16 @@
-"""Frames between trainer and sidecar: a msgpack header, raw arrays behind it or in shared memory beside it.
+"""Frames between trainer and sidecar: a msgpack header and raw arrays behind it.
 
     frame  = magic "DCM1" | header bytes, uint32 | body bytes, uint64 | header | body       little-endian
     header = msgpack map with "op"; "arrays" = [[name, dtype, shape], ...] says what the body holds, in order
 
-Small arrays travel in the body. Large ones travel as the descriptor of a sealed, anonymous memory file, sent along with
-the frame (SCM_RIGHTS); "shared" in the header then gives its size and the body is empty. The receiver maps it: no copy,
-no name in any file system, and it is gone when the last array on it is. No pickle. Both sides import this module, so it
-knows numpy and msgpack only.
+No pickle. Weights do not travel in frames, see `segments`. Both sides import this module, so it knows numpy and msgpack
+only.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
 import math
-import mmap
-import os
 import reprlib
 import socket
 import struct
@@ -27,16 +21,13 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Changes with any change of frames or of what they say; both sides must have the same."""
 
 _MAGIC = b"DCM1"
 _PREFIX = struct.Struct("<4sIQ")
 _DTYPES = ("uint8", "int16", "int32", "int64", "uint64", "float32")
 _MAX_DIMENSIONS = 4
-# linux/fcntl.h: Python has the names on Linux only, and this module must import where no sidecar can run.
-_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
-_SEALS = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL
 
 
 class WireError(ConnectionError):
@@ -48,7 +39,7 @@ class Message(NamedTuple):
 
     Attributes:
         header: its fields, "op" among them.
-        arrays: name -> array; read-only where they are shared.
+        arrays: name -> array.
     """
 
     header: dict[str, Any]
@@ -63,8 +54,7 @@ class Connection:
 
         Args:
             sock: a connected Unix stream socket.
-            max_header, max_body: bytes; a frame that announces more is refused before anything is allocated. The same
-                limit of `max_body` holds for shared arrays.
+            max_header, max_body: bytes; a frame that announces more is refused before anything is allocated.
         """
         self._socket = sock
         self._max_header, self._max_body = max_header, max_body
@@ -83,7 +73,6 @@ class Connection:
         header: Mapping[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
         *,
-        share: bool = False,
         timeout_s: float | None = None,
     ) -> None:
         """Send one frame.
@@ -92,7 +81,6 @@ class Connection:
             op: name of the request or answer.
             header: further fields: numbers, strings, lists, maps of those.
             arrays: uint8, int16, int32, int64, uint64 or float32, of four dimensions at most.
-            share: send the arrays as shared memory.
             timeout_s: limit for the whole frame; None waits without a limit.
 
         Raises:
@@ -111,8 +99,6 @@ class Connection:
                     f"{', '.join(_DTYPES)} of {_MAX_DIMENSIONS} at most"
                 )
         size = sum(value.nbytes for value in held.values())
-        if share:
-            fields["shared"] = size
         packed = msgpack.packb(fields)
         if len(packed) > self._max_header or size > self._max_body:
             raise ValueError(
@@ -120,11 +106,9 @@ class Connection:
                 f"and {self._max_body}"
             )
         deadline = _Deadline(timeout_s)
-        prefix = _PREFIX.pack(_MAGIC, len(packed), 0 if share else size) + packed
-        with self._closing_on_failure(f"sending {op!r}", timeout_s), contextlib.ExitStack() as stack:
-            descriptors = [stack.enter_context(_sealed(held, size))] if share else []
-            self._send_first(prefix, descriptors, deadline)
-            for value in [] if share else held.values():
+        with self._closing_on_failure(f"sending {op!r}", timeout_s):
+            self._send_all(memoryview(_PREFIX.pack(_MAGIC, len(packed), size) + packed), deadline)
+            for value in held.values():
                 self._send_all(memoryview(value.reshape(-1)).cast("B"), deadline)
 
     def receive(self, *, timeout_s: float | None = None) -> Message:
@@ -135,62 +119,32 @@ class Connection:
             WireError: if the other side is gone, or sent something else than a frame within the limits.
         """
         deadline = _Deadline(timeout_s)
-        descriptors: list[int] = []
-        try:
-            with self._closing_on_failure("waiting for a frame", timeout_s):
-                magic, header_bytes, body_bytes = _PREFIX.unpack(
-                    bytes(self._receive_all(_PREFIX.size, deadline, descriptors))
+        with self._closing_on_failure("waiting for a frame", timeout_s):
+            magic, header_bytes, body_bytes = _PREFIX.unpack(self._receive_all(_PREFIX.size, deadline))
+            if magic != _MAGIC:
+                raise WireError(f"not a frame: it begins with {magic!r}")
+            if header_bytes > self._max_header or body_bytes > self._max_body:
+                raise WireError(
+                    f"frame too large: header of {header_bytes} and body of {body_bytes} bytes, the limits are "
+                    f"{self._max_header} and {self._max_body}"
                 )
-                if magic != _MAGIC:
-                    raise WireError(f"not a frame: it begins with {magic!r}")
-                if header_bytes > self._max_header or body_bytes > self._max_body:
-                    raise WireError(
-                        f"frame too large: header of {header_bytes} and body of {body_bytes} bytes, the limits are "
-                        f"{self._max_header} and {self._max_body}"
-                    )
-                header = _header(bytes(self._receive_all(header_bytes, deadline, descriptors)))
-                specs, size = _specs(header.pop("arrays"))
-                shared = header.pop("shared", None)
-                if shared is None:
-                    if size != body_bytes:
-                        raise WireError(f"malformed frame: arrays of {size} bytes in a body of {body_bytes}")
-                    buffer: Any = self._receive_all(body_bytes, deadline, descriptors)
-                else:
-                    if shared != size or body_bytes or len(descriptors) != 1 or size > self._max_body:
-                        raise WireError(
-                            f"malformed frame: {reprlib.repr(shared)} shared bytes for arrays of {size}, "
-                            f"{len(descriptors)} descriptors, a body of {body_bytes} bytes"
-                        )
-                    buffer = _mapped(descriptors[0], size)
-                if descriptors and shared is None:
-                    raise WireError("malformed frame: a descriptor that the header does not mention")
-                return Message(header, _arrays(buffer, specs))
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-    def _send_first(self, data: bytes, descriptors: list[int], deadline: _Deadline) -> None:
-        """The start of a frame; descriptors go with its first byte."""
-        self._socket.settimeout(deadline.left())
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        sent = self._socket.sendmsg([data], ancillary)
-        self._send_all(memoryview(data)[sent:], deadline)
+            header = _header(bytes(self._receive_all(header_bytes, deadline)))
+            specs, size = _specs(header.pop("arrays"))
+            if size != body_bytes:
+                raise WireError(f"malformed frame: arrays of {size} bytes in a body of {body_bytes}")
+            return Message(header, _arrays(self._receive_all(body_bytes, deadline), specs))
 
     def _send_all(self, data: memoryview, deadline: _Deadline) -> None:
         while data.nbytes:
             self._socket.settimeout(deadline.left())
             data = data[self._socket.send(data) :]
 
-    def _receive_all(self, count: int, deadline: _Deadline, descriptors: list[int]) -> bytearray:
+    def _receive_all(self, count: int, deadline: _Deadline) -> bytearray:
         data = bytearray(count)
         rest = memoryview(data)
         while rest.nbytes:
             self._socket.settimeout(deadline.left())
-            received, ancillary, _, _ = self._socket.recvmsg_into([rest], socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
-            for level, kind, payload in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    descriptors += array.array("i", payload[: len(payload) // 4 * 4])
-            if received == 0:
+            if not (received := self._socket.recv_into(rest)):
                 raise WireError("the other side closed the connection")
             rest = rest[received:]
         return data
@@ -222,35 +176,6 @@ class _Deadline:
         if (left := self._end - time.monotonic()) <= 0:
             raise TimeoutError
         return left
-
-
-@contextlib.contextmanager
-def _sealed(arrays: Mapping[str, np.ndarray], size: int) -> Any:
-    """A memory file that holds the arrays one after the other and can't change its size any more."""
-    descriptor = os.memfd_create("dcmdp-arrays", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        if size:
-            os.posix_fallocate(descriptor, 0, size)
-            with mmap.mmap(descriptor, size) as view:
-                start = 0
-                for value in arrays.values():
-                    view[start : start + value.nbytes] = value.tobytes()
-                    start += value.nbytes
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _mapped(descriptor: int, size: int) -> bytes | mmap.mmap:
-    """A read-only view of a received memory file; without the seal, the sender could shrink it under our feet."""
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise WireError("malformed frame: the descriptor is not of shared memory") from error
-    if not seals & _SEAL_SHRINK or os.fstat(descriptor).st_size != size:
-        raise WireError(f"malformed frame: shared memory unsealed, or not of {size} bytes")
-    return mmap.mmap(descriptor, size, prot=mmap.PROT_READ) if size else b""
 
 
 def _header(data: bytes) -> dict[str, Any]:

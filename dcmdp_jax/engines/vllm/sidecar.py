@@ -25,8 +25,6 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PROGRESS_S = 0.5
-# Larger frames go as shared memory: a trainer that is busy elsewhere must not fill the socket.
-_INLINE_BYTES = 4096
 
 
 def _find_package() -> None:
@@ -343,8 +341,7 @@ def _send_parts(connection: wire.Connection, parts: _Parts, done: str, policy_ve
     """Send what a request yields as progress, then its answer; or cancel it where the trainer says so."""
 
     def send(op: str, arrays: dict[str, np.ndarray]) -> None:
-        share = sum(array.nbytes for array in arrays.values()) > _INLINE_BYTES
-        connection.send(op, {"policy_version": policy_version}, arrays, share=share)
+        connection.send(op, {"policy_version": policy_version}, arrays)
 
     while True:
         try:
