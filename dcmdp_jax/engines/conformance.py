@@ -16,7 +16,7 @@ def check_engine(
     engine: Engine, params: Params, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, vocab_size: int,
     scores: bool = True,
 ) -> float:  # fmt: skip
-    """Ask an engine for all that `protocol.Engine` promises; for a test beside it. The engine stays open.
+    """Ask an engine for all that `protocol.Engine` promises, in a test of yours. The engine stays open.
 
     What its methods return, the same completions for the same (seed, step, row) in a call of its own, sampling that
     goes on after an iterator was closed, and scores of what it sampled.

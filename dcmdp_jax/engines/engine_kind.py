@@ -67,9 +67,9 @@ class EngineArguments:
         model: shape of the model; None while only settings are checked.
         mesh: `mesh(tensor=1, expert=1)` makes the mesh of an engine in this process. It starts JAX's devices.
         probe: makes the trainer's log-probs of fixed sequences, to prove a push; it compiles.
-        prepare: compile programs of later calls beside the trainer's first step: for a run of many calls.
+        prepare: compile programs of later calls during the trainer's first step: for a run of many calls.
         platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda", "tpu"; "" unknown.
-        host_devices: devices of each host that is planned for and not here; 0: those of this machine.
+        host_devices: devices of each host that is planned for and not here; 0: as many as this machine has.
         lag: steps that sampling runs ahead of training (`rollout.lag`).
     """
 
@@ -136,9 +136,9 @@ class EngineKind:
         precisions: allowed precisions of its weights, the first by default; empty: not for the caller to choose.
         compute_dtypes, cache_dtypes: allowed dtypes of activations and of the key-value cache.
         quantized: the precisions with quantized weights.
-        quantized_compute: the activations' dtype beside them that adds least to their error.
+        quantized_compute: the activations' dtype that adds least to their error.
         emulated, emulated_caches: the precisions and caches whose roundings the training stack can repeat.
-        temperatures: smallest and largest that it samples at as they are, besides 0.
+        temperatures: smallest and largest temperature above 0 that it applies unchanged.
         pushes: takes the trainer's weights. One that does not holds its own, and can't be trained with.
         scores: has `score`.
         routes: can return the experts of each token.
@@ -184,7 +184,7 @@ class EngineKind:
     def scheme(self, arguments: EngineArguments, precision: str, cache: str, platform: str) -> Scheme:
         """The roundings of a precision and a cache, each may be "full". Refuses what the trainer can't repeat.
 
-        By default those of the weights alone, and a cache to nearest.
+        By default the roundings of the weights, and of a cache to nearest.
 
         Args:
             arguments: the engine's.

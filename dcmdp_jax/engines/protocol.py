@@ -22,7 +22,7 @@ class SamplingParams:
         group_size: completions for each prompt, G.
         max_completion_tokens: length limit of a completion, end-of-sequence included.
         temperature: divides the logits; 0 is greedy (evaluation only, its log-probs are those at temperature 1).
-        top_p: nucleus mass; below 1 the log-probs are those of the cut distribution.
+        top_p: nucleus mass; below 1 the log-probs are of the cut distribution.
         top_k: likeliest tokens to sample from, cut before the nucleus, likewise; 0: all.
         stop_token_ids: a completion ends with the first of these.
     """

@@ -21,7 +21,7 @@ def find_engine(name: str) -> EngineKind:
     """The kind of an engine: a built-in one, or that of `package.module:NAME` or `path/to/file.py:NAME`.
 
     Raises:
-        UserError: in one line, for a name that is none of these, what can't be imported, is no `EngineKind`, or has an
+        UserError: in one line, for another name, what can't be imported or is not an `EngineKind`, or has an
             attribute that is not what the base class says.
     """
     if (kind := ENGINES.get(name)) is not None:
@@ -54,7 +54,7 @@ def find_engine(name: str) -> EngineKind:
 
 
 def unknown_engine(name: str, allowed: tuple[str, ...]) -> UserError:
-    """The error for a name that is no engine."""
+    """The error for an unknown engine."""
     near = [one for one in allowed if name and one.startswith(name)] or difflib.get_close_matches(name, allowed, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return ArgumentError(

@@ -11,7 +11,7 @@ import numpy as np
 _SUPPORTED = ((0, 32), (0, 34))
 FP8_CACHES = ("fp8", "fp8_e5m2")
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""The smallest and the largest that vLLM samples at as they are, besides 0."""
+"""Smallest and largest temperature above 0 that vLLM applies unchanged."""
 
 
 def unsupported_version(version: str) -> str:

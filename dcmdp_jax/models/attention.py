@@ -40,7 +40,7 @@ def choose_kernel(setting: str, dtype: jnp.dtype, platform: str, length: int = _
         setting: "auto" or one of `KERNELS`.
         dtype: dtype of the activations.
         platform: the devices' platform.
-        length: length of the longest rows. "auto" gives those to xla that splash does not take, and on CPU those of
+        length: length of the longest rows. "auto" uses xla where splash takes no such rows, and on CPU for rows of
             fewer than 192 tokens.
 
     Raises:
@@ -73,7 +73,7 @@ def row_attention(
 ) -> jax.Array:
     """softmax(q k^T / sqrt(h)) v, each token seeing the tokens of its own segment up to itself.
 
-    With a window w, those of them at most w - 1 tokens before it.
+    With a window w, at most w - 1 tokens before it.
 
     Args:
         query: [R, L, H, h].
@@ -155,7 +155,7 @@ def has_scores(kernel: str, rows: int, length: int, heads: int, mesh: Mesh | Non
 
 
 def _free_rows(mesh: Mesh) -> tuple[str, ...]:
-    """Axes that rows are split over, without those of a shard_map around."""
+    """Axes that rows are split over, without the axes of an enclosing shard_map."""
     return tuple(axis for axis in free_axes(mesh) if axis != "tensor")
 
 

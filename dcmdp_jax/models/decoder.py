@@ -128,7 +128,7 @@ class Attention(nnx.Module):
         if self.fused:
             both, value = ops.split(self.qkv(x), sum(widths), 2)
         if self.fused and config.family.qk_norm != "width":
-            # Norm and rotation treat queries and keys alike, so they take them as one array.
+            # Norm and rotation are the same for queries and keys, so they take them as one array.
             scale = None if scales[0] is None else jnp.concatenate(scales)
             query, key = ops.split(self._rotated(both.reshape(heads), scale, rotary, ops), config.num_heads, 2)
         else:

@@ -58,7 +58,7 @@ def convert_gguf(file: str | Path, directory: str | Path, *, dtype: str, overwri
     Args:
         file: the GGUF file; its model is of a supported family.
         directory: appears whole or not at all.
-        dtype: "float32", in which the values are those of the library `gguf` to the bit, or "bfloat16".
+        dtype: "float32", with the values of the library `gguf` to the bit, or "bfloat16".
         overwrite: replace a directory that is not empty.
 
     Returns:
@@ -166,7 +166,7 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
         directory: an existing directory.
 
     Raises:
-        UserError: in one line, for a tokenizer that is no byte-level BPE, a pre-tokenizer that is not known, and lists
+        UserError: in one line, for a tokenizer other than byte-level BPE, an unknown pre-tokenizer, and lists
             that do not fit each other.
     """
     fields, path = model.fields, model.path
@@ -215,7 +215,7 @@ def _tokenizer(model: GGUFModel) -> Tokenizer:
         pairs = [tuple(merge.split(" ", 1)) for merge in merges]
         # Llama 3: a word that is a token is taken whole, whatever the merges.
         tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=kind == "llama-bpe"))
-    except Exception as error:  # the library's own type, for a merge of what is no token
+    except Exception as error:  # the library's own type, for a merge of an unknown token
         raise UserError(f"{path}: tokenizer.ggml.merges do not fit its tokens ({one_line(error, 160)})") from error
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -232,22 +232,16 @@ def _tokenizer(model: GGUFModel) -> Tokenizer:
 def _scored_bpe(model: GGUFModel, tokens: list[str], scores: list[float], types: list[int]) -> Tokenizer:
     """SentencePiece's BPE: of all pairs that make a token, the one with the best score is merged first.
 
-    Pairs of equal score are ordered as in transformers' converter. Unknown characters become bytes.
+    Unknown characters become bytes.
     """
+    from transformers.convert_slow_tokenizer import generate_merges
+
     if len(scores) != len(tokens):
         raise UserError(f"{model.path}: tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     plain = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
-    pairs = [
-        (score, token[:cut], token[cut:])
-        for token, score in plain.items()
-        for cut in range(1, len(token))
-        if token[:cut] in plain and token[cut:] in plain
-    ]
-    pairs.sort(key=lambda pair: (vocabulary[pair[1]], vocabulary[pair[2]]))
-    pairs.sort(key=lambda pair: (pair[0], len(pair[1]), len(pair[2])), reverse=True)
     unknown = tokens[header_tokens(model.fields)["unknown"]]
-    merges = [(left, right) for _, left, right in pairs]
+    merges = generate_merges({token: vocabulary[token] for token in plain}, plain)
     bpe = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from dcmdp_jax.models.params import hf_tensors
 from dcmdp_jax.models.rope import RopeScaling
 
 _FAMILIES = {family.gguf: model_type for model_type, family in FAMILIES.items() if family.gguf}
-# Field of config.json -> key of the header after the family's name; those that a file may lack in the second table.
+# Field of config.json -> key of the header after the family's name; optional ones in the second table.
 _SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -41,27 +42,7 @@ _OPTIONAL = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-_TENSORS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_SANDWICH = {"post_attention_layernorm": "post_attention_norm"}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.(\w+)_proj|(.+))\.(weight|bias)")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _INSTALL = "GGUF files are read by the library `gguf`, which is not installed: pip install gguf"
@@ -83,7 +64,7 @@ class GGUFModel:
             path: a file of a Llama, Qwen2, Qwen3, Qwen3-MoE or Gemma 3 model.
 
         Raises:
-            FileNotFoundError: if there is no such file.
+            FileNotFoundError: if it does not exist.
             UserError: in one line, without the library `gguf`; for a file that is cut or no GGUF, one part of several,
                 another family, a tensor that is missing, unknown, of a type that the library can't dequantize or of a
                 shape that the header does not give.
@@ -99,7 +80,7 @@ class GGUFModel:
     def tensors(self, dtype: str) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors by their Hugging Face names, in the order of `hf_tensors`.
 
-        Values are those of `gguf.quants.dequantize`, to the bit in float32. The rows of q and k, which llama.cpp orders
+        Values equal `gguf.quants.dequantize`, to the bit in float32. The rows of q and k, which llama.cpp orders
         by pairs for its rotary embedding in the family llama, are put back into Hugging Face's halves; the 1 that it
         adds to Gemma's norms is taken off.
 
@@ -226,16 +207,21 @@ class GGUFModel:
         return value
 
 
+@functools.cache
+def _tensor_names(architecture: str, layers: int) -> Any:
+    """The library's map from Hugging Face's names of modules to llama.cpp's."""
+    import gguf
+
+    [found] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    return gguf.get_tensor_name_map(found, layers)
+
+
 def gguf_tensor(name: str, config: ModelConfig) -> tuple[str, int | None]:
     """Name in a GGUF file of a Hugging Face tensor, and its place in a tensor that stacks a layer's experts."""
-    tensors = _TENSORS | _SANDWICH if "mlp_out_norm" in config.family.norms else _TENSORS
-    if found := _LAYER.fullmatch(name):
-        layer, expert, part, rest, end = found.groups()
-        if expert is not None:
-            return f"blk.{layer}.ffn_{part}_exps.{end}", int(expert)
-        return f"blk.{layer}.{tensors[rest]}.{end}", None
-    base, _, end = name.rpartition(".")
-    return f"{tensors[base]}.{end}", None
+    module, _, end = name.rpartition(".")
+    if found := _EXPERT.fullmatch(module):
+        module = f"{found[1]}.{found[3]}"
+    return f"{_tensor_names(config.family.gguf, config.num_layers).get_name(module)}.{end}", found and int(found[2])
 
 
 def _halves(values: np.ndarray, heads: int) -> np.ndarray:

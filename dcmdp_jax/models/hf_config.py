@@ -219,7 +219,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     """Read `directory`/config.json.
 
     Raises:
-        FileNotFoundError: if there is no config.json.
+        FileNotFoundError: without a config.json.
         UserError: naming the file, if it is not a JSON object, or as `from_hf`.
     """
     path = Path(directory) / "config.json"

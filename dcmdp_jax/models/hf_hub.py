@@ -21,7 +21,7 @@ _FOLDERS = ("models", "runs")
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path that is no directory is `OWNER/NAME` or `OWNER/NAME@REVISION`."""
+    """Whether a path names no directory and is `OWNER/NAME` or `OWNER/NAME@REVISION`."""
     found = _NAME.fullmatch(path)
     return found is not None and path.partition("/")[0] not in _FOLDERS and not Path(path).exists()
 
@@ -59,7 +59,7 @@ def model_directory(path: str) -> Path:
     try:
         with activity(f"fetching {path} from the Hub"):
             directory = Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_FILES)))
-    except Exception as error:  # Whose exceptions: huggingface_hub's, or those of the HTTP client of its version.
+    except Exception as error:  # of huggingface_hub, or of the HTTP client of its version
         said = one_line(f"{type(error).__name__}: {error}", 200)
         raise UserError(
             f"no directory {path}, and it can't be fetched from the Hub ({said}); check name, network "

@@ -271,7 +271,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise UserError(f"{index}: weight_map must map tensor names to file names")
     for name, shard in weight_map.items():
-        # Links inside the directory may lead out of it, as those of the Hub's cache do.
+        # Links inside the directory may lead out of it, as in the Hub's cache.
         if Path(shard).is_absolute() or ".." in Path(shard).parts:
             raise UserError(
                 f"{index}: tensor {shorten_name(name)} is said to be in {shorten(shard)}, outside the directory; "

@@ -125,7 +125,7 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
     """Hugging Face's tensors one after the other, in the order of `hf_tensors`, each made when it is asked for.
 
     Args:
-        params: tree of `params.init_params`, of jax (any sharding; over several processes, all iterate alike) or numpy
+        params: tree of `params.init_params`, of jax (any sharding; over several processes, all must iterate) or numpy
             arrays.
         config: the model.
         dtype: "float32" or "bfloat16" of the results.
@@ -185,7 +185,7 @@ def save_tensors(
 ) -> None:
     """Write a directory that transformers and vLLM load; it appears whole or not at all.
 
-    Everything is written to a hidden sibling, synced to disk and renamed. Beside the weights: config.json (with the
+    Everything is written to a hidden sibling, synced to disk and renamed. With the weights come config.json (with the
     special token ids of `tokenizer_dir`/config.json, or of generation_config.json where that is missing) and, from
     `tokenizer_dir`, the tokenizer's files and generation_config.json.
 

@@ -165,7 +165,7 @@ def rotary_frequencies(config: ModelConfig, rope: str = "global") -> tuple[np.nd
 
     The unscaled frequencies are theta^(-2i/h). "linear" divides all by `factor`; "yarn" (Peng et al. 2023,
     arXiv:2309.00071, eq. 20-23) divides the slow ones and ramps between; "llama3" likewise by wavelength. The
-    formulas are those of transformers' `modeling_rope_utils`, each operation rounded to float32 where it rounds: at
+    formulas are from transformers' `modeling_rope_utils`, each operation rounded to float32 where it rounds: at
     position 30,000 the last bit of a frequency turns a head by 1e-3 radians, so being more exact is being different.
 
     Returns:

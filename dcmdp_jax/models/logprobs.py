@@ -48,7 +48,7 @@ WHOLE_KERNEL = KernelAxes()
 def token_blocks(tokens: int, chunk: int, vocab: int, axes: KernelAxes = WHOLE_KERNEL) -> tuple[int, int]:
     """Number and size of the blocks of tokens in `token_logprobs`; `chunk` x `vocab` logits exist at a time.
 
-    With the vocabulary in pieces a block has as many tokens more, and blocks are alike, so that few are padding.
+    With the vocabulary in pieces a block has as many tokens more, and blocks have equal sizes, so that few are padding.
 
     Args:
         tokens: predicted tokens of one device.

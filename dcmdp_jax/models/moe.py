@@ -28,7 +28,7 @@ EXPERT = "expert"
 """The mesh axis that splits experts; the tokens are split over it too."""
 
 Aux = dict[str, jax.Array]
-"""What a layer reports beside its output, by name; a dense layer reports nothing."""
+"""Statistics of a layer by name; a dense layer has none."""
 
 
 class ExpertLinear(nnx.Module):
@@ -160,7 +160,7 @@ def _sent(experts: jax.Array, num_experts: int) -> jax.Array:
 def router_metrics(sums: Aux) -> dict[str, jax.Array]:
     """Measure how evenly a router uses the experts.
 
-    No token is dropped (`MoE`), so there is no share of dropped tokens to report.
+    `MoE` drops no token, so no share of dropped tokens is reported.
 
     Args:
         sums: `router_sums` of every layer, stacked on the first axis; empty of a dense model.
@@ -274,7 +274,7 @@ def _expert_parallel(
 ) -> jax.Array:
     """`_compute` on a mesh: rows split over data, fsdp and expert, experts over expert, their width over tensor.
 
-    Devices along the expert axis gather each other's tokens, compute those of their own experts, and send back the
+    Devices along the expert axis gather each other's tokens, compute the tokens of their own experts, and return the
     sums. Nothing depends on where tokens go, so shapes are static and no token is dropped.
 
     Within a `shard_map` over all axes the arguments are the device's own rows and experts; so is the result, of the

@@ -94,7 +94,7 @@ def draw_params(declared: Iterable[Declaration], key: jax.Array, dtype: str) -> 
 
 
 def check_params(params: Params, config: ModelConfig) -> None:
-    """Refuse parameters that are not those of the model.
+    """Refuse parameters that do not fit the model.
 
     Raises:
         ValueError: naming the first parameter that is missing, superfluous or of another shape.

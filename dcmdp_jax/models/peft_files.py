@@ -144,7 +144,7 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
 
 
 def _shape(directory: Path, fields: Mapping[str, Any], found: list[str], model: ModelConfig) -> Lora:
-    """The adapter's shape, if its tensors are those of the layers that adapter_config.json names."""
+    """The adapter's shape; its tensors must belong to the layers that adapter_config.json names."""
     linear = {one.rpartition(".lora_")[0] for one in declared_tensors(adapter_declarations(model, _ALL))}
     for name in found:
         if re.fullmatch(r".*\.lora_[AB]\.weight", name) is None or name.rpartition(".lora_")[0] not in linear:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 _T = TypeVar("_T")
 
 PRECISE = jax.lax.Precision.HIGHEST
-"""`precision` of a product of float32 operands that a program has beside those of its compute dtype."""
+"""`precision` of float32 products in a program whose other products are in the compute dtype."""
 
 
 def products_in(dtype: jnp.typing.DTypeLike) -> AbstractContextManager[object]:

@@ -39,7 +39,7 @@ def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = Fals
     With `keep_quantized` quantized matrices stay so, and each product converts its own: for platforms that do it while
     they read the matrix, where a second copy of the weights would cost what quantization saves.
 
-    Exact for int8 and float8 values in float32 and bfloat16 alike (at most 7 significant bits); scales stay float32.
+    Exact for int8 and float8 values, in float32 and in bfloat16 (at most 7 significant bits); scales stay float32.
     XLA on CPU dequantizes a matrix in memory before each product with it, which doubled the time of a [64, 1024] x
     [1024, 3072] product; a loop that uses a matrix again and again wants it dequantized once, before the loop. The
     converter's own speed then matters little: 4M float8 values take 1.6 ms by `astype`, 0.9-1.8 ms by bit operations or

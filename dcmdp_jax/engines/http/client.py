@@ -57,7 +57,7 @@ class VllmHttpClient:
     """
 
     def __init__(self, address: str, *, timeout_s: float, max_concurrent: int, retries: int) -> None:
-        """Ask the server for its model and version. Arguments and errors are those of `RemoteEngine`."""
+        """Ask the server for its model and version. See `RemoteEngine` for arguments and errors."""
         self.address = address
         self._url, self._socket = _parsed_address(address)
         self._headers = _authorization(os.environ.get(_KEY_VARIABLE, ""))

@@ -36,7 +36,7 @@ class RemoteEngine:
 
     Which distribution its log-probs belong to is settled where the server is started. `--logprobs-mode raw_logprobs`,
     vLLM's default, ignores temperature and top-p; `processed_logprobs` is the distribution sampled from. The two agree
-    at temperature 1 with top-p 1, and at temperature 0, where the protocol wants those of temperature 1. Anywhere else
+    at temperature 1 with top-p 1, and at temperature 0, where the protocol wants log-probs of temperature 1. Elsewhere
     the engine measures, once, which it is. With a server that reports raw ones `Episode.rollout_logprobs` is all NaN
     there, which says that they are not known: the tokens are right, and evaluation reads nothing else, but
     `validation.unusable_completions` and arithmetic refuse NaN, so no log-prob of another distribution is taken for the
@@ -184,8 +184,7 @@ class RemoteEngine:
         """Whether the server's log-probs follow the temperature, measured at the first token after `prompt`.
 
         From temperature 1 to 2 the distances of the most likely tokens from the first stay as they are in raw
-        log-probs and halve in processed ones. Where that can't be told the answer is no, and the next call measures
-        again.
+        log-probs and halve in processed ones. If that is unclear the answer is no, and the next call measures again.
         """
         if self._processed is None:
             asked = {"prompt": prompt.tolist(), "max_tokens": 1, "logprobs": _MEASURED_TOKENS}

@@ -190,7 +190,7 @@ def decode(
     """Sample tokens for all rows until `steps` are taken or at most `live_floor` rows are unfinished.
 
     Devices with rows of their own synchronize the count of unfinished rows only every `_STEPS_ALONE` steps, so they may
-    take that many extra steps, unless all rows are done. Those that share experts synchronize in every layer anyway.
+    take that many extra steps, unless all rows are done. Devices that share experts synchronize in every layer anyway.
 
     The slots of a row hold its prompt, then the first `prefix_slots - prompt_slots` tokens of its completion, then a
     circular window of W slots. In each step every row writes to slot `clock % W` of the window: one slice, no scatter.

@@ -57,9 +57,9 @@ class LocalEngine:
         Args:
             arguments: checked by `LocalKind.check`. `max_rows` bounds the memory of caches: with more rows than this to
                 sample, up to three times that of a batch of the longest rows. With `prepare`, the first
-                `decode` is compiled beside the prefill, and after the first call all that more like it can come to, in
-                a thread: for a training run, whose memory stays with the process; without it memory of caches that a
-                call is done with returns to the system.
+                `decode` is compiled during the prefill, and after the first call, in a thread, all programs that later
+                calls like it can need: for a training run, which keeps its memory. Without it the memory of caches
+                returns to the system after each call.
             mesh: in place of `arguments.mesh`. Rows are split over data, fsdp and expert, weights over tensor and
                 expert. The devices of a mesh with other axes split rows; without any it is the first local device.
             cache_block: initial completion slots of the cache, doubled as rows fill them; each length is a program.

@@ -228,9 +228,14 @@ def _of_scale(axes: Axes) -> Axes:
 
 
 def convert_late(weights: Params, x: jax.Array, program: Program) -> tuple[Params, jax.Array]:
-    """`weights` and `x` unchanged, in a form in which XLA cannot convert quantized matrices before `x` is there.
+    """Keep XLA from converting quantized matrices before `x` is computed; returns both unchanged.
 
-    Else it would convert those of all layers first, even before a loop: a second copy of the weights.
+    Else it would convert the matrices of all layers first, even before a loop: a second copy of the weights.
+
+    Args:
+        weights: leaves of a layer, or of what is outside layers.
+        x: [R, T, D], what the matrices are multiplied with.
+        program: static arguments.
     """
     if not program.keeps_quantized or not any(
         isinstance(leaf, QuantizedKernel)

@@ -99,7 +99,7 @@ def _decode_arguments(
 
     Args:
         program: static arguments.
-        rows, slots, sampled, stops: rows, cache slots of each, those of the prefix after the prompt, stop tokens.
+        rows, slots, sampled, stops: rows, cache slots of each, slots of the prefix after the prompt, stop tokens.
         sharded: with shardings, for a mesh that is not here. A call has NumPy arrays but for the cache.
     """
     of_rows, whole = (program.rows, NamedSharding(program.mesh, P())) if sharded else (None, None)
@@ -119,7 +119,7 @@ def _decode_arguments(
 
 
 def _weights(model: ModelConfig, precision: str, param_dtype: str, mesh: Mesh) -> Any:
-    """The engine's tree with shardings; its layers are alike."""
+    """The engine's tree with shardings; its layers have equal shapes."""
     shapes = engine_shapes(model, precision, param_dtype)
     specs = weight_specs(shapes, model, mesh)
     tree = sharded(shapes, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))

@@ -52,7 +52,7 @@ class Completions:
         prompts, group: prompts of the call, and rows of each.
         tokens, logprobs: [N, limit] int32 and float32; undefined from `sampled` on.
         sampled: [N] int32.
-        keys: [N, 2] uint32, see `sampler.row_keys`; those of the rows from `first_row` on.
+        keys: [N, 2] uint32, see `sampler.row_keys`, from row `first_row` on.
         prompt_lengths: [N] int32.
         routed_experts: [N, limit, layers, k] int16, of the tokens that were read, all but a row's last; None if no one
             asked.
@@ -167,7 +167,7 @@ class Scheduler:
 
         Args:
             weights: the engine's tree.
-            completions: completions of the call; those of `members` are filled.
+            completions: completions of the call; the rows of `members` are filled.
             draw, mode: the distribution.
             sizes: batch shapes.
             members: prompts of the call, none longer than `bucket`.
@@ -207,7 +207,7 @@ class Scheduler:
         if level == len(self._queues) - 1:
             return False
         aside = {id(row.kept): row.kept for queue in self._queues[1:] for row in queue}
-        # Those of the batch that runs may come on top.
+        # The rows of the running batch may come on top.
         most = (PREEMPTED_CACHES - 1) * (self._bucket + self._sizes.limit)
         return sum(slots_of(kept.cache) for kept in aside.values()) > most
 

@@ -52,7 +52,7 @@ def _one_layer(config: ModelConfig, dtype: str = "float32") -> Params:
 
 
 def engine_shapes(config: ModelConfig, precision: str, param_dtype: str = "float32") -> Params:
-    """Shapes of the engine's tree, as `Conversion` makes it, but with one layer in place of the list: all are alike."""
+    """Shapes of the engine's tree, as `Conversion` makes it, with one layer in place of the list of equal ones."""
 
     def made(params: Params) -> Params:
         tree = in_precision(params, config, precision)

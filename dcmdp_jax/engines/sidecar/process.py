@@ -55,8 +55,8 @@ class Launch:
         script: the program it runs, which answers the requests listed in `engines/sidecar/__init__.py`.
         directory: its working directory: log, and temporary files while it runs. Exists.
         engine: arguments of the engine.
-        environment: variables set for it besides the trainer's own.
-        temporary_variables: variables set to its directory of temporary files, besides TMPDIR.
+        environment: variables set for it, on top of the trainer's.
+        temporary_variables: variables set to its directory of temporary files, as TMPDIR is.
         start_timeout_s: limit from the start of the process to an engine that is ready.
     """
 

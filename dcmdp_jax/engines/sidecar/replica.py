@@ -308,7 +308,7 @@ class SampledRow(NamedTuple):
 def split_columns(
     arrays: Mapping[str, np.ndarray], prompts: Sequence[int], completions: Sequence[int], expected: Mapping[str, Shape]
 ) -> list[dict[str, np.ndarray]]:
-    """The columns of `data.episode.COLUMNS` that a frame has beside tokens and log-probs, for each completion.
+    """The further columns of `data.episode.COLUMNS` in a frame, for each completion.
 
     A column that given tokens have comes for a prompt's tokens and the completion's own but the last, which is not
     read; another for the completion's tokens. Completions follow each other on the first axis.

@@ -106,7 +106,7 @@ def differing(tensors: Sequence[Tensor], sent: np.ndarray, consumed: np.ndarray)
 
 class Segment:
     """Shared memory of a fixed size, mapped writable: no name in any file system, gone with its last holder. The
-    descriptor is inherited by children that are told to."""
+    descriptor is inherited by children that are started with it."""
 
     def __init__(self, name: str, size: int) -> None:
         """Allocate every page now, so that no write fails later.

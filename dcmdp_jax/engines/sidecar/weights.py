@@ -96,7 +96,7 @@ class SharedWeights:
         """Write the parameters into the segment that is not in use.
 
         Raises:
-            ValueError: for parameters that are not those of the model.
+            ValueError: for parameters that do not fit the model.
         """
         check_params(params, self.config)
         serial, policy_version = self._serial + 1, int(policy_version)
@@ -166,7 +166,7 @@ class WeightBridge:
         """Write the tensors.
 
         Args:
-            params: parameters of the model (see `params.check_params`) in any sharding; all processes publish alike.
+            params: parameters of the model (see `params.check_params`) in any sharding; all processes publish.
             segment: shared memory of at least `num_bytes`.
             policy_version: version that the checksums depend on.
 

@@ -31,7 +31,7 @@ _MAX_DIMENSIONS = 4
 
 
 class WireError(ConnectionError):
-    """The connection is closed: the other side went away, or sent what is no frame."""
+    """The connection is closed: the other side went away, or sent something else than a frame."""
 
 
 class Message(NamedTuple):

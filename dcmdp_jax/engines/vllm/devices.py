@@ -72,7 +72,7 @@ def reserve_device_share(settings: VllmSettings) -> None:
     GPU what it needs and gives it back (XLA_PYTHON_CLIENT_ALLOCATOR=platform).
 
     Raises:
-        ValueError: if the two shares don't fit, or the user's is no number.
+        ValueError: if the two shares don't fit, or the user's is not a number.
     """
     if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not has_cuda_plugin():
         return
@@ -107,7 +107,7 @@ def device_share(settings: VllmSettings) -> DeviceShare | None:
 
 
 def trainer_share(settings: VllmSettings) -> float:
-    """Share of the memory of a GPU that the trainer gets beside a sidecar that does not sleep."""
+    """Share of the memory of a GPU that the trainer gets with a sidecar that does not sleep."""
     return round(1 - _MARGIN - settings.memory_share, 2)
 
 

@@ -50,7 +50,7 @@ class VllmEngine:
 
         Args:
             arguments: `directory` gets config.json, log, temporary files; with several replicas each has its log in a
-                directory of its own in there, named by its number. `max_rows` are those of all replicas together; more
+                directory of its own in there, named by its number. `max_rows` counts all replicas together; more
                 wait in vLLM's queues. Without a `platform` the machine and the model are checked here.
             script: the sidecar.
 
@@ -117,7 +117,7 @@ class VllmEngine:
         return Supervisor(how_to_start.name, lambda: Sidecar(how_to_start, listed, weights.segments, weights.num_bytes))
 
     def _begin(self, calls: Sequence[Callable[[Calls], Any]]) -> Calls:
-        """New calls of the replicas; those that were left open end."""
+        """Begin new calls of the replicas; ends calls that were left open."""
         self._calls.stop()
         self._calls = Calls(calls)
         return self._calls
@@ -133,7 +133,7 @@ class VllmEngine:
             "mismatch/probe": mean |log p_train - log p_engine| over the probe, nats; of the replica with the largest.
 
         Raises:
-            ValueError: for parameters that are not those of the model.
+            ValueError: for parameters that do not fit the model.
             EngineError: if it fails again and again, or if the trainer's own log-probs are not finite.
         """
         publication = self.weights.publish(params, policy_version)

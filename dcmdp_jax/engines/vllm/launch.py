@@ -1,4 +1,4 @@
-"""vLLM's arguments and environment from a run's settings: those that are fixed, and those that a user may add."""
+"""vLLM's arguments and environment from a run's settings: fixed ones, and further ones that a user may add."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def reserve_device_share(settings: VllmSettings, sidecars: int) -> None:
         sidecars: number that runs at a time.
 
     Raises:
-        UserError: if they don't fit beside this process.
+        UserError: if they don't fit together with this process.
     """
     try:
         _, platform = installed_vllm(settings.python)
@@ -197,7 +197,7 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     """`engine_args` as a dict.
 
     Raises:
-        ValueError: if it is no JSON object, or sets what is set elsewhere.
+        ValueError: if it is not a JSON object, or sets what another setting sets.
     """
     try:
         extra = json.loads(engine_args) if engine_args else {}
@@ -331,7 +331,7 @@ def probe_tolerance(arguments: EngineArguments) -> float:
 
 
 def environment(arguments: EngineArguments, names: str = "") -> dict[str, str]:
-    """Variables of a sidecar's process besides the trainer's own; `names` of `devices.devices_of_replicas`."""
+    """Variables of a sidecar's process, on top of the trainer's; `names` of `devices.devices_of_replicas`."""
     variables = {
         # Engine and worker in the sidecar's own process; only tensor parallelism starts others.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

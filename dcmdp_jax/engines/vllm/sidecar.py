@@ -53,7 +53,7 @@ from dcmdp_jax.engines.sidecar import segments, wire  # noqa: E402
 from dcmdp_jax.engines.vllm.start_checks import check_received_tensors, check_torch_builds  # noqa: E402
 
 _Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
-"""Arrays of the signs of progress, then those of the answer."""
+"""Arrays of progress, then of the answer."""
 
 
 _ANSWERS = {"generate": "generated", "score": "scored", "observe": "observed"}
@@ -132,7 +132,7 @@ class EngineHost:
                 self.version = None
 
     def _wake_up(self, *tags: str) -> None:
-        """Allocate the memory of these again, weights before the cache: while they are loaded there is no cache."""
+        """Allocate the memory of these again, weights before the cache: they are loaded without a cache."""
         for tag in tags:
             if tag in self._asleep:
                 self.llm.wake_up(tags=[tag])
@@ -211,7 +211,7 @@ class EngineHost:
         return kept
 
     def _run(self, prompts: list[list[int]], params: list[Any]) -> Generator[dict[int, Any], None, None]:
-        """Run all requests; yield, twice a second and at the end, the outputs of those that have ended, by place.
+        """Run all requests; yield, twice a second and at the end, the outputs that have ended, by place.
 
         Closed, it aborts the others. A refused one leaves none of the others behind.
         """

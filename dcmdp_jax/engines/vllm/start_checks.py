@@ -13,10 +13,10 @@ _CUDA_LIBRARY = "libtorch_cuda.so"
 
 
 def check_torch_builds() -> None:
-    """Refuse CUDA builds of torch's companions beside a torch without CUDA.
+    """Refuse CUDA builds of torch's companions with a torch without CUDA.
 
     vLLM's CPU build depends on torchvision, torchaudio and torchcodec, and the package index has CUDA builds of them,
-    which fail on import beside the CPU build of torch in every process that vLLM starts. Imports none of them.
+    which fail on import with the CPU build of torch, in every process that vLLM starts. Imports none of them.
 
     Version numbers don't tell: the index's wheels have no `+cuNNN`, and on other platforms the same number is a CPU
     build. What tells is the library their extension modules are linked to.

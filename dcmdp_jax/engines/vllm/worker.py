@@ -154,7 +154,7 @@ def _recorded() -> Iterator[list[_Load]]:
 
 
 def _forget(loads: list[tuple[str, inspect.BoundArguments]]) -> None:
-    """Drop the parameters that were loaded into: each layer's are made anew and are copied from."""
+    """Drop the parameters that were loaded into: each layer's are made again and are copied from."""
     for _, arguments in loads:
         arguments.arguments["param"] = None
 

@@ -44,7 +44,7 @@ def compare(
         sampled: tokens of the first engine, or what became of them on the way to the second.
         engines: name -> the engine that sampled, and the one that scores.
         setup: the prompts and sampling that both engines got.
-        show: is told what is being done.
+        show: called with a line on what is being done.
     """
     prompts = [setup.prompts[index] for index in sampled.prompt_index]
     scorer = list(engines.values())[1]
@@ -118,7 +118,7 @@ def explained(
         measured: the pair.
         prompt_index: [N] int, the prompt that each completion answers.
         setup: arguments of `compare`.
-        show: is told what each change explains.
+        show: called with a line on what each change explains.
         keep: gets the pair as it is after each.
     """
     floor = max(measured.floors.values(), default=0.0)

@@ -1,4 +1,4 @@
-"""The operators of an engine, each beside the training stack's on the engine's own input."""
+"""The operators of an engine, each compared with the training stack's on the engine's input."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Observed(NamedTuple):
 
     Attributes:
         embedding: [T, D], as the first layer reads it.
-        layers: "attention", "mlp", those of `NORMS` that the family has, and where the cache rounds "cache": the
+        layers: "attention", "mlp", the norms of the family, of `NORMS`, and where the cache rounds "cache": the
             attention that reads it.
         norm, head: after the last layer; the head gives logits.
         rounding: rounding in the cache, of `scheme.CACHES`, that "attention" has too; "" for none.

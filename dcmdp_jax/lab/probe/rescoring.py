@@ -188,7 +188,7 @@ class Rescoring:
         return Explanation(name, "temperature", shares[best])
 
     def _unsynchronized(self, name: str, earlier: Params) -> Iterator[Explanation]:
-        """Every tensor of the earlier weights alone; all tensors of a layer. The best of each is told."""
+        """Every tensor of the earlier weights alone; all tensors of a layer. The best of each is shown."""
         config, now = self._setup.config, self._setup.params
         differing = _differing(config, now, earlier)
         layers: dict[str, list[str]] = {}

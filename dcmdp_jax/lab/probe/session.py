@@ -47,7 +47,7 @@ class Session:
         earlier: models whose weights the first engine may still hold.
         load: reads the model of an engine that names its own.
         rescore: whether to score again with one thing changed at a time.
-        show: is told what is being done.
+        show: called with a line on what is being done.
         keep: gets the pairs as they are after each measurement.
     """
 
@@ -107,7 +107,7 @@ def check_specs(first: Sequence[ProbeSpec], second: ProbeSpec) -> None:
 
 
 def probe_pairs(session: Session, first: Sequence[ProbeSpec], second: ProbeSpec) -> list[Measured]:
-    """Measure each engine of `first` against `second`. One that this machine can't run is told and left out.
+    """Measure each engine of `first` against `second`. One that this machine can't run is left out with a line.
 
     Raises:
         UserError: if the engines' vocabularies differ, a prompt leaves no room, or no pair could be measured.

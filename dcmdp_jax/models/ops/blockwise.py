@@ -92,7 +92,7 @@ def _segments(segment_ids: jax.Array, size: int, window: int | jax.Array) -> _Se
 
 
 class _Queries(NamedTuple):
-    """A block of B queries, those of G heads beside each other: n = G B columns.
+    """A block of B queries, with G heads side by side: n = G B columns.
 
     Attributes:
         at: [] int32, the first query.

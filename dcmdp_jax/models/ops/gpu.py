@@ -24,7 +24,7 @@ class _Sequences(NamedTuple):
     """The segments of R rows as cuDNN's packed layout has them, R M at most.
 
     Attributes:
-        lengths: [R, M] int32, tokens of each segment of all rows in their order; 0 for those that there are not.
+        lengths: [R, M] int32, tokens of each segment of all rows in their order; 0 beyond the last segment.
         query_offsets, key_offsets: [R, M + 1] int32, the first element of each segment in the array; then its end.
         real: [R, L] bool, the tokens of segments. cuDNN writes no others.
         excess: [] bool, whether there are more than R M.

@@ -83,7 +83,7 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> 
     """x_r W_g(r) for rows that lie group by group.
 
     Args:
-        x: [T, in]; first the rows of group 0, then those of group 1, and so on.
+        x: [T, in]; the rows of group 0, then of group 1, and so on.
         kernels: [groups, in, out], the dtype of `x`.
         group_sizes: [groups] int32, rows of each group, at most T together. Rows beyond them have an undefined result
             and, where they have a cotangent, an undefined gradient. No gradient.

@@ -37,7 +37,7 @@ def splash_attention(
     return jnp.swapaxes(jax.vmap(kernel)(*swapped, splash.SegmentIds(segment_ids, segment_ids)), 1, 2)
 
 
-# Rows, in and out of a tile of the grouped product; those of MaxText for models of this width.
+# Rows, in and out of a tile of the grouped product; as in MaxText for models of this width.
 _TILE = (512, 1024, 1024)
 
 
