@@ -97,8 +97,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
     directory = Path(directory)
     located = _locate(directory)
     # Before names are made of a number of layers that may be anything.
-    _check_layers(directory, config, located)
-    _check_experts(directory, config, located)
+    _check_counts(directory, config, located)
     listing = directory / (SINGLE if (directory / SINGLE).is_file() else INDEX)
     places = hf_tensors(config)
     tensors: dict[str, Stored] = {}
@@ -196,31 +195,24 @@ def say_shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _check_layers(directory: Path, config: ModelConfig, located: dict[str, Path]) -> None:
-    """Compare `num_hidden_layers` with the layers that there are, where these are numbered without a gap."""
-    layers = {int(match[1]): name for name in located if (match := _LAYER.match(name))}
-    found = len(layers)
-    if not found:
-        raise UserError(
-            f"{next(iter(located.values()), directory)}: holds no tensor model.layers.0..., names must be those of "
-            f"transformers' {config.family.architecture}"
-        )
-    if found != config.num_layers and max(layers) == found - 1:
-        raise UserError(
-            f"{directory}/config.json: num_hidden_layers is {config.num_layers}, the safetensors files hold {found} "
-            f"layers ({layers[found - 1]} is of the last); correct config.json or fetch the weights it belongs to"
-        )
-
-
-def _check_experts(directory: Path, config: ModelConfig, located: dict[str, Path]) -> None:
-    """Compare `num_experts` with the experts that there are, where these are numbered without a gap."""
-    experts = {int(match[1]): name for name in located if (match := _EXPERT.match(name))}
-    found = len(experts)
-    if config.num_experts and found and found != config.num_experts and max(experts) == found - 1:
-        raise UserError(
-            f"{directory}/config.json: num_experts is {config.num_experts}, the safetensors files hold {found} "
-            f"experts ({experts[found - 1]} is of the last); correct config.json or fetch the weights it belongs to"
-        )
+def _check_counts(directory: Path, config: ModelConfig, located: dict[str, Path]) -> None:
+    """Compare the layers and experts of config.json with the stored ones, where these are numbered without a gap."""
+    for field, pattern, wanted, what in (
+        ("num_hidden_layers", _LAYER, config.num_layers, "layers"),
+        ("num_experts", _EXPERT, config.num_experts, "experts"),
+    ):
+        stored = {int(match[1]): name for name in located if (match := pattern.match(name))}
+        found = len(stored)
+        if not found and what == "layers":
+            raise UserError(
+                f"{next(iter(located.values()), directory)}: holds no tensor model.layers.0..., names must be those of "
+                f"transformers' {config.family.architecture}"
+            )
+        if wanted and found and found != wanted and max(stored) == found - 1:
+            raise UserError(
+                f"{directory}/config.json: {field} is {wanted}, the safetensors files hold {found} {what} "
+                f"({stored[found - 1]} is of the last); correct config.json or fetch the weights it belongs to"
+            )
 
 
 def _dimensions(places: dict[str, HFTensor], name: str) -> str:

@@ -148,9 +148,7 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
                 f"{say_shape(want.shape)}"
             )
     for name, place in hf_tensors(config).items():
-        leaf: Any = params
-        for key in place.path:
-            leaf = leaf[key]
+        leaf = place.leaf(params)
         tensor: Array = leaf[place.index] if place.index else leaf
         # Cast where the array lives, so that half the bytes move; transpose on the host, where it is a view.
         host = to_host(tensor.astype(target))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -163,6 +164,10 @@ class HFTensor(NamedTuple):
     dimensions: tuple[str, ...]
     quantized: bool
     fused: FusedPart | None
+
+    def leaf(self, params: Params) -> Any:
+        """The leaf that holds it, stacked axes and all."""
+        return functools.reduce(operator.getitem, self.path, params)
 
 
 def hf_tensors(config: ModelConfig) -> dict[str, HFTensor]:

@@ -86,10 +86,7 @@ def save_adapter(
     }  # fmt: skip
     tensors = {}
     for name, place in declared_tensors(adapter_declarations(model, lora)).items():
-        leaf: Any = adapters
-        for key in place.path:
-            leaf = leaf[key]
-        tensors[name] = np.ascontiguousarray(to_host(leaf[place.index]).T)
+        tensors[name] = np.ascontiguousarray(to_host(place.leaf(adapters)[place.index]).T)
     with whole_directory(directory, overwrite=overwrite) as partial:
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, partial / TENSORS, metadata={"format": "pt", _BASE: str(checksum), _DIGEST: str(digest)})
@@ -136,10 +133,7 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
             raise UserError(f"{directory / TENSORS}: {name} has values that are not finite; is the file damaged?")
     tree = declared_tree(adapter_declarations(model, lora), lambda one: np.empty(one.shape, np.float32))
     for name, place in places.items():
-        leaf: Any = tree
-        for key in place.path:
-            leaf = leaf[key]
-        leaf[place.index] = found[name].T
+        place.leaf(tree)[place.index] = found[name].T
     return Adapter(lora, tree, *(int(metadata[key]) if key in metadata else None for key in (_BASE, _DIGEST)))
 
 

@@ -11,7 +11,6 @@ import functools
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,9 +177,7 @@ class WeightBridge:
 
         def job(first: int, numbers: list[int]) -> None:
             place, _ = self._jobs[numbers[0]]
-            leaf: Any = params
-            for key in place.path:
-                leaf = leaf[key]
+            leaf = place.leaf(params)
             several = len(numbers) > 1 and len(leaf.devices()) == 1
             together = _converted(leaf, place.index, first, len(numbers), self._dtype) if several else None
             for order, number in enumerate(numbers):

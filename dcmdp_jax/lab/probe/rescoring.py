@@ -19,7 +19,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.models.ops import choose_ops
-from dcmdp_jax.models.params import hf_tensors, quantized_leaves
+from dcmdp_jax.models.params import HFTensor, hf_tensors, quantized_leaves
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through
 from dcmdp_jax.models.scheme import FULL, Scheme
@@ -30,13 +30,6 @@ _MOST_TOKENS = 4096
 _TEMPERATURES = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0)
 _GRIDS, _PROMISING, _LEAST_CHANGE = 3, 0.2, 0.02
 _BLOCK, _FP8_MAX = 128, 448.0
-
-
-class _Place(NamedTuple):
-    """Place of a tensor: keys into the nested parameters, and its index on the stacked axes of the leaf."""
-
-    path: tuple[str, ...]
-    index: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,29 +281,22 @@ def _block_rounded(x: jax.Array) -> jax.Array:
     return rounded.reshape(wide.shape)[:rows, :columns].astype(x.dtype)
 
 
-def _places(config: ModelConfig) -> dict[str, _Place]:
-    """Tensor by its Hugging Face name -> where it lies in the parameters."""
-    return {name: _Place(tensor.path, tensor.index) for name, tensor in hf_tensors(config).items()}
-
-
-def _differing(config: ModelConfig, now: Params, earlier: Params) -> dict[str, _Place]:
+def _differing(config: ModelConfig, now: Params, earlier: Params) -> dict[str, HFTensor]:
     """The tensors that are not equal in both."""
     return {
         name: place
-        for name, place in _places(config).items()
+        for name, place in hf_tensors(config).items()
         if not np.array_equal(*(_part(tree, place) for tree in (now, earlier)))
     }
 
 
-def _part(params: Params, place: _Place) -> np.ndarray:
-    for key in place.path:
-        params = params[key]
-    return np.asarray(params[place.index])
+def _part(params: Params, place: HFTensor) -> np.ndarray:
+    return np.asarray(place.leaf(params)[place.index])
 
 
 def _swapped(config: ModelConfig, now: Params, earlier: Params, names: Sequence[str]) -> Params:
     """`now`, with the named tensors of `earlier`."""
-    places = _places(config)
+    places = hf_tensors(config)
     changed = jax.tree.map(lambda leaf: leaf, now)
     for name in names:
         *parents, last = places[name].path
