@@ -279,10 +279,6 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__
 
 
-def _memory() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def _clear_names() -> None:
     """Unlink what vLLM shares between processes, once the engine is built and all of them have it open.
 
@@ -312,13 +308,10 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
     while True:
         header, arrays = connection.receive()
         op = header["op"]
-        began = time.monotonic()
         try:
             if op == "push":
                 sums = host.push(header)
-                connection.send(
-                    "pushed", {"policy_version": host.version, "seconds": time.monotonic() - began}, {"checksums": sums}
-                )
+                connection.send("pushed", {"policy_version": host.version}, {"checksums": sums})
             elif op in _ANSWERS:
                 _send_parts(connection, getattr(host, op)(header, arrays), _ANSWERS[op], host.version)
             elif op == "cancel":
@@ -326,8 +319,7 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
                 connection.send("cancelled")
             elif op == "health":
                 running = host.engine.get_num_unfinished_requests()
-                fields = {"policy_version": host.version, "running": running, "resident_bytes": _memory()}
-                connection.send("healthy", fields)
+                connection.send("healthy", {"policy_version": host.version, "running": running})
             elif op == "close":
                 connection.send("closed")
                 return
