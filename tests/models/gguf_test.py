@@ -98,7 +98,7 @@ def _write(path, config, *, kind="F32", pre="qwen2", leave_out="", tensors=None,
     for hf_name, value in (_values(config) if tensors is None else tensors).items():
         if config.model_type == "llama" and re.search(r"self_attn\.[qk]_proj", hf_name):
             value = _pairs(value, config.num_heads if "q_proj" in hf_name else config.num_kv_heads)
-        gguf_name, expert = gguf_tensor(hf_name, config)
+        gguf_name = hf_name if hf_name.startswith("blk.") else gguf_tensor(hf_name, config)[0]
         if config.model_type == "gemma3_text" and hf_name.endswith("norm.weight"):
             value = value + 1  # as llama.cpp's converter
         stacks.setdefault(gguf_name, []).append(value)
@@ -281,7 +281,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, monkeypatch):
         "tensor blk.1.ffn_down.weight is missing": {key: value for key, value in values.items() if key != name},
         "tensor blk.1.ffn_down.weight has values that are not finite": values | {name: values[name] * np.inf},
         "tensor blk.7.attn_norm.weight is unknown to qwen2": values
-        | {"model.layers.7.input_layernorm.weight": np.ones(64, np.float32)},
+        | {"blk.7.attn_norm.weight": np.ones(64, np.float32)},
     }
     for said, tensors in cases.items():
         assert said in _refused(tmp_path, _write(tmp_path / "m.gguf", config, tensors=tensors))
