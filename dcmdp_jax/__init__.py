@@ -2,7 +2,7 @@
 
     dc_grpo_loss            the loss of a batch (Eq. 9, 10), the next multiplier, and more as a `DcGrpoAux`
     token_discrepancy       delta = |p^Train - p^Inf| of each token (Eq. 3)
-    group_advantages        A, rewards relative to those of their group (Eq. 8)
+    group_advantages        A, rewards relative to their group's (Eq. 8)
     penalized_advantages    A - lambda delta (Eq. 8)
     importance_ratio        gamma = pi_theta / p^Train (below Eq. 1)
     clipped_surrogate       min(gamma A, clip(gamma) A) (Eq. 10)

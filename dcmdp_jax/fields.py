@@ -34,7 +34,7 @@ class Setting:
         source: where the default comes from: the paper with its section, or this project.
         choices: allowed values; empty for any.
         engine_choices: allowed values with each `rollout.engine`; `choices` is their union.
-        minimum, maximum: natural range, ends included; None is no bound.
+        minimum, maximum: natural range, ends included; None: unbounded.
         limit: largest value that can be computed with, and why; without it 2^31 - 1, of seconds a week.
         why: told with a refused choice or a value below `minimum`.
         free: a resumed run may change it: it alters what is recorded, where the run is computed and in what portions,
@@ -135,7 +135,7 @@ def build(kind: type, values: Any, unknown: Callable[[str], Exception], prefix: 
     Args:
         kind: the dataclass.
         values: nested mappings, keys as the fields.
-        unknown: makes the exception for a dotted name that is no setting.
+        unknown: makes the exception for an unknown dotted name.
         prefix: begins the dotted names in messages.
 
     Raises:
@@ -178,7 +178,7 @@ def parse_text(one: Declared, text: str) -> Any:
     """Parse the text of a setting, as a command line has it: `true`, `1e-6`, `(64,128)`; digits are 0-9.
 
     Raises:
-        UserError: in one line, if the text is no value of the setting's type.
+        UserError: in one line, for text of another type.
     """
     if one.type is str:
         return text
@@ -235,7 +235,7 @@ _PARSERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
 
 
 def nearest_name(name: str, names: list[str], sections: list[str]) -> str:
-    """Hint for a dotted name that is no setting: the nearest setting, or the sections."""
+    """Hint for an unknown dotted name: the nearest setting, or the sections."""
     tail = name.rpartition(".")[2]
     near = [other for other in names if other.rpartition(".")[2] == tail][:1]
     near = near or difflib.get_close_matches(name, names + sections, n=1, cutoff=0.6)

@@ -42,7 +42,7 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if it does not exist.
         UserError: naming the file, if it is a FIFO, which would be waited for, not UTF-8, not JSON, nested too deeply,
             or no object.
     """

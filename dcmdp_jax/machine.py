@@ -10,7 +10,7 @@ MEMORY_PHASES = ("push", "sample", "step")
 _ALWAYS = frozenset(MEMORY_PHASES)
 MORE_DEVICES = "a smaller model, or more devices along mesh.fsdp or mesh.tensor"
 PREEMPTED = "preempted caches, at most"
-"""Name of the part with the caches of rows that wait to continue; it lives beside every program that samples."""
+"""Name of the part with the caches of rows that wait to continue; it is held while any program samples."""
 LOGITS_HELD = 3
 """Arrays of the size of logits: themselves, their exponentials, and their gradient or a masked copy."""
 

@@ -163,7 +163,7 @@ def record_trl(
 
     TRL computes `old_per_token_logps` when `vllm_importance_sampling_correction` is on or generation and optimizer
     steps are not aligned; else give `old_logprobs`. A token for which vLLM has no log-prob (NaN) is left out.
-    `entropies` and `top` are those of `Recorder.write`, here and below, at the places of the completion tokens: no
+    `entropies` and `top` are as in `Recorder.write`, here and below, at the places of the completion tokens: no
     batch has them. Only entropies show that the tokens come from neither column.
 
     Raises:

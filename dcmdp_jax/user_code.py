@@ -77,7 +77,7 @@ def _load_file(path: Path, changed_ns: int) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     if (directory := str(path.parent)) not in sys.path:
-        sys.path.append(directory)  # the modules beside the file, as when Python runs it
+        sys.path.append(directory)  # the modules next to the file, as when Python runs it
     spec.loader.exec_module(module)
     return module
 

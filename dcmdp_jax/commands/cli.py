@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def flags(self) -> list[str]:
-        """Names of all options, those of subcommands too."""
+        """Names of all options, of subcommands too."""
         inner = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
         below = [flag for parsers in inner for parser in parsers.values() for flag in parser.flags()]
         return [flag for flag in self._option_string_actions if flag.startswith("--")] + below
@@ -188,7 +188,7 @@ def _append_to_log(what: str, text: str) -> Path | None:
 
 
 def _keep_failures_of_threads() -> None:
-    """Send failures outside the main thread to the log, or to stderr if there is no log.
+    """Send failures outside the main thread to the log, or to stderr without one.
 
     When a checkpoint can't be written, each of Orbax's threads prints a traceback, its abandoned coroutines print
     another at exit, and it logs more. The main thread raises the same error and reports it in one line.

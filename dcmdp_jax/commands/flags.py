@@ -70,7 +70,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
-    """Read a command line that has a config beside other arguments.
+    """Read a command line that has a config and other arguments.
 
     Args:
         parser: with the other arguments.
@@ -96,9 +96,9 @@ def load_config(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
 
     Args:
         given: `FILE[:ARGUMENT]`; FILE is the name of a preset, such as `demo`, or the path of a config file. A file
-            `*.yaml`, `*.yml` or `*.toml` has settings by section; those that it leaves out have their defaults.
-        overrides: dotted name -> value, `{"training.steps": 20}`. Those that a resumed run may not change become part
-            of the run directory's name unless `run_dir` is among them, so that two experiments do not share one.
+            `*.yaml`, `*.yml` or `*.toml` has settings by section; the others have their defaults.
+        overrides: dotted name -> value, `{"training.steps": 20}`. What a resumed run may not change becomes part of
+            the run directory's name unless `run_dir` is among them, so that two experiments do not share one.
 
     Raises:
         UserError: in one line, for a file that is missing or fails, an unknown setting, or a refused value.
@@ -159,7 +159,7 @@ def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Split off overrides, --config.name=value or --config.name value: values by dotted name, and all other words.
 
     Raises:
-        UserError: in one line, for a missing value, an unknown setting, or text that is no value of its type.
+        UserError: in one line, for a missing value, an unknown setting, or text of another type.
     """
     overrides: dict[str, Any] = {}
     rest: list[str] = []
@@ -218,7 +218,7 @@ def call_function(option: str, given: str, function: str, folder: str = "") -> A
     """Run a config or study file and call one of its functions, once.
 
     While it runs, `from configs import base` finds, first to last: modules of the directory `configs` that the file is
-    in, those of `configs` in the working directory, and the presets. A preset finds the presets alone.
+    in, of `configs` in the working directory, and the presets. A preset finds the presets alone.
 
     Args:
         option: name of the command-line option, for errors.

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
     parser.add_argument("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
     parser.add_argument(
-        "--search", action="store_true", help="compile the step for other meshes and micro-batches; list those that fit"
+        "--search", action="store_true", help="compile the step for other meshes and micro-batches; list what fits"
     )
     parser.add_argument(
         "--lengths",

@@ -1,4 +1,4 @@
-"""Print settings: all in Markdown (dcmdp settings > docs/settings.md), those of a word as text (dcmdp settings lr)."""
+"""Print settings: all in Markdown (dcmdp settings > docs/settings.md), or by a word as text (dcmdp settings lr)."""
 
 from __future__ import annotations
 

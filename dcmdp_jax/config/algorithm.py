@@ -95,11 +95,11 @@ class AlgorithmSettings:
             staleness). proximal: the training stack at the start of the step, and a token weighs by what the policy
             moved since it was sampled (rollout.lag; decoupled objective, docs/overlap.md). Source: paper: not
             stated; docs/algorithm.md.
-        corrections: Corrections for engine mismatch beside the penalty, joined by commas, parameters in
+        corrections: Corrections for engine mismatch in addition to the penalty, joined by commas, parameters in
             parentheses: tis(high=2),veto; docs/remedies.md lists them. Functions of yours as
             path.py:function(parameter=value). score_centering subtracts the expected score, from
             rollout.top_logprobs. Source: paper: none.
-        correction_denominator: Tokens in the denominator of the loss: those that the corrections keep, or all.
+        correction_denominator: Tokens in the denominator of the loss: kept by the corrections, or all.
             Source: ours: peers differ, docs/translations.md.
         overlong_buffer: Soft overlong punishment (DAPO): over this many last tokens before
             rollout.max_completion_tokens the reward falls linearly by overlong_penalty. 0: none. Source: paper:
@@ -275,7 +275,7 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
         why = "which bounds the surrogate alone; leave one of them out"
         yield "algorithm.loss", f"with trust_region={algorithm.trust_region}, {why}"
     if "trust_region" in loss.parameters and not loss.own:
-        yield "algorithm.loss", "its parameters are those of trust_region"
+        yield "algorithm.loss", "takes no parameters; set them in trust_region"
     denominator = algorithm.ratio_denominator
     for call in algorithm.calls("corrections") if denominator in ("rollout", "bypass") else []:
         if call.function in {**TRUNCATIONS, **MASKS}:

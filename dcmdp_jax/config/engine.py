@@ -19,7 +19,7 @@ from dcmdp_jax.user_code import is_place
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that is no engine to train with. Nothing is imported.
+    """Refuse a name that does not denote a trainable engine. Nothing is imported.
 
     Raises:
         UserError: in one line, naming the setting.
@@ -46,13 +46,13 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
     """The engine's own settings: its section, or the JSON object `rollout.engine_args` for an engine by path.
 
     Raises:
-        UserError: in one line, for what is no object, an unknown name, a wrong type or a value out of range.
+        UserError: in one line, for anything but an object, an unknown name, a wrong type or a value out of range.
     """
     section, given = "rollout.engine_args", rollout.engine_args
     if kind in TRAINABLE.values():
         if given:
             own = f"config.rollout.{kind.name}.*"
-            raise UserError(f"config.{section}: goes with an engine by path; {kind.name} has {own}")
+            raise UserError(f"config.{section}: only valid for user-defined engines; {kind.name} has {own}")
         return get_value(rollout, kind.name)
     try:
         values = json.loads(given or "{}")

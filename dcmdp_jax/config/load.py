@@ -70,7 +70,7 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
         UserError: in one line, see `from_config_dict`.
     """
     values, engine = to_dict(config), config.rollout.engine
-    # The run's split of its devices was for a trainer beside the engine.
+    # The run split its devices for a trainer and an engine.
     alone = {"rollout.lag": 0, "rollout.router_replay": False, "mesh.cpu_devices": 0}
     # Of the engine and the functions that the run had.
     alone |= {"rollout.engine_args": ""} if overrides.get("rollout.engine", engine) != engine else {}
@@ -93,7 +93,7 @@ def parse_value(name: str, text: str) -> Any:
         text: a value of the setting's type, such as `true`, `1e-6`, `(64,128)`; digits are 0-9.
 
     Raises:
-        UserError: in one line, if there is no such setting or the text is no value of its type.
+        UserError: in one line, for an unknown setting or text of another type.
     """
     if name in declared(Config):
         return parse_text(declared(Config)[name], text)
@@ -119,7 +119,7 @@ OTHER_NAMES = MappingProxyType(
 
 
 def unknown_setting(name: str) -> UserError:
-    """The error for a dotted name that is no setting: why it was removed, or the nearest one that is."""
+    """The error for an unknown setting: why it was removed, or the nearest name."""
     if ours := OTHER_NAMES.get(name.rpartition(".")[2]):
         return UserError(f"config.{name}: no such setting; did you mean {ours!r}?")
     if name in REMOVED:

@@ -135,7 +135,7 @@ class TaskSettings:
         max_turn_tokens: Most tokens that the policy samples in one turn; rollout.max_completion_tokens bounds all
             turns and answers together. 0: that divided by max_turns. Source: ours.
         on_bad_row: A malformed row of data: error stops with its line number, skip counts it.
-        on_changed_data: Problems of task.train that are not those that a resumed run began with: error stops,
+        on_changed_data: Problems of task.train other than a resumed run began with: error stops,
             continue warns. Source: ours.
         verifier_workers: Processes that judge answers.
         verifier_timeout: Processor time that one answer may take; over it the reward is 0. Source: ours.
@@ -209,7 +209,7 @@ class TrainingSettings:
         micro_batch_tokens: Limit of the tokens, padding included, of one forward and backward pass on a device,
             which its memory grows with. At least one row. Micro-batches are smaller where that leaves less padding.
             Source: ours.
-        row_lengths: Lengths of rows, rising; a program is compiled for each. Empty: those that leave least padding
+        row_lengths: Lengths of rows, rising; a program is compiled for each. Empty: lengths that leave least padding
             for completions of very different lengths within the limits, at most 8 (docs/layout.md).
         segments_per_row: Most completions in one row. 0: unlimited where the kernel skips other segments, with cudnn
             16, else 1. cudnn skips them with 2 to 32, and has a mask in memory with more.
@@ -345,7 +345,7 @@ class CheckpointSettings:
 
 @dataclasses.dataclass(frozen=True)
 class ObserveSettings:
-    """Records beside the metrics.
+    """Records in addition to the metrics.
 
     Attributes:
         samples_every_steps: Steps between sample completions in samples.jsonl.

@@ -52,7 +52,7 @@ def settings_text(word: str) -> str:
 
 
 def print_config(config: Config) -> str:
-    """One line for each setting, `*` before those that differ from the default, which is then shown."""
+    """One line for each setting, `*` and the default where it differs from the default."""
     lines = []
     for one in declared(Config).values():
         value = get_value(config, one.name)

@@ -27,15 +27,15 @@ class Column:
         doc: meaning of an entry.
         dtype: the array's type.
         fill: entry of padding, and of a token that the column says nothing about.
-        of_given: whether it has entries for tokens that the policy did not sample: a prompt, the output of a tool.
-            Those of another column are `fill`.
+        covers_given: whether it has entries for tokens that the policy did not sample: a prompt, the output of a tool.
+            In another column they are `fill`.
         axes: names of the axes after the token axis, of `column_shapes`.
     """
 
     doc: str
     dtype: type[np.generic]
     fill: int | float
-    of_given: bool = False
+    covers_given: bool = False
     axes: tuple[str, ...] = ()
 
 
@@ -50,7 +50,7 @@ COLUMNS: dict[str, Column] = {
     "routed_experts": Column(
         "[layers, k], the experts of each layer that the engine sent the token to when it read it; a forward pass uses "
         "them (router replay). -1 for a token that was not read, such as the last",
-        np.int16, -1, of_given=True, axes=("layers", "experts_per_token"),
+        np.int16, -1, covers_given=True, axes=("layers", "experts_per_token"),
     ),
     "old_logprobs": Column(
         "nats, of the sampled token by the training stack, under the weights that sampled it; of a run whose batches "
@@ -66,7 +66,7 @@ COLUMNS: dict[str, Column] = {
     ),
     OLD_TOP_LOGPROBS: Column("[k], `old_logprobs` of these ids", np.float32, 0.0, axes=("k",)),
     "teacher_logprobs": Column("nats, of the sampled token by a teacher", np.float32, 0.0),
-    "token_rewards": Column("reward of the token alone, beside its completion's", np.float32, 0.0),
+    "token_rewards": Column("reward of the token alone, in addition to its completion's", np.float32, 0.0),
 }  # fmt: skip
 
 ROW_LAYOUT: dict[str, type[np.generic]] = {
@@ -139,7 +139,7 @@ def over_sequence(name: str, values: np.ndarray, sampled_mask: np.ndarray) -> np
     """
     column = declared_column(name)
     whole = np.full((sampled_mask.size, *values.shape[1:]), column.fill, column.dtype)
-    if column.of_given:
+    if column.covers_given:
         whole[: len(values)] = values
     else:
         whole[sampled_mask] = values
@@ -245,7 +245,7 @@ class OpenGroups:
         self._waiting: dict[int, list[Episode]] = {}
 
     def add(self, episodes: Iterable[Episode]) -> list[Episode]:
-        """Add finished episodes; return those of the groups that they complete, in prompt order, maybe none."""
+        """Add finished episodes; return the groups that they complete, in prompt order, maybe none."""
         complete: list[Episode] = []
         for episode in episodes:
             group = self._waiting.setdefault(episode.group, [])

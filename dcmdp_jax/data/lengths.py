@@ -1,4 +1,4 @@
-"""Lengths of completions to plan for: a lognormal distribution, or those that a run has recorded."""
+"""Lengths of completions to plan for: a lognormal distribution, or a run's recorded ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dcmdp_jax.data.row_layout import RowShapes, computed_tokens, lay_out, logno
 from dcmdp_jax.errors import UserError
 
 QUANTILES = (10, 25, 50, 75, 90)
-"""Percentiles of a step's completion lengths that a run records, as `completion/length_p10`, beside minimum and
+"""Percentiles of a step's completion lengths that a run records, as `completion/length_p10`, with minimum and
 maximum."""
 _FORM = re.compile(r"lognormal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 _USAGE = "lognormal(MEDIAN,CAP) in tokens, such as lognormal(2048,8192), or the directory of a run"

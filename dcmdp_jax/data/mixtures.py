@@ -94,7 +94,7 @@ def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> di
         keys: the allowed keys; empty: any.
 
     Raises:
-        UserError: in one line, for a part that is no `key=value`, an unknown key, or one that is given twice.
+        UserError: in one line, for a part not of the form `key=value`, an unknown key, or a repeated one.
     """
     values: dict[str, str] = {}
     for setting in filter(None, settings.split(",")):
@@ -121,7 +121,7 @@ def source_name(location: str) -> str:
 
 
 def location_names(locations: Sequence[str]) -> list[str]:
-    """Names of sources; those that would share one are told apart by their settings."""
+    """Names of sources; tasks that would share one are distinguished by their settings."""
     names = [source_name(location) for location in locations]
     shared = {name for name, count in Counter(names).items() if count > 1}
     return [

@@ -127,7 +127,7 @@ def _write(rows: Rows, row: Shape, start: int, segment: int, index: int, episode
     rows.completion_mask[row][place] = sampled
     rows.completion_index[row][place] = np.where(sampled, index, 0)
     for name, target in rows.columns.items():
-        entries = slice(None) if COLUMNS[name].of_given else sampled
+        entries = slice(None) if COLUMNS[name].covers_given else sampled
         target[row][place][entries] = episode.columns[name][entries]
 
 

@@ -69,7 +69,7 @@ def encode_prompts(
     A problem that says how its answer is to be written (DAPO-Math-17K: on the last line, after "Answer:") gets no
     suffix that says so too; how many, is logged.
 
-    The ids are those of the rendered template, which contains its special tokens: the tokenizer adds no others.
+    The ids encode the rendered template, which contains its special tokens: the tokenizer adds no others.
 
     Args:
         problems: the problems to ask.

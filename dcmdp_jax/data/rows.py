@@ -63,7 +63,7 @@ def problem_from_row(
         answers: handling of a row without a usable answer.
 
     Raises:
-        UserError: if the row is no JSON object, its schema is unknown, its prompt is empty, or it has no answer and
+        UserError: if the row is not a JSON object, its schema is unknown, its prompt is empty, or it has no answer and
             needs one, or one that nothing could match.
     """
     if not isinstance(row, Mapping):
@@ -77,7 +77,7 @@ def problem_from_row(
         answer, solution = None, _solution(row).strip()
     texts = [prompt, answer or "", *(message["content"] for message in messages)]
     if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
-        raise UserError("holds half of a surrogate pair, which is no character")
+        raise UserError("holds half of a surrogate pair, which is not a character")
     if row.get("context") and not messages:
         prompt = f"{row['context']}\n\n{prompt}"
     data_source = row.get("data_source")
@@ -118,7 +118,7 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     if isinstance(value, str) and _CHAT_AS_TEXT.match(value):
         value = _literal(value)
         if value is None:
-            raise UserError(f"field {field!r} starts as a chat written as text, but is no valid JSON")
+            raise UserError(f"field {field!r} starts as a chat written as text, but is not valid JSON")
         value = [value] if isinstance(value, dict) else value
     messages: tuple[Message, ...] = ()
     if isinstance(value, list):

@@ -123,7 +123,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic of the library is no Exception
+    except BaseException as error:  # a panic of the library does not derive from Exception
         raise UserError(
             f"tokenizer {tokenizer.name_or_path}: can't encode {what} ({shorten_name(one_line(error))}); compare "
             "tokenizer.json with the model's own"
@@ -178,7 +178,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
 def end_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_dir: str | Path | None = None, *, vocab_size: int
 ) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's own and those that a model's directory lists.
+    """Every token that ends a completion: the tokenizer's own and the ones in a model's directory.
 
     Chat models end a turn and a text with different tokens; their generation_config.json lists both.
 
@@ -192,7 +192,8 @@ def end_token_ids(
         The ids, ascending, without repeats.
 
     Raises:
-        UserError: if one of the files is malformed, an id is no token of the model, or nothing names an end token.
+        UserError: if one of the files is malformed, an id is outside the model's vocabulary, or nothing names an end
+            token.
     """
     ids: set[int] = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     if ids and max(ids) >= vocab_size:
@@ -234,7 +235,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path, end_ids: Sequence[int]) -> None:
     """Write a tokenizer, and a generation_config.json with its first and padding token and every end token.
 
-    The files that the tokenizer was read from are copied, because `save_pretrained` may write others, those of the
+    The files that the tokenizer was read from are copied, because `save_pretrained` may write others, of the
     class, not of the source. One that was made in memory is saved.
 
     `end_token_ids` finds them there, and so does an exported model, which without them is sampled past the end of a

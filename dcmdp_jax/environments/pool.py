@@ -212,7 +212,7 @@ def checked_observation(value: Any) -> str:
     """The first observation, empty for None.
 
     Raises:
-        RewardError: if it is no text, or too long. It does not name the environment.
+        RewardError: if it is not text, or too long. It does not name the environment.
     """
     if value is not None and not isinstance(value, str):
         raise RewardError(f"reset returned {shown(value)}, needs text or None")
@@ -223,7 +223,7 @@ def checked_step(value: Any) -> Step:
     """A step from what `step` returned.
 
     Raises:
-        RewardError: if it is no observation, reward and end. It does not name the environment.
+        RewardError: if it is not (observation, reward, done). It does not name the environment.
     """
     if not isinstance(value, tuple | list) or len(value) != 3:
         raise RewardError(f"step returned {shown(value)}, needs (observation, reward, done)")

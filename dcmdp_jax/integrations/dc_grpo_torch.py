@@ -270,14 +270,14 @@ class DcGrpo:
         os.replace(partial, path)
 
     def load(self, path: str | Path, *, steps: int | None = None) -> None:
-        """Take `multiplier` and `history` from what `save` wrote; the settings stay those of this object.
+        """Take `multiplier` and `history` from what `save` wrote; this object's settings stay.
 
         Args:
             path: see `save`.
             steps: go back to the state after this many updates, at least 1; None: the last.
 
         Raises:
-            FileNotFoundError: if there is no such file.
+            FileNotFoundError: if it does not exist.
             ValueError: naming the file, if it is not what `save` writes, its multiplier is out of range, or it has
                 fewer updates than `steps`.
         """

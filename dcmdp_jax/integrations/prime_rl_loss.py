@@ -92,7 +92,7 @@ _loss: DcGrpoLoss | None = None
 
 
 def dc_grpo_loss(inputs: Any, **settings: Any) -> Any:
-    """The function that `import_path` names; `settings` are those of `DcGrpoLoss`, made at the first call."""
+    """The function that `import_path` names; `settings` are arguments of `DcGrpoLoss`, made at the first call."""
     global _loss
     from prime_rl.trainer.rl.loss import LossOutputs
 

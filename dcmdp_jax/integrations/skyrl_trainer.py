@@ -33,7 +33,7 @@ def make_trainer(base: type) -> type:
             return data
 
         def save_checkpoints(self) -> str:
-            """Save lambda beside the checkpoint."""
+            """Save lambda with the checkpoint."""
             folder = super().save_checkpoints()
             self.dc_grpo.save(os.path.join(folder, STATE_FILE))
             return folder

@@ -76,11 +76,11 @@ class Hosts:
         """Collective, and nothing else."""
         self.largest(0)
 
-    def call_together(self) -> None:
-        """Ask the others to end what they do alone and come to the next collective method."""
+    def interrupt_all(self) -> None:
+        """Make the other processes abandon per-process work and enter the next collective method."""
 
     @property
-    def called_together(self) -> bool:
+    def interrupted(self) -> bool:
         """Whether another process asks for that."""
         return False
 
@@ -129,11 +129,11 @@ class SeveralHosts(Hosts):
         received = self._exchange(np.array(values, np.float64))
         return received.view(np.float64).max(axis=0).tolist()
 
-    def call_together(self) -> None:
+    def interrupt_all(self) -> None:
         self._monitor.ask_to_stop()
 
     @property
-    def called_together(self) -> bool:
+    def interrupted(self) -> bool:
         return self._monitor.stopping.is_set()
 
     def check_same(self, facts: Callable[[], Mapping[str, str]], remedy: str) -> None:

@@ -90,9 +90,9 @@ def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 
 
 
 def sampling_mesh(training: Mesh, *, num_params: int = 0, tensor: int = 1, expert: int = 1) -> Mesh:
-    """The embedded engine's mesh: the training mesh's devices, or those that the CPU was split into.
+    """The embedded engine's mesh: the training mesh's devices, or the parts of a split CPU.
 
-    In a run of several processes, those of this process alone.
+    In a run of several processes, this process's devices alone.
 
     Decoding runs many small products, for which waking a second thread costs as much as it saves: two devices with half
     of the rows each take 0.68 to 0.75 of the time of one device with both cores. Of a large model each device

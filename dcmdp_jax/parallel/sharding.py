@@ -198,7 +198,7 @@ def shard_map_over_data(
     once after all micro-batches instead of in each. The compiler handles the other axes.
 
     A data axis of one device is left to the compiler as well: there is nothing to map, and XLA (jax 0.10.2) refuses a
-    reduction over it beside other axes ("Cross-partition allreduce must be in (partial) manual partitioning mode").
+    reduction over it and other axes ("Cross-partition allreduce must be in (partial) manual partitioning mode").
 
     Args:
         function: function that closes over no array.
@@ -236,7 +236,7 @@ def shard_map_over_model_axes(
 
 
 def free_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Axes of the mesh without those of a `shard_map` around, while tracing."""
+    """Axes of the mesh that no enclosing `shard_map` maps, while tracing."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in mesh.axis_names if axis not in manual)
 

@@ -23,7 +23,7 @@ def describe_plan(plan: CompiledRun) -> str:
 
 
 def plan_record(plan: CompiledRun) -> dict[str, Any]:
-    """The same as a tree for JSON. Bytes are those of one device."""
+    """The same as a tree for JSON. Bytes are of one device."""
     packing = plan.run.placement.packing
     return {
         "topology": plan.topology.name,

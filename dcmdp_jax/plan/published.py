@@ -1,6 +1,6 @@
 """Shapes of the models that the configs train, as their publishers' config.json has them.
 
-A plan needs no weights: where `model.path` is no directory, its last part names one of these.
+A plan needs no weights: where `model.path` is not a directory, its last part names one of these.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def model_of(config: Config) -> ModelConfig:
     """The model of a config: its directory's, a published one of the directory's name, or a fresh one.
 
     Raises:
-        UserError: if there is no such directory and no published model of its name.
+        UserError: if neither a directory nor a published model has this name.
     """
     path = config.model.path
     if not path:

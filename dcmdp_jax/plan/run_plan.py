@@ -89,7 +89,7 @@ class Phase(NamedTuple):
     Attributes:
         name: a program's, or "push" or "sample", whose memory is arithmetic.
         peak: peak bytes of the compiled program; 0 without one.
-        beside: bytes that live through the phase and are no argument of its program, by kind.
+        beside: bytes held through the phase outside its program's arguments, by kind.
     """
 
     name: str
@@ -126,7 +126,7 @@ class CompiledRun:
 
     @property
     def phases(self) -> list[Phase]:
-        """Every compiled program with what stays in memory beside its arguments, and the phases without a program."""
+        """Every compiled program with what stays in memory outside its arguments, and the phases without a program."""
         found = [Phase(name, compiled.peak, self._beside(name)) for name, compiled in self.programs.items()]
         if self.engine is not None:
             parts = [part for part in self.run.placement.engine.memory.parts if "push" in part.phases and part.each]

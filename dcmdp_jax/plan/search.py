@@ -1,4 +1,4 @@
-"""Search over mesh shapes and micro-batch sizes for those that fit."""
+"""Search over mesh shapes and micro-batch sizes."""
 
 from __future__ import annotations
 

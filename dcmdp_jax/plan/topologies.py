@@ -129,11 +129,11 @@ def chip_and_count(name: str) -> tuple[Chip, int]:
 
 
 def set_environment() -> None:
-    """Let libtpu start without a TPU and beside others. Call before the first use of JAX."""
+    """Let libtpu start without a TPU and next to other instances. Call before the first use of JAX."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
-    # Autotuning runs kernels, for which there is no device.
+    # Autotuning runs kernels, and needs a device.
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_gpu_autotune_level" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()

@@ -135,7 +135,7 @@ class Logged:
         """Log a number of this call. Several under one name are averaged.
 
         Raises:
-            TypeError: if the name is no text or the value no number.
+            TypeError: if the name is not text or the value not a number.
         """
         plain = plain_value(value)
         if not isinstance(plain, numbers.Real):
@@ -146,7 +146,7 @@ class Logged:
         """Log a value for each completion, for samples.jsonl. The last values under one name count.
 
         Raises:
-            TypeError: if the name is no text.
+            TypeError: if the name is not text.
             ValueError: if there is not one value for each completion.
         """
         values = list(values)
@@ -228,7 +228,7 @@ def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
 
 
 def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) -> RewardFunction:
-    """A function of TRL's signature that calls one of verl's with those of its four arguments that it takes.
+    """A function of TRL's signature that calls one of verl's with the arguments that it takes.
 
     The other values of a dict that `compute_score` returns are logged by `log_extra`, under the names that they have.
     """
@@ -334,7 +334,7 @@ async def _wait_for(values: Any) -> Any:
 
 
 async def _gathered(values: Sequence[Any]) -> list[Any]:
-    """The values, those that are awaitable awaited at once."""
+    """The values, awaitable ones awaited at once."""
     waiting = [value for value in values if inspect.isawaitable(value)]
     found = iter(await asyncio.gather(*waiting))
     return [next(found) if inspect.isawaitable(value) else value for value in values]

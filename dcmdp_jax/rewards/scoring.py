@@ -67,7 +67,7 @@ class BatchScores:
 
 
 def merge_scores(parts: Sequence[BatchScores]) -> BatchScores:
-    """The scores of several batches of one scorer as those of one batch, in order."""
+    """The scores of several batches of one scorer as one batch's, in order."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -229,7 +229,7 @@ class BatchScoring:
         self._texts: dict[int, str] = {}
         self._ids: dict[int, np.ndarray] = {}
         self._played: Mapping[int, Played] = {}
-        self._tokens = self._beyond = 0  # tokens decoded, and those of them that are ids beyond the tokenizer's
+        self._tokens = self._beyond = 0  # tokens decoded, and how many ids are beyond the tokenizer's
 
     def begin(self, rows: Sequence[int], completion_ids: Sequence[np.ndarray]) -> None:
         """Start to score completions, each row once, while others are still sampled."""

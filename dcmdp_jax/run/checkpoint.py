@@ -126,7 +126,7 @@ class Checkpoints:
             run_dir: the run directory.
             keep_last: number of the newest to keep.
             keep_best: number of those with the highest score to keep besides.
-            hosts: the processes of the run. Each calls every method; each array is written by those that hold it.
+            hosts: the processes of the run. Each calls every method; each array is written by its holders.
             adapters: record of the states' parameters, if they are adapters.
             problems: number and digest of the problems that the run trains on, for `check_problems`.
         """
@@ -216,7 +216,7 @@ class Checkpoints:
         self._hosts.wait_for_all()
 
     def check_reference(self, reference: Params, step: int, source: Path) -> None:
-        """Record the digests of the frozen parameters; compare them with those of a saved step.
+        """Record the digests of the frozen parameters; compare them with a saved step's.
 
         Args:
             reference: its parameters, as they were loaded.
@@ -285,7 +285,7 @@ class Checkpoints:
         return None
 
     def check_problems(self, step: int, *, may_change: bool) -> None:
-        """Compare the problems to train on with those of a saved step.
+        """Compare the problems to train on with a saved step's.
 
         Args:
             step: step of the checkpoint that the run goes on from.

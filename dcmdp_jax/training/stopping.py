@@ -68,7 +68,7 @@ class CollectiveExit:
 
     def check(self) -> None:
         """Raise `ExitRequested`, within `scope`, if a signal came, here or to another process."""
-        if self._stop.received is not None or self._hosts.called_together:
+        if self._stop.received is not None or self._hosts.interrupted:
             raise ExitRequested
 
     @contextlib.contextmanager
@@ -86,10 +86,10 @@ class CollectiveExit:
         try:
             yield
         except ExitRequested:
-            self._hosts.call_together()
+            self._hosts.interrupt_all()
         except (RewardError, *ENDS_A_RUN) as error:
             failure = error
-            self._hosts.call_together()
+            self._hosts.interrupt_all()
         broken = isinstance(failure, ENDS_A_RUN)
         received = self._stop.received or 0
         signal_number, failures, breaks = self._hosts.largest(received, failure is not None, broken)

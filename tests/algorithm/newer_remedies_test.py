@@ -149,7 +149,7 @@ def test_the_square_of_the_log_ratio_by_hand():
     ("setting", "text", "message"),
     [
         ("loss", "log_ratio_squared(tau=-1)", r"log_ratio_squared\(tau=-1.0\): tau=-1.0; must be a finite number"),
-        ("loss", "log_ratio_squared(trust_region=1)", "its parameters are those of trust_region"),
+        ("loss", "log_ratio_squared(trust_region=1)", "takes no parameters; set them in trust_region"),
         ("trust_region", "cispo(low=2,high=1)", r"cispo\(low=2.0,high=1.0\): high=1.0; must be a finite number in \[2"),
         (
             "method",

@@ -263,7 +263,7 @@ def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
             ("--config.rollout.engine=htp",),
             "config.rollout.engine: got 'htp', allowed are local, vllm, http, module:NAME and path.py:NAME; did you",
         ),
-        (("--config.rollout.engine_args=[]",), "config.rollout.engine_args: goes with an engine by path; local has"),
+        (("--config.rollout.engine_args=[]",), "config.rollout.engine_args: only valid for user-defined engines; "),
         (
             ("--config.rollout.engine=http", '--config.rollout.engine_args={{"server": "{tmp}/none"}}'),
             "config.rollout.engine_args.server: {tmp}/none is no Unix socket",

@@ -194,7 +194,7 @@ def test_a_chat_written_as_text_is_a_chat(write):
     chat = [{"role": "user", "content": "It's 5+12?"}]
     problem = _problem({"prompt": write(chat), "answer": "17"})
     assert (problem.prompt, problem.messages) == ("It's 5+12?", tuple(chat))
-    with pytest.raises(ValueError, match="starts as a chat written as text, but is no valid JSON"):
+    with pytest.raises(ValueError, match="starts as a chat written as text, but is not valid JSON"):
         _problem({"prompt": write(chat)[:-3], "answer": "17"})
 
 

@@ -73,12 +73,12 @@ with join_hosts(f"localhost:{port}", 2, number, 10.0) as hosts:
         np.testing.assert_array_equal(to_local(x, NamedSharding(first, P())), whole)
 
     hosts.check_same(lambda: {"config.seed": "1", "code": "2"}, "never told")
-    assert not hosts.called_together
+    assert not hosts.interrupted
     hosts.wait_for_all()
     if number:
-        hosts.call_together()
+        hosts.interrupt_all()
     else:
-        while not hosts.called_together:
+        while not hosts.interrupted:
             time.sleep(0.05)
     hosts.wait_for_all()
     print("all is well", flush=True)

@@ -326,7 +326,7 @@ def split_columns(
         if name not in arrays and name not in expected:
             continue
         counts = np.array(completions, np.int64)
-        counts = counts + np.array(prompts, np.int64) - 1 if column.of_given else counts
+        counts = counts + np.array(prompts, np.int64) - 1 if column.covers_given else counts
         values = arrays.get(name, np.empty(0))
         shape = (int(counts.sum()), *expected.get(name, values.shape[1:]))
         if values.shape != shape:

@@ -2,7 +2,7 @@ r"""Equality of two expressions, equations or inequalities in LaTeX, read by mat
 
 Two expressions are the same function if they agree at points that an answer can't prepare for: their seed is a hash of
 both answers, and their sizes reach beyond every constant in them, on both sides of zero. What is not smooth (absolute
-values, floors, ...) is no matter of points: each such part must have its equal in the other expression.
+values, floors, ...) can't be compared at points: each such part must have its equal in the other expression.
 
 Nothing here limits time or memory; sympy takes about a second to import, so only the worker processes do.
 """
@@ -165,7 +165,7 @@ def _with_named_parts(text: str) -> str:
 
 
 def _with_distinct_case(left: str, right: str) -> tuple[str, str]:
-    r"""Rename `R` where the two answers also hold an `r`, `\Delta` beside `\delta`: the parser folds case.
+    r"""Rename `R` where the two answers also hold an `r`, `\Delta` and `\delta`: the parser folds case.
 
     `C` is kept, because it is a constant of integration in either case.
     """
@@ -240,7 +240,7 @@ def _same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None =
     decades = _decades(left, right)
     if decades > _MAX_DECADES:
         return bool(left == right or (not symbols and _same_integers(left, right)))
-    # A constant however small beside the others must show.
+    # A constant must show, however small it is.
     digits = _DIGITS + 2 * decades
     agree = functools.partial(_agree_at, left, right, digits=digits, exact=exact)
     if not symbols:

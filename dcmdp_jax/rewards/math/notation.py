@@ -1,7 +1,7 @@
 r"""One notation for the many ways an answer is written in LaTeX, and its parts.
 
 The trainer's process runs this on arbitrary model output, so every function takes linear time: runs of spaces are
-reduced to one first, quantifiers are not nested, and those that could backtrack are possessive.
+reduced to one first, quantifiers are not nested, and possessive where they could backtrack.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def is_variable(text: str) -> bool:
 
 
 def names_of_tuple(text: str) -> list[str] | None:
-    """The names in `(p, q)`; None if it is no tuple of names."""
+    """The names in `(p, q)`; None for anything else."""
     if not (text.startswith("(") and text.endswith(")")):
         return None
     names = split_tuple(text[1:-1])

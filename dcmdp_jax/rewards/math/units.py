@@ -281,7 +281,7 @@ def _tail_start(text: str) -> list[int]:
 
 
 def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
-    """Read a unit (` \\text{ cm}^2`, `km/h`, `million dollars`); None if it holds a word that is no unit."""
+    """Read a unit (` \\text{ cm}^2`, `km/h`, `million dollars`); None if it holds a word that is not a unit."""
     plain, in_text, in_prose = [], False, False
     for piece in _PIECE.finditer(tail):
         if piece.lastgroup == "text":

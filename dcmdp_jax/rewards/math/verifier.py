@@ -54,7 +54,7 @@ class Grades:
 
 
 def merge_grades(parts: Sequence[Grades]) -> Grades:
-    """The grades of several batches as those of one, in order."""
+    """The grades of several batches as one batch's, in order."""
     counts = np.sum([[part.errors, part.timeouts, part.over_budget, part.unparsed] for part in parts], axis=0)
     return Grades(np.concatenate([part.rewards for part in parts]), *counts.tolist())
 
