@@ -46,7 +46,7 @@ from dcmdp_jax.fields import flatten
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.run.evaluation_setup import PAPERS_EVALUATION, evaluation_task, place_evaluation, pushed_dtype
-from dcmdp_jax.run.placement import EngineSetup
+from dcmdp_jax.run.memory_use import EngineSetup
 from dcmdp_jax.run.saved_model import Policy, SavedModel, find_model
 from dcmdp_jax.run.services import Services, start_services
 from dcmdp_jax.run.task import Task, held_out

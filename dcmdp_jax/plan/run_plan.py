@@ -20,7 +20,7 @@ from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import DeviceShare, EnginePlan
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import PREEMPTED, Machine
-from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, row_shards
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
@@ -29,6 +29,7 @@ from dcmdp_jax.plan.topologies import CHIPS, Topology
 from dcmdp_jax.run.memory_use import CUDNN_WORKSPACE
 from dcmdp_jax.run.model_checks import check_experts, check_lengths, platform_kernel
 from dcmdp_jax.run.placement import Placement, placed
+from dcmdp_jax.run.task import Requests
 from dcmdp_jax.run.weights import model_shardings
 from dcmdp_jax.training.build import make_step_programs
 
@@ -53,11 +54,6 @@ class PlannedRun:
     config: Config
     model: ModelConfig
     placement: Placement
-
-    @property
-    def lora(self) -> Lora | None:
-        """Shape of the adapters; None trains all parameters."""
-        return self.config.model.lora
 
 
 class Compiled(NamedTuple):
@@ -213,10 +209,8 @@ def planned_run(
         *engine,
         mesh,
         forward_scheme(config, platform, model=model),
-        prompt_lengths=[config.task.max_prompt_tokens],
-        shortest_prompt=0,
-        completions=config.training.prompts_per_step * config.rollout.group_size,
-        lora=config.model.lora,
+        Requests([config.task.max_prompt_tokens], config.training.prompts_per_step * config.rollout.group_size),
+        config.model.lora,
         machine=machine,
     )
     return PlannedRun(config, model, placement)
@@ -225,15 +219,15 @@ def planned_run(
 def plan_step(run: PlannedRun) -> Lowerable:
     """The step that `dcmdp train` would run. Nothing is allocated."""
     config, model, mesh, packing = run.config, run.model, run.placement.mesh, run.placement.packing
-    programs = make_step_programs(config, model, run.placement, run.lora)
+    programs = make_step_programs(config, model, run.placement, config.model.lora)
     state, batch = programs.arguments
     held = {"parameters": bytes_per_device(state.params), "optimizer": bytes_per_device(state.opt_state)}
     frozen = None
-    if run.lora or config.algorithm.kl_coefficient:
-        dtype = config.model.lora_base if run.lora else config.model.param_dtype
+    if config.model.lora or config.algorithm.kl_coefficient:
+        dtype = config.model.lora_base if config.model.lora else config.model.param_dtype
         shapes = param_shapes(model, "bfloat16" if dtype == "int8" else dtype)
         frozen = sharded(shapes, model_shardings(model, config.model.param_dtype, mesh))
-        held["frozen base" if run.lora else "reference policy"] = bytes_per_device(frozen)
+        held["frozen base" if config.model.lora else "reference policy"] = bytes_per_device(frozen)
     trace = functools.partial(programs.train_step.trace, state, batch, frozen)
     return Lowerable("step", trace, held, packing.row_lengths, min(predicted_tokens(packing, mesh)))
 

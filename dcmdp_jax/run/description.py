@@ -13,7 +13,8 @@ from dcmdp_jax.data.lengths import expected_step, typical_lengths
 from dcmdp_jax.data.mixtures import cycle, parse_mixture
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.run.placement import EngineSetup, Placement
+from dcmdp_jax.run.memory_use import EngineSetup
+from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.run import Run
 
 

@@ -21,8 +21,7 @@ from dcmdp_jax.models.params import num_params
 from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh, sampling_mesh
-from dcmdp_jax.run.memory_use import free_host_bytes, loaded_parameters, this_machine
-from dcmdp_jax.run.placement import EngineSetup, set_up_engine
+from dcmdp_jax.run.memory_use import EngineSetup, fit_engine, free_host_bytes, loaded_parameters, this_machine
 from dcmdp_jax.run.saved_model import SavedModel
 from dcmdp_jax.run.task import Task, checked_rewards
 
@@ -129,9 +128,10 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
     prepare_jax(config.mesh.cpu_devices)
     machine = this_machine(make_mesh(data=-1).devices.flat[0].platform)
     limit = config.rollout.max_completion_tokens
-    workload = Workload(task.completions, 1, task.prompt_lengths, limit, dtype, training=False)
+    lengths, completions = task.requests
+    workload = Workload(completions, 1, lengths, limit, dtype, training=False)
     others = loaded_parameters(model, dtype, machine) if kind.pushes else []
-    return set_up_engine(kind, arguments, workload, machine, others)
+    return fit_engine(kind, arguments, workload, machine, others)
 
 
 def check_size(task: str, problems: int, samples: int, max_completion_tokens: int, *, free: int | None) -> None:

@@ -34,6 +34,7 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.params import declared_axes, declared_shapes, model_declarations, num_params
 from dcmdp_jax.models.scheme import Scheme
+from dcmdp_jax.number_format import text_table
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import DATA, data_parallel_only, param_shardings
 from dcmdp_jax.process_memory import release_freed_memory
@@ -73,16 +74,24 @@ class MemoryUse:
         phase = max(totals, key=totals.__getitem__)
         return phase, totals[phase]
 
+    @property
+    def _places(self) -> list[tuple[str, str, int | None]]:
+        """Each place with memory of its own: its name in `total`, for people, and the bytes that there are."""
+        places = [
+            ("first", "the first device", self.machine.device_bytes),
+            ("host", "this machine", self.machine.host_bytes),
+        ]
+        return places[self.machine.platform == "cpu" :]
+
     def shortages(self, *, certain: bool = False) -> list[str]:
         """A sentence for each place with too little memory: the shortage, the largest part, the settings to lower."""
         found = []
-        for place, limit in (("first", self.machine.device_bytes), ("host", self.machine.host_bytes)):
+        for place, where, limit in self._places:
             phase, needed = self.peak(place, certain=certain)
             if limit is None or needed <= limit:
                 continue
             held = [part for part in self.parts if phase in part.phases and part.lower]
             largest = max(held, key=lambda part: part.on(place, certain=certain))
-            where = "the first device" if place == "first" else "this machine"
             size = largest.on(place, certain=certain)
             found.append(
                 f"{where} has {limit / _GIB:.1f} GiB and the phase {phase!r} takes {'at least ' * certain}"
@@ -105,66 +114,59 @@ class MemoryUse:
         Args:
             whole: the table in any case.
         """
-        limits = {"first": self.machine.device_bytes, "host": self.machine.host_bytes}
-        if self.machine.platform == "cpu":
-            del limits["first"]
-        peaks = {place: self.peak(place)[1] for place in limits}
-        if whole or any(limit is None or 2 * peaks[place] > limit for place, limit in limits.items()):
+        peaks = [(self.peak(place)[1], where, limit) for place, where, limit in self._places]
+        if whole or any(limit is None or 2 * peak > limit for peak, _, limit in peaks):
             return self.table()
-        names = {"first": "the first device", "host": "this machine"}
-        shown = (
-            f"{peaks[place] / _GIB:.1f} of {limit / _GIB:.1f} GiB of {names[place]}" for place, limit in limits.items()
-        )
+        shown = (f"{peak / _GIB:.1f} of {limit / _GIB:.1f} GiB of {where}" for peak, where, limit in peaks)
         return [f"{', '.join(shown)} (--dry_run lists the parts)", *([self.note] if self.note else [])]
 
     def table(self) -> list[str]:
-        """Lines of text: GiB of each part in each phase, the totals, and what does not fit."""
-        largest = max(self.peak("first")[1], self.peak("host")[1])
-        unit, name_of_unit = (_GIB, "GiB") if largest >= _GIB else (2**20, "MiB")
-
-        def amount(size: int) -> str:
-            return f"{size / unit:,.2f}"
-
-        rows = [(name_of_unit, *MEMORY_PHASES, "")]
-        devices, cpu = self.machine.devices, self.machine.platform == "cpu"
-        host = "" if cpu else ", host"
-        for part in self.parts:
-            for place, where in (("first", ""), ("other", ", other devices"), ("host", host)):
-                size = part.on(place)
-                if not size or (place == "other" and (devices == 1 or not part.first)):
-                    continue
-                mark = "" if size == part.on(place, certain=True) else "~"
-                held = (amount(size) if phase in part.phases else "" for phase in MEMORY_PHASES)
-                rows.append((f"{mark}{part.name}{where}", *held, ""))
-        places = ["host"] if cpu else ["first", "other", "host"] if devices > 1 else ["first", "host"]
-        for place in places:
-            limit = self.machine.host_bytes if place == "host" else self.machine.device_bytes
-            name = {"first": "total, first device", "other": "total, other devices", "host": f"total{host}"}[place]
-            available = f"of {amount(limit)}" if limit is not None else ""
-            rows.append((name, *(amount(self.total(phase, place)) for phase in MEMORY_PHASES), available))
-        widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
-        lines = [
-            f"{row[0].ljust(widths[0])}  {'  '.join(map(str.rjust, row[1:-1], widths[1:]))}  {row[-1]}".rstrip()
-            for row in rows
-        ]
+        """Lines of text: the largest phase of each place, its parts (~ where estimated), and what does not fit."""
+        lines = []
+        for place, where, limit in self._places:
+            phase, needed = self.peak(place)
+            unit, name = (_GIB, "GiB") if needed >= _GIB else (2**20, "MiB")
+            available = "" if limit is None else f" of {limit / unit:,.2f}"
+            lines.append(f"{where}: {needed / unit:,.2f}{available} {name}, in the phase {phase!r}")
+            sizes = [(part, part.on(place)) for part in self.parts if phase in part.phases and part.on(place)]
+            marks = ("" if size == part.on(place, certain=True) else "~" for part, size in sizes)
+            held = zip(marks, sizes, strict=True)
+            lines += text_table([(f"  {mark}{part.name}", f"{size / unit:,.2f}") for mark, (part, size) in held])
         lines += [f"does not fit: {found}" for found in self.shortages()]
         return lines + ([self.note] if self.note else [])
 
 
-def with_engine(
+@dataclasses.dataclass(frozen=True)
+class EngineSetup:
+    """An inference engine and the memory it is started in.
+
+    Attributes:
+        kind: the engine's record.
+        arguments: all that the engine may want to know; `max_rows` is the number of rows that fit.
+        workload: requests to the engine.
+        memory: memory that engine and trainer take, and memory that there is.
+    """
+
+    kind: EngineKind
+    arguments: EngineArguments
+    workload: Workload
+    memory: MemoryUse
+
+
+def fit_engine(
     kind: EngineKind,
     arguments: EngineArguments,
-    load: Workload,
+    workload: Workload,
     machine: Machine,
     others: Sequence[MemoryPart],
     *,
     fitted_rows: int = 0,
-) -> MemoryUse:
-    """The use of other parts and an engine's, with the rows that fit where it decodes on JAX's devices.
+) -> EngineSetup:
+    """An engine beside other parts, with the rows that fit where it decodes on JAX's devices.
 
     Args:
         kind, arguments: the engine.
-        load: the requests to the engine.
+        workload: requests to the engine.
         machine: the memory available.
         others: everything else.
         fitted_rows: rows found by an earlier start; 0 finds them.
@@ -174,7 +176,7 @@ def with_engine(
 
     def parts(rows: int) -> list[MemoryPart]:
         with as_settings(names):
-            found = kind.memory(arguments, load, machine, rows)
+            found = kind.memory(arguments, workload, machine, rows)
         return [part._replace(lower=in_settings(part.lower, names)) for part in found]
 
     def fits(rows: int) -> bool:
@@ -190,9 +192,10 @@ def with_engine(
     # A CPU's free memory is another one in each run.
     known = machine.platform != "cpu" and machine.device_bytes is not None
     if known and not (kind.own_process or fitted_rows or fits(rows)):
-        rows = _most_rows(fits, -(-min(rows, load.completions) // machine.devices), machine.devices)
+        rows = _most_rows(fits, -(-min(rows, workload.completions) // machine.devices), machine.devices)
     note = in_settings(kind.memory_note(arguments), names)
-    return MemoryUse((*others, *parts(rows)), machine, note, rows)
+    memory = MemoryUse((*others, *parts(rows)), machine, note, rows)
+    return EngineSetup(kind, dataclasses.replace(arguments, max_rows=rows), workload, memory)
 
 
 def _most_rows(fits: Callable[[int], bool], most: int, devices: int) -> int:

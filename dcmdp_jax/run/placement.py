@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from dcmdp_jax.data.episode import column_shapes
 from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.machine import Machine, MemoryPart
+from dcmdp_jax.machine import Machine
 from dcmdp_jax.models.attention import choose_kernel
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
@@ -28,30 +27,13 @@ from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.parallel.mesh import check_training_mesh, connect_devices, row_shards, sampling_mesh, training_mesh
-from dcmdp_jax.run.memory_use import MemoryUse, this_machine, training_memory, with_engine
+from dcmdp_jax.run.memory_use import EngineSetup, fit_engine, this_machine, training_memory
 from dcmdp_jax.run.model_checks import check_kernel, check_platform, check_reductions, forward_scheme_on, segments_of
-from dcmdp_jax.run.task import Task
+from dcmdp_jax.run.task import Requests, Task
 
 _CPU_UNROLL = 8
 """Most layers that a CPU runs without a loop, in which gradients are copied. Deeper models gain no time by it: the 30
 layers of SmolLM2-135M compile in 9 CPU seconds in place of 22, and take 1.9 GiB of temporary memory in place of 2.5."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineSetup:
-    """An inference engine and the memory it is started in.
-
-    Attributes:
-        kind: the engine's record.
-        arguments: all that the engine may want to know; `max_rows` is the number of rows that fit.
-        workload: requests to the engine.
-        memory: memory that engine and trainer take, and memory that there is.
-    """
-
-    kind: EngineKind
-    arguments: EngineArguments
-    workload: Workload
-    memory: MemoryUse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +97,9 @@ def place(
     mesh, scheme = _training_devices(config, engine)
     if hosts.count > 1:
         connect_devices(mesh)
-    return placed(
-        config,
-        kind,
-        engine,
-        mesh,
-        scheme,
-        hosts=hosts,
-        lora=task.lora,
-        prompt_lengths=task.prompt_lengths,
-        shortest_prompt=min(map(len, task.train.token_ids)),
-        completions=task.completions,
-        fitted_rows=fitted_rows,
-    )
+    shortest = min(map(len, task.train.token_ids))
+    found = {"shortest_prompt": shortest, "hosts": hosts, "fitted_rows": fitted_rows}
+    return placed(config, kind, engine, mesh, scheme, task.requests, task.lora, **found)
 
 
 def _training_devices(config: Config, engine: EngineArguments) -> tuple[Mesh, Scheme]:
@@ -156,11 +128,10 @@ def placed(
     engine: EngineArguments,
     mesh: Mesh,
     scheme: Scheme,
-    *,
-    prompt_lengths: Sequence[int],
-    shortest_prompt: int,
-    completions: int,
+    requests: Requests,
     lora: Lora | None,
+    *,
+    shortest_prompt: int = 0,
     hosts: Hosts = ONE_PROCESS,
     machine: Machine | None = None,
     fitted_rows: int = 0,
@@ -172,10 +143,9 @@ def placed(
         kind, engine: the engine and its arguments, but for its devices and the rows that fit.
         mesh: the training devices.
         scheme: the engine's roundings that the forward pass repeats.
-        prompt_lengths: number of tokens of each prompt, to train on and to evaluate on.
-        shortest_prompt: minimum number of tokens of a prompt to train on.
-        completions: maximum number of completions sampled in one call of the engine.
+        requests: the largest ones to the engine.
         lora: shape of the adapters; None trains all parameters.
+        shortest_prompt: minimum number of tokens of a prompt to train on.
         hosts: the processes of the run.
         machine: memory that there is; None looks at this machine.
         fitted_rows: rows that an earlier start fitted into memory; 0 finds them.
@@ -186,7 +156,8 @@ def placed(
     columns = column_shapes(config.columns, k=rollout.top_logprobs, routing=model.routing)
     machine = machine or this_machine(mesh.devices.flat[0].platform)
     dtype = "float32" if config.model.lora_rank or config.model.adapter else config.model.param_dtype
-    workload = Workload(completions, rollout.group_size, prompt_lengths, rollout.max_completion_tokens, dtype)
+    lengths, completions = requests
+    workload = Workload(completions, rollout.group_size, lengths, rollout.max_completion_tokens, dtype)
     engine = dataclasses.replace(
         engine,
         mesh=lambda **split: sampling_mesh(mesh, num_params=num_params(model), **split),
@@ -194,23 +165,9 @@ def placed(
         prepare=True,
     )
     trainer = training_memory(config, model, compute, scheme, mesh, packing, machine, completions, lora)
-    setup = set_up_engine(kind, engine, workload, machine, trainer, fitted_rows=fitted_rows)
+    setup = fit_engine(kind, engine, workload, machine, trainer, fitted_rows=fitted_rows)
     refills = config.algorithm.refill_rounds > 0 and hosts.count > 1
     return Placement(hosts, mesh, compute, scheme, packing, columns, setup, kind.own_process and not refills)
-
-
-def set_up_engine(
-    kind: EngineKind,
-    arguments: EngineArguments,
-    workload: Workload,
-    machine: Machine,
-    others: Sequence[MemoryPart],
-    *,
-    fitted_rows: int = 0,
-) -> EngineSetup:
-    """The engine with the rows that fit, see `memory_use.with_engine`."""
-    memory = with_engine(kind, arguments, workload, machine, others, fitted_rows=fitted_rows)
-    return EngineSetup(kind, dataclasses.replace(arguments, max_rows=memory.rows), workload, memory)
 
 
 def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> Compute:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,7 +18,7 @@ from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import TurnLimits, TurnSampler
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import RewardScorer
-from dcmdp_jax.run.placement import EngineSetup
+from dcmdp_jax.run.memory_use import EngineSetup
 from dcmdp_jax.run.task import Task
 
 
@@ -80,13 +81,7 @@ def start_services(
         scorer = stack.enter_context(contextlib.closing(make_scorer(task, verifier, output=output)))
         turns = None
         if config.task.environment:
-            pool = EnvironmentPool(
-                config.task.environment,
-                task.columns,
-                timeout_s=config.rewards.timeout,
-                memory_gib=config.rewards.memory_limit,
-                output=output,
-            )
+            pool = EnvironmentPool(config.task.environment, task.columns, **_limits(config), output=output)
             turns = _turn_sampler(task, engine, stack.enter_context(contextlib.closing(pool)))
         return Services(engine, verifier, scorer, turns, task.tokenizer, stack.pop_all())
 
@@ -106,17 +101,19 @@ def make_verifier(config: Config) -> Verifier:
 
 def make_scorer(task: Task, verifier: Verifier, *, output: Path | None = None) -> RewardScorer:
     """The scorer of completions; the caller closes it. For the arguments see `start_services`."""
-    settings = task.config.rewards
     return RewardScorer(
         task.rewards,
         verifier,
         task.columns,
         by_source=len({problem.source for problem in task.train.problems}) > 1,
         output=output,
-        timeout_s=settings.timeout,
-        memory_gib=settings.memory_limit,
-        stop_on_error=settings.on_error == "error",
+        stop_on_error=task.config.rewards.on_error == "error",
+        **_limits(task.config),
     )
+
+
+def _limits(config: Config) -> dict[str, Any]:
+    return {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit}
 
 
 def _turn_sampler(task: Task, engine: Engine, pool: EnvironmentPool) -> TurnSampler:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,18 @@ from dcmdp_jax.models.peft_files import Adapter, read_adapter
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
 from dcmdp_jax.run.model_checks import check_experts, check_lengths
+
+
+class Requests(NamedTuple):
+    """Sizes of the calls of the engine.
+
+    Attributes:
+        prompt_lengths: number of tokens of each prompt, to train on and to evaluate on.
+        completions: maximum number of completions sampled in one call.
+    """
+
+    prompt_lengths: list[int]
+    completions: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +89,15 @@ class Task:
         return sampling(self.config, self.stop_token_ids)
 
     @property
-    def prompt_lengths(self) -> list[int]:
-        """Number of tokens of each prompt, to train on and to evaluate on."""
-        return [len(ids) for prompts in (self.train, *(one for _, one in self.held_out)) for ids in prompts.token_ids]
-
-    @property
-    def completions(self) -> int:
-        """Maximum number of completions sampled in one call of the engine."""
-        evaluated = [len(prompts.problems) * task.samples for task, prompts in self.held_out]
-        trained_on = self.config.training.prompts_per_step * self.config.rollout.group_size
-        return max(*evaluated, trained_on if self.train.problems else 0, 0)
+    def requests(self) -> Requests:
+        """The largest requests to the engine, of training and of evaluation."""
+        lengths = [
+            len(ids) for prompts in (self.train, *(one for _, one in self.held_out)) for ids in prompts.token_ids
+        ]
+        calls = [len(prompts.problems) * task.samples for task, prompts in self.held_out]
+        if self.train.problems:
+            calls.append(self.config.training.prompts_per_step * self.config.rollout.group_size)
+        return Requests(lengths, max(calls, default=0))
 
 
 def read_task(config: Config) -> Task:
@@ -107,21 +119,9 @@ def read_task(config: Config) -> Task:
         held = held_out(config, tokenizer) if config.evaluation.every_steps else ()
         problems = [problem for prompts in (train, *(one for _, one in held)) for problem in prompts.problems]
         rewards, columns = checked_rewards(config, problems, tokenizer)
-        return Task(
-            config,
-            model,
-            tokenizer,
-            stop_token_ids,
-            held,
-            rewards,
-            columns,
-            config.task.max_prompt_tokens,
-            train,
-            stream,
-            _worked_solutions(config, tokenizer) if config.warmup.steps else None,
-            adapter,
-            lora,
-        )
+        solutions = _worked_solutions(config, tokenizer) if config.warmup.steps else None
+        read = config, model, tokenizer, stop_token_ids, held, rewards, columns, config.task.max_prompt_tokens
+        return Task(*read, train, stream, solutions, adapter, lora)
 
 
 def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:

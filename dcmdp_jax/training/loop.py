@@ -63,7 +63,7 @@ class Trainer:
         checkpoints: Checkpoints,
         stop: StopSignal,
         *,
-        prompts_taken: int,
+        taken: int,
         frozen: Params | None,
         compiled: Callable[[], None] = lambda: None,
     ) -> None:
@@ -76,7 +76,7 @@ class Trainer:
             programs: the step's programs.
             checkpoints: the run's checkpoints.
             stop: says when to leave.
-            prompts_taken: positions of the stream of prompts that the finished steps have taken.
+            taken: positions of the stream of prompts that the finished steps have taken.
             frozen: see `build.frozen_params`.
             compiled: waits for a step that is being compiled.
         """
@@ -88,10 +88,10 @@ class Trainer:
         stop.all_saved = lambda: (
             self.hosts.count == 1 and (not self._finished or self._finished[1] == first and checkpoints.has(first))
         )
-        self._prompts_taken = prompts_taken
+        self._prompts_taken = taken
         self._exit = CollectiveExit(self.hosts, stop, self._save_and_wait)
         made_of = services, placement, task, programs, checkpoints.behind, self._exit
-        self.batches = Batches(*made_of, taken=prompts_taken, frozen=frozen if task.lora else None)
+        self.batches = Batches(*made_of, taken=taken, frozen=frozen if task.lora else None)
 
     def train(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Train from `state` to the last step, or until a signal comes or the engine gives up; save in any case.
@@ -307,7 +307,7 @@ def train(
         programs = programs or make_step_programs(config, task.model, placement, task.lora)
         # The shapes of frozen parameters are known once they are loaded.
         compiled = (lambda: None) if weights.has_frozen else programs.compile_ahead()
-        state, resumed, prompts_taken = start(task, placement, weights, programs, checkpoints, stop, show)
+        state, resumed, taken = start(task, placement, weights, programs, checkpoints, stop, show)
         release_freed_memory()
         step = int(state.step)
         if step > config.training.steps:
@@ -319,15 +319,7 @@ def train(
             writer = _open_records(task, placement, stack, step, resumed) if hosts.is_writer else NoWriter()
         frozen = frozen_params(weights, checkpoints, step)
         trainer = Trainer(
-            services,
-            placement,
-            task,
-            programs,
-            checkpoints,
-            stop,
-            prompts_taken=prompts_taken,
-            frozen=frozen,
-            compiled=compiled,
+            services, placement, task, programs, checkpoints, stop, taken=taken, frozen=frozen, compiled=compiled
         )
         trainer.train(state, writer, resumed=resumed)
         with activity("writing the last checkpoint"):

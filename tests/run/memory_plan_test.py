@@ -26,7 +26,7 @@ def _words(plan):
     return [" ".join(line.split()) for line in plan.table()]
 
 
-def test_the_table_has_a_line_for_each_part_and_says_what_does_not_fit():
+def test_the_table_has_the_parts_of_each_places_largest_phase_and_says_what_does_not_fit():
     parts = (
         exact("parameters", each=2 * _GIB),
         exact("gathered", first=_GIB, phases=frozenset({"push"})),
@@ -34,16 +34,13 @@ def test_the_table_has_a_line_for_each_part_and_says_what_does_not_fit():
         exact("copies", host=_GIB // 2),
     )
     plan = MemoryUse(parts, Machine("gpu", 2, 4 * _GIB, 8 * _GIB), "besides: something")
-    # Push 2 + 1 on the first device, step 2 + 3.
+    # Push 2 + 1 on the first device, step 2 + 3; the host holds the same in every phase.
     assert _words(plan) == [
-        "GiB push sample step",
-        "parameters 2.00 2.00 2.00",
-        "gathered 1.00",
+        "the first device: 5.00 of 4.00 GiB, in the phase 'step'",
+        "parameters 2.00",
         "~logits 3.00",
-        "copies, host 0.50 0.50 0.50",
-        "total, first device 3.00 2.00 5.00 of 4.00",
-        "total, other devices 2.00 2.00 5.00 of 4.00",
-        "total, host 0.50 0.50 0.50 of 8.00",
+        "this machine: 512.00 of 8,192.00 MiB, in the phase 'push'",
+        "copies 512.00",
         "does not fit: the first device has 4.0 GiB and the phase 'step' takes 5.0, of which logits 3.0; smaller with "
         "model.logprob_chunk",
         "besides: something",
@@ -53,4 +50,4 @@ def test_the_table_has_a_line_for_each_part_and_says_what_does_not_fit():
 
 def test_small_plans_are_in_mib():
     plan = MemoryUse((exact("parameters", host=3 * 2**20),), Machine("cpu", 4, None, None))
-    assert _words(plan) == ["MiB push sample step", "parameters 3.00 3.00 3.00", "total 3.00 3.00 3.00"]
+    assert _words(plan) == ["this machine: 3.00 MiB, in the phase 'push'", "parameters 3.00"]

@@ -25,7 +25,7 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.published import PUBLISHED
 from dcmdp_jax.plan.run_plan import plan_step, planned_run
 from dcmdp_jax.run import memory_use as memory_plan
-from dcmdp_jax.run.memory_use import MemoryUse, free_host_bytes, loaded_parameters, this_machine, with_engine
+from dcmdp_jax.run.memory_use import MemoryUse, fit_engine, free_host_bytes, loaded_parameters, this_machine
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.weights import Weights
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
@@ -168,7 +168,7 @@ def test_memory_is_one_line_where_half_of_it_stays_free():
     parts = (MemoryPart("weights", host=3 * _GIB),)
     free = MemoryUse(parts, Machine("cpu", 1, None, 8 * _GIB))
     assert free.lines(whole=False) == ["3.0 of 8.0 GiB of this machine (--dry_run lists the parts)"]
-    assert free.lines(whole=True) == free.table() and len(free.table()) == 3
+    assert free.lines(whole=True) == free.table() and len(free.table()) == 2
     for limit in (5 * _GIB, None):  # above half, and unknown
         use = MemoryUse(parts, Machine("cpu", 1, None, limit))
         assert use.lines(whole=False) == use.table()
@@ -269,7 +269,7 @@ def test_the_engines_weights_by_precision(precision, compute, kept, on_gpu, on_c
         load = Workload(8, 1, [5], 4, "float32", training=False)
         machine = Machine(device, 2, None, None)
         own = loaded_parameters(model, load.param_dtype, machine)
-        plan = with_engine(ENGINES["local"], arguments, load, machine, own)
+        plan = fit_engine(ENGINES["local"], arguments, load, machine, own).memory
         place = "first" if device == "gpu" else "host"
         assert part_of(plan, "engine's weights").on(place) == kept
         found = [part.on(place) for part in plan.parts if part.name.startswith("engine's weights, cast")]

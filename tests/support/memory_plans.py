@@ -10,7 +10,7 @@ from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import Workload
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
-from dcmdp_jax.run.memory_use import training_memory, with_engine
+from dcmdp_jax.run.memory_use import fit_engine, training_memory
 from dcmdp_jax.run.placement import compute_on, packing_on
 
 QWEN3_8B = ModelConfig("qwen3", 151936, 4096, 12288, 36, 32, 8, 128, rope_theta=1e6, max_position_embeddings=40960)
@@ -33,7 +33,7 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
     )
     scheme = forward_scheme(config, machine.platform, model=model)
     own = training_memory(config, model, compute, scheme, mesh, packing, machine, completions)
-    return with_engine(kind, engine, load, machine, own)
+    return fit_engine(kind, engine, load, machine, own).memory
 
 
 def part_of(plan, name):
