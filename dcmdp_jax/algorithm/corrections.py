@@ -339,13 +339,13 @@ def statistics(corrected: Corrected, completion_mask: Bool[Array, "R L"]) -> dic
     mask = jnp.asarray(completion_mask, bool)
     weights = jnp.where(mask & corrected.keep, corrected.weights, 0.0)
     values = {
-        "dropped_fraction": ~corrected.keep,
-        "truncated_fraction": jnp.asarray(corrected.truncated) & corrected.keep,
-        "weight_mean": weights,
-        "weight_square_mean": weights**2,
+        "correction/dropped_fraction": ~corrected.keep,
+        "correction/truncated_fraction": jnp.asarray(corrected.truncated) & corrected.keep,
+        "correction/weight_mean": weights,
+        "correction/weight_square_mean": weights**2,
     }
     count = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
-    return {f"correction/{name}": Mean(jnp.sum(jnp.where(mask, value, 0.0)), count) for name, value in values.items()}
+    return {name: Mean(jnp.sum(jnp.where(mask, value, 0.0)), count) for name, value in values.items()}
 
 
 def _token_log_ratio(tokens: Tokens) -> Float[jax.Array, "R L"]:

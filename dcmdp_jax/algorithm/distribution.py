@@ -130,6 +130,21 @@ def state_measures(
     }
 
 
+METRICS = (
+    "distribution/total_variation",
+    "distribution/total_variation_bound",
+    "distribution/kl_engine",
+    "distribution/kl_engine_bound",
+    "distribution/kl_trainer",
+    "distribution/kl_trainer_bound",
+    "distribution/expected_discrepancy",
+    "distribution/expected_discrepancy_bound",
+    "distribution/discrepancy_variance",
+    "distribution/head_mass",
+)
+"""Metrics of `state_measures`, each named after its measure; the step makes `distribution/sampling_noise` of one."""
+
+
 def distribution_statistics(head: Head, mask: Bool[Array, "R L"], how: Mapping[str, Any]) -> Statistics:
     """Means of `state_measures` over the states of sampled tokens, left unreduced, by metric name.
 
@@ -142,4 +157,4 @@ def distribution_statistics(head: Head, mask: Bool[Array, "R L"], how: Mapping[s
     """
     require_head(head, mask)
     measures = state_measures(head.old_logprobs, head.rollout_logprobs, head.present, **how)
-    return {f"distribution/{name}": masked_sum(values, mask) for name, values in measures.items()}
+    return {metric: masked_sum(measures[metric.removeprefix("distribution/")], mask) for metric in METRICS}

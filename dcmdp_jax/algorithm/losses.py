@@ -85,10 +85,10 @@ def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[Float[j
     """
     (objective, low, high), statistics = split(trust_region(tokens))
     losses = -objective
-    stopped = {"low": low, "high": high}
+    stopped = {"policy/clip_low_fraction": low, "policy/clip_high_fraction": high}
     return losses, statistics | {
-        f"policy/clip_{side}_fraction": masked_sum(jnp.broadcast_to(bites, losses.shape), tokens.completion_mask)
-        for side, bites in stopped.items()
+        name: masked_sum(jnp.broadcast_to(bites, losses.shape), tokens.completion_mask)
+        for name, bites in stopped.items()
     }
 
 

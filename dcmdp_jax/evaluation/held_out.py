@@ -68,13 +68,15 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
     return [HeldOutTask(*one) for one in zip(names, locations, each, strict=True)]
 
 
-def held_out_rewards(result: EvaluationResult) -> dict[str, float]:
-    """Metrics of a task beside avg@K: interval, mean of each reward where there are several, what was logged."""
+def held_out_metrics(result: EvaluationResult) -> dict[str, float]:
+    """Metrics of a task: avg@K, pass@K, interval, mean of each reward where there are several, what was logged."""
     interval = result.interval(seed=0) if len(result.scores) > 1 else ()
     task = result.task.removeprefix("eval/")
     valued = {name: values[np.isfinite(values)] for name, values in result.values.items()}
     means = {name: float(values.mean(dtype=np.float64)) for name, values in valued.items() if values.size}
     return {
+        f"eval/{task}/avg@{result.samples}": result.average,
+        f"eval/{task}/pass@{result.samples}": result.pass_at_k,
         **{f"eval_reward/{task}/{name}": mean for name, mean in means.items()},
         **{f"eval_logged/{task}/{name}": total / count for name, (total, count) in result.logged.items()},
         **{f"eval_interval/{task}/{name}": bound for name, bound in zip(("low", "high"), interval, strict=False)},

@@ -128,7 +128,7 @@ mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is 
 mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the other leg has the rest
 @engines/vllm/engine.py:VllmEngine.push_weights
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
-@training/build.py:merge
+@training/build.py:_merge
 mismatch/merge_rounding | fraction | with adapters: what the engine's rounding of the merged matrices adds to or takes
     from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base
 @training/arrival.py:arrival
@@ -193,13 +193,7 @@ time/noise_floor | seconds | the engine against itself, at the steps that measur
 time/pack | seconds | packing tokens into rows
 time/step | seconds | the compiled training step
 time/wait | seconds | with rollout.lag: the trainer waits for the sampler
-time/start_push | seconds | with rollout.lag: Unix time at which the push began
-time/start_generate | seconds | with rollout.lag: Unix time at which sampling this step's completions began
-time/start_verify | seconds | with rollout.lag: Unix time at which the rest of the rewards began
-time/start_noise_floor | seconds | with rollout.lag: Unix time at which measuring the noise floor began
-time/start_pack | seconds | with rollout.lag: Unix time at which packing began
-time/start_step | seconds | with rollout.lag: Unix time at which the training step began
-time/start_wait | seconds | with rollout.lag: Unix time at which the trainer's wait began
+time/start_{phase} | seconds | with rollout.lag: Unix time at which the phase began
 @training/batches.py:Batches
 time/engine_idle | seconds | with rollout.lag: the sampler waits for the trainer, pushes included
 @training/step_rollout.py:PhaseTimer.metrics
@@ -210,21 +204,10 @@ throughput/sampled_tokens_per_second | tokens / s | sampled tokens over the time
 @observe/metrics_io.py:CLOCK
 time/clock | seconds | Unix time at which the line was written
 @observe/alarms.py:ALARMS
-alarm/noise | 0 or 1 | 1 while the alarm is raised; observe/alarms.py has its rule, and that of those below
-alarm/mismatch | 0 or 1 | 1 while the alarm is raised
-alarm/staleness | 0 or 1 | 1 while the alarm is raised
-alarm/weight_sync | 0 or 1 | 1 while the alarm is raised
-alarm/unseen_updates | 0 or 1 | 1 while the alarm is raised
-alarm/identical | 0 or 1 | 1 while the alarm is raised
-alarm/support | 0 or 1 | 1 while the alarm is raised
-alarm/retokenization | 0 or 1 | 1 while the alarm is raised
-alarm/charge | 0 or 1 | 1 while the alarm is raised
-alarm/collapse | 0 or 1 | 1 while the alarm is raised
-alarm/displacement | 0 or 1 | 1 while the alarm is raised
-@training/loop.py:evaluate
+alarm/{alarm} | 0 or 1 | 1 while the alarm {alarm} is raised; observe/alarms.py has its rule
+@evaluation/held_out.py:held_out_metrics
 eval/{task}/avg@{samples} | reward | held-out {task}: mean reward over {samples} samples a problem
 eval/{task}/pass@{samples} | fraction | held-out {task}: problems solved by at least one of {samples} samples
-@evaluation/held_out.py:held_out_rewards
 eval_interval/{task}/{bound} | reward | held-out {task}, {bound} bound of avg@K's 95% interval: bootstrap over problems
 eval_reward/{task}/{reward} | reward | held-out {task}/{reward}: mean of this one of several rewards, before its weight
 eval_logged/{task}/{name} | as logged | {task}/{name}: what reward functions logged on a held-out task (log_metric)

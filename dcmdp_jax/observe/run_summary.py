@@ -217,7 +217,7 @@ def overlap(series: Series) -> Fact | None:
 
 def legs(series: Series) -> Fact | None:
     """Describe where the gap to the engine was, when it was last looked at; None for a run that did not."""
-    names = [f"mismatch/leg_{name}" for name in ("decoding_share", "decoding", "one_pass")]
+    names = "mismatch/leg_decoding_share", "mismatch/leg_decoding", "mismatch/leg_one_pass"
     if names[0] not in series:
         return None
     share, decoding, one_pass = (float(series[name][1][-1]) for name in names)

@@ -365,19 +365,15 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
     """
     metrics: dict[str, float] = {f"reward/{name}/failed": count for name, count in scores.failed.items()}
     for name, values in scores.values.items():
-        metrics |= _mean_and_std(f"reward/{name}", values[np.isfinite(values)])
+        if len(exact := values[np.isfinite(values)].astype(np.float64)):
+            metrics |= {f"reward/{name}/mean": float(exact.mean()), f"reward/{name}/std": float(exact.std())}
     sources = scores.sources or ()
     for source in sorted(set(sources)):
-        metrics |= _mean_and_std(f"reward/source/{source}", scores.totals[np.array(sources) == source])
+        exact = scores.totals[np.array(sources) == source].astype(np.float64)
+        metrics[f"reward/source/{source}/mean"] = float(exact.mean())
+        metrics[f"reward/source/{source}/std"] = float(exact.std())
     missing = np.all([np.isnan(values) for values in scores.values.values()], axis=0)
     metrics["reward/without_value"] = int(missing.sum())
     for name, (value, count) in scores.logged.items():
         metrics[name if name in _OWN else f"logged/{name}"] = value / count
     return metrics
-
-
-def _mean_and_std(name: str, values: np.ndarray) -> dict[str, float]:
-    if not len(values):
-        return {}
-    exact = values.astype(np.float64)
-    return {f"{name}/mean": float(exact.mean()), f"{name}/std": float(exact.std())}

@@ -16,7 +16,7 @@ from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate, join
-from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_rewards, held_out_samples
+from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_metrics, held_out_samples
 from dcmdp_jax.evaluation.table import plain_average
 from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record, read_metrics
 from dcmdp_jax.observe.progress import Progress
@@ -220,9 +220,7 @@ class Trainer:
         self.checkpoints.add_score(step, score)
         metrics: dict[str, float] = {}
         for result in results:
-            metrics[f"{result.task}/avg@{result.samples}"] = result.average
-            metrics[f"{result.task}/pass@{result.samples}"] = result.pass_at_k
-            metrics |= held_out_rewards(result)
+            metrics |= held_out_metrics(result)
         asked = zip(results, (prompts for _, prompts in self.task.held_out), strict=True)
         samples = [record for each in asked for record in held_out_samples(*each, self.task.tokenizer)]
         writer.write_held_out(step, samples)

@@ -73,7 +73,7 @@ def step_metrics(
     rate = schedule(jnp.maximum(updates_made(after.opt_state) - 1, 0))
     metrics["optimizer/learning_rate"] = jnp.asarray(rate, jnp.float32)
     metrics["optimizer/skipped_in_row"] = after.skipped_in_row
-    metrics |= {f"dual/{name}": value for name, value in state.dual._asdict().items()}
+    metrics |= {"dual/multiplier": state.dual.multiplier, "dual/tolerance": state.dual.tolerance}
     if state.loss_scale is not None:
         metrics["optimizer/loss_scale"] = state.loss_scale.scale
     return metrics | (gap_metrics(batch.rows, updates.tokens) if lags(batch.rows[0]) else {})
@@ -115,7 +115,7 @@ def batch_metrics(
     index = flat(batch.rows, "completion_index") + offsets
     where = masked.CompletionIndex(mask, index, mini_batches * completions)
     over = completions_over_tolerance(delta, where, tolerance=tolerance)
-    mismatch = mismatch_statistics(train, rollout, mask)
+    mismatch, displacement = mismatch_statistics(train, rollout, mask), displacement_statistics(train, rollout, mask)
     engine_share = Mean(jnp.sum(jnp.where(mask & (rollout > train), delta, 0.0)), jnp.sum(jnp.where(mask, delta, 0.0)))
 
     rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)
@@ -138,7 +138,11 @@ def batch_metrics(
         "mismatch/k3": mismatch["kl_k3"],
         "mismatch/pearson": mismatch["pearson"],
         "mismatch/effective_sample_size": mismatch["effective_sample_size"],
-        **{f"displacement/{name}": value for name, value in displacement_statistics(train, rollout, mask).items()},
+        "displacement/mean": displacement["mean"],
+        "displacement/abs_mean": displacement["abs_mean"],
+        "displacement/abs_p50": displacement["abs_p50"],
+        "displacement/abs_p95": displacement["abs_p95"],
+        "displacement/abs_p99": displacement["abs_p99"],
         "completions/discrepancy": masked.completion_means(delta, where),
     }
 
@@ -164,9 +168,15 @@ def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Me
 
     mask, sampled = flat(b.completion_mask for b in rows), flat(b.rollout_logprobs for b in rows)
     then, now = flat(b.old_logprobs for b in logprobs), flat(b.start_logprobs for b in logprobs)
-    metrics = {}
-    for name, values in {"staleness": now - then, "mismatch": then - sampled, "gap": now - sampled}.items():
-        metrics[f"{name}/log_ratio_mean"] = masked.masked_mean(values, mask)
-        metrics[f"{name}/log_ratio_abs_mean"] = masked.masked_mean(jnp.abs(values), mask)
-        metrics[f"{name}/log_ratio_max"] = masked.masked_max(jnp.abs(values), mask)
-    return metrics
+    staleness, mismatch, gap = now - then, then - sampled, now - sampled
+    return {
+        "staleness/log_ratio_mean": masked.masked_mean(staleness, mask),
+        "staleness/log_ratio_abs_mean": masked.masked_mean(jnp.abs(staleness), mask),
+        "staleness/log_ratio_max": masked.masked_max(jnp.abs(staleness), mask),
+        "mismatch/log_ratio_mean": masked.masked_mean(mismatch, mask),
+        "mismatch/log_ratio_abs_mean": masked.masked_mean(jnp.abs(mismatch), mask),
+        "mismatch/log_ratio_max": masked.masked_max(jnp.abs(mismatch), mask),
+        "gap/log_ratio_mean": masked.masked_mean(gap, mask),
+        "gap/log_ratio_abs_mean": masked.masked_mean(jnp.abs(gap), mask),
+        "gap/log_ratio_max": masked.masked_max(jnp.abs(gap), mask),
+    }

@@ -25,15 +25,16 @@ from dcmdp_jax.rewards.scoring import BatchScores, merge_scores, reward_metrics
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.types import Batch, Rows
 
-_PHASE_LABELS = {
-    "push": "pushing the weights to the engine",
-    "wait": "waiting for the sampler",
-    "generate": "sampling",
-    "verify": "scoring the completions",
-    "noise_floor": "measuring the engine against itself",
-    "pack": "packing tokens into rows",
-    "step": "training",
+PHASES = {
+    "push": ("time/push", "time/start_push", "pushing the weights to the engine"),
+    "wait": ("time/wait", "time/start_wait", "waiting for the sampler"),
+    "generate": ("time/generate", "time/start_generate", "sampling"),
+    "verify": ("time/verify", "time/start_verify", "scoring the completions"),
+    "noise_floor": ("time/noise_floor", "time/start_noise_floor", "measuring the engine against itself"),
+    "pack": ("time/pack", "time/start_pack", "packing tokens into rows"),
+    "step": ("time/step", "time/start_step", "training"),
 }
+"""Phase of a step -> metric of its seconds, metric of its start, and its label on the console."""
 KEPT_BYTES = 2**30
 """Freed memory that the process keeps beside a checkpoint, an evaluation, and what compiling leaves."""
 _KEPT_BETWEEN_STEPS = 3 * 2**30
@@ -122,13 +123,13 @@ class PhaseTimer:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a block; blocks of one name add up."""
-        began = time.monotonic()
-        with activity(_PHASE_LABELS[name] + (" (the first time it compiles)" if self.first else "")):
+        began, (metric, _, label) = time.monotonic(), PHASES[name]
+        with activity(label + (" (the first time it compiles)" if self.first else "")):
             yield
         release_freed_memory(above=KEPT_BYTES if self.first else _KEPT_BETWEEN_STEPS)
         ended = time.monotonic()
         self.spans.append((name, began, ended))
-        self.seconds[f"time/{name}"] = self.seconds.get(f"time/{name}", 0.0) + ended - began
+        self.seconds[metric] = self.seconds.get(metric, 0.0) + ended - began
 
     def add(self, sampler: PhaseTimer) -> None:
         """Add the phases in which the step's batch was sampled."""
@@ -147,8 +148,8 @@ class PhaseTimer:
         }
         if lags:
             offset = time.time() - time.monotonic()
-            metrics |= {f"time/start_{name}": began + offset for name, began, _ in reversed(self.spans)}
-            metrics["time/overlap"] = sum(self.seconds[f"time/{phase}"] for phase in STEP_PHASES) - total
+            metrics |= {PHASES[name][1]: began + offset for name, began, _ in reversed(self.spans)}
+            metrics["time/overlap"] = sum(self.seconds[PHASES[phase][0]] for phase in STEP_PHASES) - total
         return metrics
 
 
@@ -206,6 +207,7 @@ def identical_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 def length_metrics(episodes: Sequence[Episode], grades: Grades | None) -> dict[str, float]:
     """Lengths, truncations, and what the verifier could not read if it was asked, by the names of metric_names.py."""
     lengths = [episode.num_sampled for episode in episodes]
+    p10, p25, p50, p75, p90 = np.percentile(lengths, QUANTILES).tolist()
     judged = {} if grades is None else {
         "reward/verifier_timeouts": grades.timeouts,
         "reward/verifier_errors": grades.errors,
@@ -215,7 +217,11 @@ def length_metrics(episodes: Sequence[Episode], grades: Grades | None) -> dict[s
     return judged | {
         "completion/length_mean": float(np.mean(lengths)),
         "completion/length_min": min(lengths),
-        **{f"completion/length_p{p}": float(np.percentile(lengths, p)) for p in QUANTILES},
+        "completion/length_p10": p10,
+        "completion/length_p25": p25,
+        "completion/length_p50": p50,
+        "completion/length_p75": p75,
+        "completion/length_p90": p90,
         "completion/length_max": max(lengths),
         "completion/truncated_fraction": float(np.mean([episode.finish_reason == "length" for episode in episodes])),
     }

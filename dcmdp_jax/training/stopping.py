@@ -309,7 +309,7 @@ class AlarmWatch:
         self._raised = {alarm.name for alarm in raised}
         for alarm in self._news:
             logger.warning("step %d: alarm %s: %s", step, alarm.name, alarm.text)
-        return found | {f"alarm/{name}": float(name in self._raised) for name in ALARMS}
+        return found | {metric: float(name in self._raised) for name, metric in ALARMS.items()}
 
     @property
     def ends_the_run(self) -> bool:
