@@ -127,14 +127,14 @@ def _floor(series: Series) -> float:
     return float(values[-1]) if len(values) else 0.0
 
 
-def spent(metrics: Collection[str]) -> str:
+def bounded_metric(metrics: Collection[str]) -> str:
     """Which of a run's metrics its budget c bounds: the mean discrepancy, or a quantile (`algorithm.budget`)."""
     return "discrepancy/spent" if "discrepancy/spent" in metrics else "discrepancy/mean"
 
 
 def _over(series: Series) -> tuple[float, float] | None:
     """Mean delta of the window and c, if that delta is well above both c and the noise floor."""
-    delta, tolerance = _last(series, spent(series)), _last(series, "dual/tolerance", 1)
+    delta, tolerance = _last(series, bounded_metric(series)), _last(series, "dual/tolerance", 1)
     if delta is None or tolerance is None:
         return None
     mean, c = float(delta.mean()), float(tolerance[0])
@@ -224,7 +224,9 @@ def _charge_share(series: Series) -> float | None:
 
 def _vain_lambda(series: Series, share: float | None) -> str | None:
     """A lambda that rises without effect, or charges single tokens an advantage while delta rises."""
-    multiplier, delta, largest = (_last(series, name) for name in ("dual/multiplier", spent(series), "discrepancy/max"))
+    multiplier, delta, largest = (
+        _last(series, name) for name in ("dual/multiplier", bounded_metric(series), "discrepancy/max")
+    )
     if multiplier is None or delta is None:
         return None
     whole = np.zeros(1) if largest is None else (multiplier * largest)[-3:]
@@ -304,7 +306,7 @@ def _identical(series: Series) -> str | None:
 
 
 def _noise(series: Series) -> str | None:
-    delta, tolerance = _last(series, spent(series)), _last(series, "dual/tolerance", 1)
+    delta, tolerance = _last(series, bounded_metric(series)), _last(series, "dual/tolerance", 1)
     if delta is None or tolerance is None or not np.mean(delta > tolerance) > 0.5:
         return None
     floor = _floor(series)

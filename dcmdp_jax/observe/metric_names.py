@@ -80,7 +80,7 @@ discrepancy/mean | discrepancy | token-weighted batch mean: what the dual step c
 dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum |advantage| (1 - p),
     as tokens weigh; of a charge in the loss C = sum lambda sum_a |dD / dz_a| / 2, z the logits
 policy/entropy | nats | mean entropy of the policy over sampled tokens
-@config/algorithm.py:AlgorithmSettings.spent_metric
+@config/algorithm.py:AlgorithmSettings.bounded_metric
 discrepancy/spent | discrepancy | the quantile that algorithm.budget names, which the dual step compares with the
     tolerance; not recorded where that is the mean
 @training/step_metrics.py:batch_metrics

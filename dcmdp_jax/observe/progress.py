@@ -11,7 +11,7 @@ from typing import Self
 
 from dcmdp_jax.activity import Activity, end, refresh, register, say, terminal_size
 from dcmdp_jax.number_format import duration, number
-from dcmdp_jax.observe.alarms import spent
+from dcmdp_jax.observe.alarms import bounded_metric
 from dcmdp_jax.observe.metric_names import form_of_score
 
 _PLAIN_INTERVAL_SECONDS = 2.0
@@ -122,7 +122,7 @@ class Progress(Activity):
             c = f" (c {number(tolerance, '.5f')})"
         return [
             f"reward {number(get('reward/mean'), '.3f')}",
-            f"discrepancy {number(get(spent(self._values)), '.5f')}{c}",
+            f"discrepancy {number(get(bounded_metric(self._values)), '.5f')}{c}",
             f"lambda {number(get('dual/multiplier'), '.4f')}",
             *(f"{word} {number(get(name), '.3g')}" for word, name in _UPDATE.items() if name in self._values),
             f"{number(get('throughput/tokens_per_second'), ',.0f')} tokens/s",
@@ -144,6 +144,6 @@ class Progress(Activity):
         fields = self._fields()
         text = "\n".join(textwrap.wrap("  ".join(fields), columns))
         if "(c " in fields[1]:
-            over = self._values[spent(self._values)] > self._values["dual/tolerance"]
+            over = self._values[bounded_metric(self._values)] > self._values["dual/tolerance"]
             text = text.replace(fields[1], f"{_RED if over else _GREEN}{fields[1]}{_PLAIN}")
         return [f"{head}{bar:{room}}{tail}", *text.splitlines(), *textwrap.wrap(self._evaluation(), columns)]

@@ -14,7 +14,7 @@ from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import duration, number, percent
 from dcmdp_jax.observe import jsonl
-from dcmdp_jax.observe.alarms import alarms, spent
+from dcmdp_jax.observe.alarms import alarms, bounded_metric
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, HELD_OUT_FILE, METRICS_FILE, SAMPLES_FILE, STARTS_FILE
 from dcmdp_jax.observe.metric_names import form_of_score
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
@@ -279,7 +279,7 @@ def _median(values: np.ndarray) -> float:
 
 def _over(series: Series) -> np.ndarray:
     """[n] float64, 1 where what c bounds exceeds it, else 0, at the steps that recorded both."""
-    name = spent(series)
+    name = bounded_metric(series)
     if name not in series or "dual/tolerance" not in series:
         return np.zeros(0)
     _, left, right = np.intersect1d(series[name][0], series["dual/tolerance"][0], return_indices=True)

@@ -32,8 +32,8 @@ def broken_rule(series: Series, values: Mapping[str, Any]) -> Iterator[str]:
         UserError: in one line, if a step is missing.
     """
     algorithm = {name.removeprefix("algorithm."): value for name, value in values.items()}
-    spent = "discrepancy/mean" if algorithm["budget"] == "mean" else "discrepancy/spent"
-    lambdas, delta, c = (_every_step(series, name) for name in (_MULTIPLIER, spent, _TOLERANCE))
+    bounded = "discrepancy/mean" if algorithm["budget"] == "mean" else "discrepancy/spent"
+    lambdas, delta, c = (_every_step(series, name) for name in (_MULTIPLIER, bounded, _TOLERANCE))
     if (fixed := FIXED_MULTIPLIERS.get(algorithm["method"])) is not None:
         for step in np.flatnonzero(lambdas != fixed):
             yield f"lambda is {lambdas[step]} at step {step + 1}, the settings give {fixed}"
