@@ -12,32 +12,13 @@ The first composes the others. `train` runs the whole training of a config (`loa
 `read_metrics` read what it wrote. Each name is imported at its first use, and JAX with it.
 """
 
-# ruff: noqa: F401 - names for type checkers
 import difflib
 import importlib
 import os
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dcmdp_jax.version import __version__
-
-if TYPE_CHECKING:
-    from dcmdp_jax.algorithm.advantages import group_advantages
-    from dcmdp_jax.algorithm.dc_grpo import DcGrpoAux, dc_grpo_loss
-    from dcmdp_jax.algorithm.discrepancy import token_discrepancy
-    from dcmdp_jax.algorithm.dual import dual_update
-    from dcmdp_jax.algorithm.losses import importance_ratio
-    from dcmdp_jax.algorithm.penalties import penalized_advantages
-    from dcmdp_jax.algorithm.remedies import Tokens
-    from dcmdp_jax.algorithm.trust_regions import clipped_surrogate
-    from dcmdp_jax.commands.flags import load_config
-    from dcmdp_jax.commands.train import train
-    from dcmdp_jax.config.settings import Config
-    from dcmdp_jax.data.episode import Episode
-    from dcmdp_jax.engines.protocol import Engine
-    from dcmdp_jax.errors import UserError
-    from dcmdp_jax.observe.metrics_io import read_metrics
-    from dcmdp_jax.observe.report import write_report
 
 REPOSITORY = ""
 """Address of the public repository; empty as long as there is none. Model cards and the site link to it."""

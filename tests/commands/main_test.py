@@ -78,7 +78,8 @@ def test_the_wheel_holds_one_package_and_the_presets(wheel):
     presets = wheel / "installed" / "dcmdp_jax" / "presets"
     files = {str(path.relative_to(_ROOT / "configs")) for path in (_ROOT / "configs").rglob("*.py")}
     assert {str(path.relative_to(presets)) for path in presets.rglob("*.py")} == files
-    assert (wheel / "installed" / "dcmdp_jax" / "py.typed").exists()
+    for name in ("py.typed", "__init__.pyi"):
+        assert (wheel / "installed" / "dcmdp_jax" / name).exists()
 
 
 @pytest.mark.long
@@ -256,9 +257,12 @@ def test_the_package_is_imported_without_jax_and_has_its_public_names():
 
 
 def test_type_checkers_see_the_names_of_the_table():
-    source = (_ROOT / "dcmdp_jax" / "__init__.py").read_text()
-    typed = re.findall(r"^    from dcmdp_jax\.([\w.]+) import (.*)$", source, re.M)
-    assert {(name, module) for module, names in typed for name in names.split(", ")} == set(dcmdp_jax._MODULES.items())
+    source = (_ROOT / "dcmdp_jax" / "__init__.pyi").read_text()
+    typed = re.findall(r"(\w+) as (\w+)", source)
+    assert {name for name, _ in typed} == set(dcmdp_jax.__all__) and all(name == again for name, again in typed)
+    for module, names in re.findall(r"^from dcmdp_jax\.([\w.]+) import (.*)$", source, re.M):
+        for name in names.replace(" as ", ",").split(","):
+            assert dcmdp_jax._MODULES.get(name.strip(), "version") == module
 
 
 def test_the_version_is_declared_once():
