@@ -35,8 +35,8 @@ def _drawings():
     return re.findall(r"^## The life of a (\w+)\n(.*?)(?=^## )", _PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_there_are_four_lives():
-    assert [name for name, _ in _drawings()] == ["batch", "weight", "setting", "reward"]
+def test_there_are_three_lives():
+    assert [name for name, _ in _drawings()] == ["batch", "weight", "setting"]
 
 
 @pytest.mark.parametrize("drawing", [drawing for _, drawing in _drawings()], ids=[name for name, _ in _drawings()])
