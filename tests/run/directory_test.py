@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from configs.base import get_config
-from dcmdp_jax.config.load import REMOVED, Removed, from_config_dict
-from dcmdp_jax.config.settings import VERSION, to_dict
+from dcmdp_jax.config.load import REMOVED, VERSION, Removed, from_config_dict
+from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.run.directory import check_run_directory, claimed, read_config, record_config
 from tests.support.refusals import refused
 

@@ -11,7 +11,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.machine import Machine
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.scheme import Scheme
-from dcmdp_jax.run.model_checks import check_forward
+from dcmdp_jax.run.model_checks import forward_scheme_on
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
 
 QWEN2 = ModelConfig("qwen2", 31, 64, 96, 2, 2, 1, 32, attention_bias=True)
@@ -56,12 +56,12 @@ def test_experts_are_refused():
 def test_another_platform_than_the_engines_is_refused(precision, cache, said):
     config = _config(precision, cache)
     engine = dataclasses.replace(engine_arguments(config, model=QWEN3_8B)[1], platform="cuda")
-    check_forward(config, engine, "gpu")
+    forward_scheme_on(config, engine, "gpu")
     with pytest.raises(
         UserError, match=f"^config.model.forward_{said}; the engine computes on cuda, the trainer on cpu"
     ):
-        check_forward(config, engine, "cpu")
-    check_forward(_config("bfloat16"), engine, "cpu")
+        forward_scheme_on(config, engine, "cpu")
+    forward_scheme_on(_config("bfloat16"), engine, "cpu")
 
 
 def test_rounded_weights_are_counted_by_hand():

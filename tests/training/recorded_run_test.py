@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.config.settings import VERSION
+from dcmdp_jax.config.load import VERSION
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.run.directory import read_config
 from tests.support.processes import finished
