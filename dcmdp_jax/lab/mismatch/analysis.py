@@ -14,7 +14,7 @@ from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding
 from dcmdp_jax.lab.mismatch.diagnosis import diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, OperatorDifference, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
-from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, mean_of, measure, recommend
+from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, measure, recommend
 from dcmdp_jax.lab.mismatch.states import StateMeasure, compare_states
 from dcmdp_jax.observe.legs import legs_of
 from dcmdp_jax.observe.page_kit import json_values
@@ -47,21 +47,6 @@ class Group:
     mean: float
     share: float
     mean_log_ratio: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Growth:
-    """Mismatch along completions.
-
-    Attributes:
-        first, last: mean |p - q| over the first and the last quarter of the completions of 8 tokens or more; NaN
-            without one.
-        slope: least-squares slope of |p - q| over the position, per 1,000 tokens.
-    """
-
-    first: float
-    last: float
-    slope: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,15 +94,6 @@ def by_entropy(pairs: TokenPairs) -> list[Group]:
     return _groups(pairs, np.digitize(pairs.entropies, ENTROPY_EDGES[1:]), [*labels, f"over {ENTROPY_EDGES[-1]:g}"])
 
 
-def by_token_class(pairs: TokenPairs, text: TokenText) -> list[Group]:
-    """Groups by what the token's text is made of (`token_class`)."""
-    ids, inverse = np.unique(pairs.token_ids, return_inverse=True)
-    classes = [token_class(text(int(token))) for token in ids]
-    labels = sorted(set(classes))
-    numbers = np.array([labels.index(name) for name in classes])
-    return _groups(pairs, numbers[inverse], labels)
-
-
 def by_token(pairs: TokenPairs, text: TokenText | None) -> list[Group]:
     """The tokens with the largest part of the mismatch, at most 20."""
     ids, inverse = np.unique(pairs.token_ids, return_inverse=True)
@@ -132,29 +108,6 @@ def by_lag(pairs: TokenPairs) -> list[Group]:
         return []
     lags, inverse = np.unique(pairs.lags, return_inverse=True)
     return _groups(pairs, inverse, [f"{lag} steps" for lag in lags])
-
-
-def token_class(text: str) -> str:
-    """ "digits", "letters", "space", "line break", "special", "punctuation" or "mixed"."""
-    core = text.strip()
-    if text.startswith("<|") and text.endswith("|>"):
-        return "special"
-    if not core:
-        return "line break" if "\n" in text else "space"
-    kinds = {"digits" if c.isdecimal() else "letters" if c.isalpha() else "punctuation" for c in core}
-    return kinds.pop() if len(kinds) == 1 else "mixed"
-
-
-def growth(pairs: TokenPairs) -> Growth:
-    """Mismatch of the first against the last quarter of completions, and its slope over the position."""
-    delta, position = pairs.discrepancy, pairs.position
-    length = np.repeat(pairs.lengths, pairs.lengths)
-    long = length >= 8
-    first, last = (delta[long & where] for where in (position < length // 4, position >= length - length // 4))
-    spread = position - position.mean()
-    square = float(spread @ spread)
-    slope = 1000 * float(spread @ delta) / square if square else 0.0
-    return Growth(mean_of(first), mean_of(last), slope)
 
 
 def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
@@ -237,7 +190,6 @@ class Analysis:
         recommendation: the budget c.
         states: whole states and the sampled tokens' estimates of them; empty without likeliest tokens.
         groups: heading -> groups.
-        growth: along completions.
         worst: tokens in context.
         evidence: measurements behind the findings.
         over_training: see `Measured`.
@@ -251,7 +203,6 @@ class Analysis:
     recommendation: Recommendation
     states: tuple[StateMeasure, ...]
     groups: Mapping[str, tuple[Group, ...]]
-    growth: Growth
     worst: tuple[WorstToken, ...]
     evidence: Evidence
     over_training: OverTraining | None
@@ -293,7 +244,6 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         "probability under the engine": by_probability(pairs),
         "position in the completion": by_position(pairs),
         "entropy of the training stack, nats": by_entropy(pairs),
-        "token class": [] if text is None else by_token_class(pairs, text),
         "token": by_token(pairs, text),
         "age of the weights": by_lag(pairs),
     }
@@ -306,7 +256,6 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         recommendation=recommendation,
         states=compare_states(pairs),
         groups={heading: tuple(found) for heading, found in groups.items() if found},
-        growth=growth(pairs),
         worst=tuple(worst_tokens(pairs, text)),
         evidence=evidence,
         over_training=over,

@@ -135,11 +135,11 @@ def _first_operator(analysis: Analysis) -> list[str]:
 
 
 _LABELS = "tokens; completions; mean |dp|; p50; p99; max; k1, nats; k3, nats; Pearson; |eps|: mean, p50, p95"
-_LABELS += "; effective sample size; noise floor; recommended c; completions over c; first, last quarter"
+_LABELS += "; effective sample size; noise floor; recommended c; completions over c"
 
 
 def _column(analysis: Analysis) -> list[str]:
-    found, growth = analysis.statistics, analysis.growth
+    found = analysis.statistics
     numbers = (found.mean, found.p50, found.p99, found.max, found.k1, found.k3, found.pearson)
     eps = (found.displacement_abs_mean, found.displacement_abs_p50, found.displacement_abs_p95)
     return [
@@ -152,7 +152,6 @@ def _column(analysis: Analysis) -> list[str]:
         number(max(analysis.floors.values(), default=math.nan), ".3g"),
         number(analysis.recommendation.tolerance, ".3g"),
         percent(found.completions_over),
-        f"{number(growth.first, '.3g')}, {number(growth.last, '.3g')}",
     ]
 
 

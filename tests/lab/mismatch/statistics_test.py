@@ -97,14 +97,11 @@ def test_groups_by_hand():
     ]
 
 
-def test_tokens_and_their_classes():
+def test_the_tokens_with_the_largest_part_come_first():
     texts = {0: "12", 1: " the", 2: "\n", 3: "<|im_end|>", 4: "x2"}
     pairs = _pairs([0.5] * 6, [0.4, 0.5, 0.5, 0.5, 0.3, 0.2], [6], ids=[0, 1, 2, 3, 4, 0])
-    classes = {group.label: group.tokens for group in analysis.by_token_class(pairs, texts.get)}
-    assert classes == {"digits": 2, "letters": 1, "line break": 1, "special": 1, "mixed": 1}
     first = analysis.by_token(pairs, texts.get)[0]
     assert (first.label, first.tokens) == ("0 '12'", 2) and first.share == pytest.approx(0.4 / 0.6, rel=1e-6)
-    assert [analysis.token_class(text) for text in (" ", "+=", " 7 ")] == ["space", "punctuation", "digits"]
 
 
 def test_worst_tokens_stay_within_their_completion():
@@ -120,15 +117,6 @@ def test_completions_that_are_alike_up_to_a_token_show_it_once():
     # The third has the same tokens and another probability, so another prompt.
     worst = analysis.worst_tokens(pairs, str)
     assert [(each.completion, each.position) for each in worst if each.token_id == 8] == [(2, 1), (0, 1)]
-
-
-def test_growth_compares_quarters():
-    # One completion of 8: |dp| 0 on the first two, 0.4 on the last two, and one too short to have quarters.
-    p, q = [0.5] * 6 + [0.9, 0.9] + [0.9], [0.5] * 8 + [0.1]
-    found = analysis.growth(_pairs(p, q, [8, 1]))
-    assert (found.first, found.last) == (pytest.approx(0), pytest.approx(0.4, rel=1e-6))
-    line = analysis.growth(_pairs([0.5] * 4, [0.5, 0.4, 0.3, 0.2], [4]))
-    assert line.slope == pytest.approx(1000 * 0.1, rel=1e-6) and math.isnan(line.first)
 
 
 @pytest.mark.parametrize(
