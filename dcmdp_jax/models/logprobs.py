@@ -29,9 +29,8 @@ class KernelAxes(NamedTuple):
     """Manual mesh axes, of an enclosing `shard_map`, that split the output matrix [D, V] and the embedding [V, D].
 
     Attributes:
-        embed: the axis that splits D; None if D is whole. The output matrix is gathered over it once in a forward and
-            once in a backward pass, a piece of the vocabulary at a time: the whole matrix and its float32 gradient take
-            gigabytes. The embedding is not gathered, see `decoder.look_up_split`.
+        embed: the axis that splits D; None if D is whole. The output matrix is gathered over it once a pass, a piece of
+            the vocabulary at a time: whole, with its float32 gradient, it takes gigabytes.
         vocab: the axis that splits V: each device computes the logits of its own part; None if V is whole.
     """
 
@@ -51,9 +50,8 @@ def token_blocks(tokens: int, chunk: int, vocab: int, axes: KernelAxes = WHOLE_K
     With the vocabulary in pieces a block has as many tokens more, and blocks have equal sizes, so that few are padding.
 
     Args:
-        tokens: predicted tokens of one device.
+        tokens, vocab: predicted tokens, and columns of the kernel, of one device.
         chunk: tokens whose logits exist at one time.
-        vocab: columns of the device's kernel.
         axes: how the kernel is split.
     """
     if axes.embed is None:
@@ -88,13 +86,11 @@ def token_logprobs(
         logprobs[t] = z[token_t] - logsumexp(z),    entropy[t] = logsumexp(z) - sum_v softmax(z)_v z_v.
 
     Wanted tokens are gathered first, so that padding and prompts cost nothing. Logits exist for `chunk` tokens at a
-    time, forward and backward: where one chunk doesn't hold all tokens the backward pass recomputes them. The gradient
-    of W is summed in float32 over chunks and devices (a bfloat16 sum over chunks loses 1e-2 of it), and over devices
-    once, after the last chunk. Gradients flow to `hidden` and `kernel` from both results.
+    time; with more than one chunk the backward pass recomputes them. The gradient of W is summed in float32 over chunks
+    (a bfloat16 sum loses 1e-2 of it), then once over devices. Gradients flow to `hidden` and `kernel`.
 
-    Under a `shard_map` rows are the device's own. With `kernel_axes` it must be a `shard_map` with check_vma=False,
-    whose specs split the kernel over these axes and the rows over the first; the results are the same on all devices
-    of the second.
+    Under a `shard_map` rows are the device's own. With `kernel_axes` it must have check_vma=False and split the kernel
+    over these axes and the rows over the first; the results are the same on all devices of the second.
 
     Args:
         hidden: [R, L, D] final normed hidden states.
@@ -151,8 +147,7 @@ def predicting(mask: jax.Array) -> jax.Array:
 
 
 def _wanted_first(wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The permutation that puts wanted tokens first, in order, so that the loop over blocks stops after the last of
-    them; and its inverse. Two running counts: a sort takes XLA's CPU backend long to compile and to run."""
+    """The permutation that puts wanted tokens first, in order, and its inverse; a sort is slow on XLA's CPU backend."""
     before = jnp.cumsum(wanted) - wanted
     index = jnp.arange(wanted.size)
     place = jnp.where(wanted, before, jnp.sum(wanted) + index - before).astype(jnp.int32)
@@ -212,13 +207,11 @@ def _at(logits: jax.Array, own: jax.Array, axes: KernelAxes) -> jax.Array:
 def _block(logits: jax.Array, targets: jax.Array, listed: jax.Array | None, options: _Options) -> tuple[jax.Array, ...]:
     """Normalizer, log-probs, entropy, and log-probs of `listed` where it is there."""
     axes, size = options.axes, logits.shape[-1]
-    largest, own = options.maximum(logits), _own_targets(targets, size, axes)
+    largest = options.maximum(logits)
     if axes.vocab is not None:
         largest = lax.pmax(largest, axes.vocab)
     normalizer = jnp.log(_across_vocab(jnp.sum(jnp.exp(logits - largest), axis=-1), axes)) + largest[..., 0]
-    chosen = jnp.take_along_axis(logits, jnp.clip(own, 0, size - 1)[..., None], axis=-1)[..., 0]
-    if axes.vocab is not None:
-        chosen = lax.psum(jnp.where((own >= 0) & (own < size), chosen, 0.0), axes.vocab)
+    chosen = _at(logits, _own_targets(targets, size, axes)[..., None], axes)[..., 0]
     expected = _across_vocab(jnp.sum(jnp.exp(logits - normalizer[..., None]) * logits, axis=-1), axes)
     found = normalizer, chosen - normalizer, normalizer - expected
     if listed is None:
@@ -263,7 +256,7 @@ def _blocked_backward(options: _Options, saved: _Residuals, cotangents: tuple[Ar
     # A shard_map without vma divides the cotangents of replicated results by the devices that hold them.
     logprob_bar, entropy_bar, *listed_bar = (_across_vocab(x, axes) for x in cotangents)
     own = _own_targets(targets, kernel.shape[-1], axes)
-    further = _further(listed, listed_bar, kernel.shape[-1], options)
+    further, precision = _further(listed, listed_bar, kernel.shape[-1], options), precision_of(hidden.dtype)
 
     def pulled(i: jax.Array | int, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The gradients of block i's hidden states and, from it, of the kernel."""
@@ -272,7 +265,6 @@ def _blocked_backward(options: _Options, saved: _Residuals, cotangents: tuple[Ar
         logits_bar = _logits_bar(logits, own[i], normalizer[i], entropy[i], logprob_bar[i], entropy_bar[i], *more)
         logits_bar = (logits_bar * options.scale).astype(block.dtype)
         tokens = tuple(range(block.ndim - 1))
-        precision = precision_of(block.dtype)
         product = lax.dot_general(
             block, logits_bar, ((tokens, tokens), ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
@@ -404,8 +396,7 @@ def _pieced_forward(
         start = start._replace(listed=jnp.zeros(listed.shape, jnp.float32))
     running = lax.fori_loop(0, pieces, piece, start)
     largest = running.largest
-    if axes.vocab is not None:
-        # Once, after the last piece.
+    if axes.vocab is not None:  # once, after the last piece
         largest = lax.pmax(running.largest, axes.vocab)
         shrink = jnp.exp(running.largest - largest)
         sums = running.mass * shrink, running.weighted * shrink, running.chosen, running.listed
