@@ -42,7 +42,7 @@ reward/{reward}/mean | reward | mean of the reward {reward}, before its weight, 
 reward/{reward}/std | reward | standard deviation of the reward {reward}, before its weight, over the same completions
 reward/{reward}/failed | completions | completions that the reward {reward} failed on (rewards.on_error)
 logged/{name} | as logged | {name}: what reward functions logged under this name (log_metric), mean of the step
-@training/step_rollout.py:length_metrics
+@training/rollout_metrics.py:length_metrics
 reward/verifier_timeouts | completions | answers over the verifier's time limit; they get reward 0
 reward/verifier_errors | completions | answers the verifier raised on; they get reward 0
 reward/verifier_over_budget | completions | answers undecided when the verifier's budget for the batch ran out; reward 0
@@ -60,16 +60,16 @@ completion/truncated_fraction | fraction | completions cut by the length limit
 completion/beyond_vocabulary_fraction | fraction | sampled tokens beyond the tokenizer's vocabulary; they have no text
 environment/turns_mean | 1 | turns of the policy in a completion, mean
 environment/done_fraction | fraction | completions that the environment ended, not a limit
-@training/step_rollout.py:identical_metrics
+@training/rollout_metrics.py:identical_metrics
 completion/identical_fraction | fraction | completions that equal another one of their prompt token by token
 completion/identical_chance | fraction | the same as expected of independent samples of the engine's probabilities
-@training/step_rollout.py:rollout_metrics
+@training/rollout_metrics.py:rollout_metrics
 discrepancy/source/{source}/mean | discrepancy | mean over the completions of data source {source}, each counted once
 completion/source/{source}/length_mean | tokens | mean length of the completions of data source {source}
 rollout/sampled_prompts | prompts | prompts sampled by dynamic sampling, replaced groups included
 rollout/refill_rounds | calls | further calls of the engine by dynamic sampling
 rollout/unfilled_groups | prompts | groups of all-equal rewards that dynamic sampling found no other for
-@training/step_rollout.py:staleness_metrics
+@training/rollout_metrics.py:staleness_metrics
 rollout/staleness_mean | steps | mean age of the sampled tokens: the trained policy's step minus theirs
 rollout/staleness_max | steps | age of the oldest sampled token
 @training/batches.py:Batches
@@ -121,7 +121,7 @@ distribution/kept_mass | probability | with rollout.top_p or top_k: mean of S, t
 mismatch/noise_floor | discrepancy | mean discrepancy, or the quantile of algorithm.budget, of the engine against
     itself in another batch shape, at steps 1, 17, 65, 257, ...
 mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were replaced
-@training/step_rollout.py:leg_metrics
+@training/rollout_metrics.py:leg_metrics
 mismatch/leg_decoding | probability | mean |q - s|, s the engine's own probability in one pass, of the first 32
     completions; at the steps of the noise floor whose tokens are recorded, step 1 by default
 mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is the sum of both legs
@@ -185,7 +185,7 @@ moe/balance_loss | 1 | load-balancing loss before its weight; the experts of a t
 moe/routing_agreement | fraction | replayed experts that the trainer's router would have chosen for the token
 @training/stopping.py:SkippedUpdates.record
 optimizer/skipped_share | fraction | share of the updates of the last 20 steps that was skipped
-@training/step_rollout.py:PHASES
+@training/phase_timer.py:PHASES
 time/push | seconds | weights to the inference engine
 time/generate | seconds | sampling the completions
 time/verify | seconds | verifying the answers
@@ -196,7 +196,7 @@ time/wait | seconds | with rollout.lag: the trainer waits for the sampler
 time/start_{phase} | seconds | with rollout.lag: Unix time at which the phase began
 @training/batches.py:Batches
 time/engine_idle | seconds | with rollout.lag: the sampler waits for the trainer, pushes included
-@training/step_rollout.py:PhaseTimer.metrics
+@training/phase_timer.py:PhaseTimer.metrics
 time/overlap | seconds | with rollout.lag: the parts of a step in turn, less its time: what overlap won
 time/total | seconds | the whole step, from prompts to record
 throughput/tokens_per_second | tokens / s | prompt and completion tokens over the whole step's time

@@ -28,9 +28,11 @@ from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.training.build import StepPrograms
-from dcmdp_jax.training.rollout_sampler import NOISE_FLOOR_STEPS, NoiseFloor, StepRollouts
+from dcmdp_jax.training.noise_floor import NOISE_FLOOR_STEPS, NoiseFloor
+from dcmdp_jax.training.phase_timer import PhaseTimer
+from dcmdp_jax.training.rollout_metrics import staleness_metrics
+from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
 from dcmdp_jax.training.state import batch_shardings
-from dcmdp_jax.training.step_rollout import PhaseTimer, StepRollout, staleness_metrics
 from dcmdp_jax.training.stopping import CollectiveExit, ThreadExit
 from dcmdp_jax.types import Batch, Params, Rows, TrainState
 

@@ -1,37 +1,29 @@
-"""Sampling of a step: completions and rewards of its problems, exchanged between hosts; the engine's noise floor."""
+"""Sampling of a step: completions and rewards of its problems, exchanged between hosts."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import logging
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from dcmdp_jax.activity import activity
-from dcmdp_jax.algorithm.discrepancy import token_discrepancy
-from dcmdp_jax.algorithm.dual import QUANTILES
 from dcmdp_jax.config.arguments import EPISODES, REWARDS, as_settings
 from dcmdp_jax.data.episode import Episode, in_prompt_order
-from dcmdp_jax.engines.protocol import Engine, EngineError
 from dcmdp_jax.engines.validation import (
-    broken_tokens,
     check_routed_experts,
     check_top_logprobs,
-    sample_alone,
     unusable_completions,
 )
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.protocol import TrainerState
-from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring
+from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, merge_scores
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
-from dcmdp_jax.training.step_rollout import PhaseTimer, StepRollout, join
+from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.stopping import CollectiveExit
 
 logger = logging.getLogger(__name__)
@@ -39,10 +31,69 @@ logger = logging.getLogger(__name__)
 # The rounds of a step must not repeat each other's draws, nor those of evaluation.
 _ROUND_SEED_OFFSET = 7_000_003
 
-NOISE_FLOOR_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
-"""Finished steps after which the noise floor is measured: once, and then rarely, for the policy moves."""
-# Completions scored in one pass, and completions and tokens of each sampled alone.
-_SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
+
+@dataclasses.dataclass(frozen=True)
+class StepRollout:
+    """Sampled and scored completions: one host's share of a call, one round of a step, or all of a step.
+
+    P groups of G completions, of which the first B that can teach are the batch.
+
+    Attributes:
+        problems: [P] place of each group's problem among the training problems.
+        episodes: P * G, in prompt order; `group` is 0 .. P - 1.
+        texts: P * G.
+        scores: scores of all P * G.
+        dropped: [P * G] bool, completions that must not be used; none before the exchange.
+        batch_groups: B.
+        taken: positions of the stream of prompts that all hosts' calls took.
+        rounds: calls of the engine.
+    """
+
+    problems: np.ndarray
+    episodes: list[Episode]
+    texts: list[str]
+    scores: BatchScores
+    dropped: np.ndarray
+    batch_groups: int
+    taken: int
+    rounds: int = 1
+
+    @property
+    def differing(self) -> np.ndarray:
+        """[P] bool: a group's usable rewards differ, the opposite of `group_statistics`' all_equal."""
+        shape = len(self.problems), -1
+        usable, rewards = ~self.dropped.reshape(shape), self.scores.totals.reshape(shape)
+        return np.where(usable, rewards, np.inf).min(axis=1) < np.where(usable, rewards, -np.inf).max(axis=1)
+
+    @property
+    def groups(self) -> np.ndarray:
+        """[B] the groups of the batch, ascending: the first that differ, and others for what is missing."""
+        return np.sort(np.argsort(~self.differing, kind="stable")[: self.batch_groups])
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[B * G] the completions of the batch."""
+        members = len(self.episodes) // len(self.problems)
+        return (self.groups[:, None] * members + np.arange(members)).reshape(-1)
+
+
+def join(parts: Sequence[StepRollout]) -> StepRollout:
+    """Join rounds, or the shares of all hosts, in order; groups are numbered on."""
+    if len(parts) == 1:
+        return parts[0]
+    before = np.cumsum([0, *(len(part.problems) for part in parts)])
+    return dataclasses.replace(
+        parts[0],
+        problems=np.concatenate([part.problems for part in parts]),
+        episodes=[
+            dataclasses.replace(episode, group=int(first) + episode.group)
+            for first, part in zip(before, parts, strict=False)
+            for episode in part.episodes
+        ],
+        texts=[text for part in parts for text in part.texts],
+        scores=merge_scores([part.scores for part in parts]),
+        dropped=np.concatenate([part.dropped for part in parts]),
+    )
 
 
 def trainer_state(task: Task, step: int, position: int) -> TrainerState:
@@ -156,71 +207,3 @@ class StepRollouts:
             if count := rollout.top_logprobs:
                 check_top_logprobs(joined.episodes, count, task.model.vocab_size, whole=task.sampling.cuts)
         return dataclasses.replace(joined, dropped=dropped)
-
-
-_Scored = dict[int, np.ndarray]
-
-
-class NoiseFloor:
-    """Measures the engine's noise floor: its log-probs re-scored in another batch shape. No budget below it can be met.
-
-    Args:
-        engine: still has the weights that sampled.
-        task: the settings, and the distribution that was sampled from.
-    """
-
-    def __init__(self, engine: Engine, task: Task) -> None:
-        self._engine, self._task, algorithm = engine, task, task.config.algorithm
-        # Compiled as one: each operation alone would be a program of its own.
-        self._discrepancy = jax.jit(
-            functools.partial(token_discrepancy, measure=algorithm.measure, sided=algorithm.sided)
-        )
-
-    def measure(self, episodes: Sequence[Episode], step: int, *, first: int = 0) -> tuple[float | None, _Scored]:
-        """Return the noise floor where it is due, None elsewhere; and what it was measured on.
-
-        Completions are scored in one pass, and the first few sampled once more, each alone: the larger mean counts.
-
-        Args:
-            episodes: completions of a call of the engine, from its first problem on.
-            step: step of the batch.
-            first: number of the first of them among the completions of all hosts.
-
-        Returns:
-            The floor; and number of a completion -> the log-probs of its tokens in one pass, [T] float32 nats, none
-            where the sampled distribution was cut.
-        """
-        config, sampling = self._task.config, self._task.sampling
-        if step not in NOISE_FLOOR_STEPS:
-            return None, {}
-        rows = (row for row, episode in enumerate(episodes) if not broken_tokens(episode).any())
-        usable = {first + row: episodes[row] for row in itertools.islice(rows, _SCORED_AGAIN)}
-        if not usable:
-            return None, {}
-        few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
-        shorter = dataclasses.replace(
-            sampling, max_completion_tokens=min(_TOKENS_SAMPLED_AGAIN, sampling.max_completion_tokens)
-        )
-        try:
-            scored = self._engine.score(
-                [episode.prompt_ids for episode in usable.values()],
-                [episode.completion_ids for episode in usable.values()],
-                temperature=sampling.temperature,
-            )
-            together, alone = sample_alone(self._engine, few, shorter, seed=config.training.seed, step=step)
-        except EngineError as error:
-            # A diagnostic does not end a run that is set to go on without what is broken.
-            if config.rollout.on_non_finite != "drop":
-                raise
-            logger.warning("no noise floor: %s", error)
-            return None, {}
-        masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable.values()]
-        again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
-        sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable.values()])
-        # An engine scores with its whole distribution.
-        differences = [] if sampling.cuts else [self._discrepancy(again, sampled)]
-        if together.size:
-            differences.append(self._discrepancy(alone, together))
-        share = QUANTILES.get(config.algorithm.budget)
-        values = (float(np.mean(each) if share is None else np.quantile(each, share)) for each in differences)
-        return max(values, default=None), {} if sampling.cuts else dict(zip(usable, scored, strict=True))
