@@ -131,7 +131,7 @@ mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, ri
 @training/build.py:_merge
 mismatch/merge_rounding | fraction | with adapters: what the engine's rounding of the merged matrices adds to or takes
     from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base
-@training/arrival.py:arrival
+@training/step_metrics.py:arrival
 mismatch/push_changed | fraction | engine weights that the step's update changes, in rollout.precision, of its matrices;
     not with adapters, as the next
 mismatch/push_rounding | 1 | norm of what the engine's rounding adds to or takes from the step's update, over

@@ -24,7 +24,6 @@ from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.run.weights import Weights
-from dcmdp_jax.training.arrival import arrival, watched_columns
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (
     WARMUP_SCALE,
@@ -37,7 +36,7 @@ from dcmdp_jax.training.state import (
     train_state_shardings,
 )
 from dcmdp_jax.training.step import StepParts, make_train_step
-from dcmdp_jax.training.step_metrics import Metrics
+from dcmdp_jax.training.step_metrics import Metrics, arrival, watched_columns
 from dcmdp_jax.training.stopping import Interrupted, StopSignal
 from dcmdp_jax.training.warmup import warm_up
 from dcmdp_jax.types import Batch, LossScale, Params, TrainState

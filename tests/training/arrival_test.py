@@ -1,10 +1,10 @@
-"""What an engine's rounding lets through of an update."""
+"""The share of an update that an engine's rounding lets through."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.training.arrival import arrival, watched_columns
+from dcmdp_jax.training.step_metrics import arrival, watched_columns
 
 STEP = 2.0**-7  # of bfloat16 from 1 to 2
 
