@@ -36,7 +36,7 @@ _BESIDE = "modules beside the rooms"
 _LIBRARIES = {
     "ml_collections": ("dcmdp_jax.config.load", "configs", "dcmdp_jax.commands"),
     "absl": (),
-    "jaxtyping": ("dcmdp_jax.types", "dcmdp_jax.algorithm", "dcmdp_jax.data"),
+    "jaxtyping": ("dcmdp_jax.types", "dcmdp_jax.algorithm", "dcmdp_jax.data", "dcmdp_jax.models"),
     "beartype": (),
     "optax": ("dcmdp_jax.training",),
     "orbax": ("dcmdp_jax.run.checkpoint", "dcmdp_jax.run.saved_params"),

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models.ops import Ops, blockwise
 from dcmdp_jax.models.ops.gpu import packed_attention
 from dcmdp_jax.models.ops.tpu import splash_attention
 from dcmdp_jax.parallel.sharding import free_axes, shard_map_over
+from dcmdp_jax.types import Array
 
 KERNELS = ("xla", "blockwise", "cudnn", "splash")
 SKIP_SEGMENTS = {"blockwise": 0, "cudnn": 16, "splash": 0}
@@ -58,10 +60,10 @@ def choose_kernel(setting: str, dtype: jnp.dtype, platform: str, length: int = _
 
 
 def row_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array,
+    query: Float[Array, "R L H h"],
+    key: Float[Array, "R L K h"],
+    value: Float[Array, "R L K h"],
+    segment_ids: Int[Array, "R L"],
     *,
     kernel: str,
     one_segment: bool,
@@ -69,16 +71,15 @@ def row_attention(
     segments: int = 0,
     mesh: Mesh | None = None,
     window: int = 0,
-    slides: jax.Array | None = None,
-) -> jax.Array:
+    slides: Bool[Array, ""] | None = None,
+) -> Float[jax.Array, "R L H h"]:
     """softmax(q k^T / sqrt(h)) v, each token seeing the tokens of its own segment up to itself.
 
     With a window w, at most w - 1 tokens before it.
 
     Args:
-        query: [R, L, H, h].
-        key, value: [R, L, K, h]; H is a multiple of K.
-        segment_ids: [R, L] int32, equal ids side by side; 0 is padding, whose outputs are not used.
+        query, key, value: H is a multiple of K.
+        segment_ids: equal ids adjacent; 0 is padding, whose outputs are not used.
         kernel: one of `KERNELS`. "blockwise" computes some rows as "xla" does, see `has_scores`.
         one_segment: rows hold one segment and padding after it, so the causal mask is all that real tokens need and
             cudnn runs without a mask in memory. Padding then sees the segment; its outputs are not used.
@@ -87,10 +88,10 @@ def row_attention(
         mesh: the devices that rows and heads are split over, for all but xla; None where the arguments are one
             device's own.
         window: w, at least 1; 0 for none.
-        slides: [] bool, whether the window holds, for layers of a scan that differ in it; None: it does.
+        slides: whether the window holds, for layers of a scan that differ in it; None: it does.
 
     Returns:
-        [R, L, H, h], the dtype of `query`.
+        In the dtype of `query`.
     """
     if not has_scores(kernel, *query.shape[:3], mesh):
         attend = {

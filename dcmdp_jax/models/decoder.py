@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int, Integer
 
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
@@ -27,7 +28,7 @@ from dcmdp_jax.models.moe import Aux, MoE, router_sums
 from dcmdp_jax.models.ops import Ops, choose_ops
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.models.scheme_products import round_cache, with_scheme
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Array, Params
 
 HF_OUTPUT, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -187,20 +188,20 @@ class Block(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: Float[Array, "B T D"],
         rotary: tuple[jax.Array, jax.Array],
         attend: Attend,
         ops: Ops,
         *,
         mesh: Mesh | None = None,
         reduce: Reduce | None = None,
-        replayed: jax.Array | None = None,
+        replayed: Integer[Array, "B T k"] | None = None,
         observe: Observe = lambda name, operator, x: operator(x),
-    ) -> tuple[jax.Array, Any, Aux]:
+    ) -> tuple[Float[jax.Array, "B T D"], Any, Aux]:
         """Run the layer with the caller's attention.
 
         Args:
-            x: [B, T, D] residual stream.
+            x: residual stream.
             rotary: `rotary_tables` of the layer.
             attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None.
             ops: the platform's operations.
@@ -261,35 +262,35 @@ def _identity(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
 def hidden_states_and_aux(
     params: Params,
     config: ModelConfig,
-    input_ids: jax.Array,
-    position_ids: jax.Array,
-    segment_ids: jax.Array,
+    input_ids: Int[Array, "R L"],
+    position_ids: Int[Array, "R L"],
+    segment_ids: Int[Array, "R L"],
     compute: Compute,
     *,
     constrain: Constrain = _identity,
     look_up: LookUp | None = None,
     mesh: Mesh | None = None,
-    counted: jax.Array | None = None,
-    replayed: jax.Array | None = None,
+    counted: Bool[Array, "R L"] | None = None,
+    replayed: Integer[Array, "R L layers k"] | None = None,
     scheme: Scheme = FULL,
-) -> tuple[jax.Array, Aux]:
+) -> tuple[Float[jax.Array, "R L D"], Aux]:
     """Final normed hidden states of packed rows, and what the layers report; `hidden[t]` predicts token t + 1.
 
     Args:
         params: tree of `params.init_params`.
         config: the model.
-        input_ids, position_ids, segment_ids: [R, L] int32; positions restart with each segment, segment 0 is padding.
+        input_ids, position_ids, segment_ids: positions restart with each segment, segment 0 is padding.
         compute: dtype, rematerialization and kernel.
         constrain: pins activations to a mesh by logical names ("rows", "length", "hidden").
         look_up: the lookup in an embedding whose width is split over devices, see `look_up_split`; None: the
             compiler's own.
         mesh: the mesh, for kernels that need `shard_map`.
-        counted: [R, L] bool, the tokens that the layers report on; None: all but padding.
-        replayed: [R, L, layers, k] integers, the experts of each token, see `moe.MoE`; None: the router's choice.
+        counted: the tokens that the layers report on; None: all but padding.
+        replayed: the experts of each token, see `moe.MoE`; None: the router's choice.
         scheme: roundings of an engine: its `products`, of a dense model alone, and its `cache`.
 
     Returns:
-        [R, L, D] in the compute dtype; and `moe.router_sums` of each layer, stacked on the first axis; nothing from a
+        Hidden states in the compute dtype; and `moe.router_sums` of each layer, stacked on the first axis, empty for a
         dense model.
     """
     dtype = jnp.dtype(compute.dtype)
@@ -345,7 +346,9 @@ def _is_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name in ("dot_general", "scan", "while") or primitive.name.startswith("dot_product_attention")
 
 
-def look_up_split(table: jax.Array, input_ids: jax.Array, *, dtype: jnp.dtype, axes: KernelAxes) -> jax.Array:
+def look_up_split(
+    table: Float[Array, "V part"], input_ids: Int[Array, "R L"], *, dtype: jnp.dtype, axes: KernelAxes
+) -> Float[jax.Array, "R L D"]:
     """Look rows up in a table that is split over devices, without holding the whole table on one.
 
     x[r, t] = table[input_ids[r, t]], for code inside a `shard_map` that splits rows over `axes.embed`.
@@ -357,12 +360,12 @@ def look_up_split(table: jax.Array, input_ids: jax.Array, *, dtype: jnp.dtype, a
 
     Args:
         table: [V, D] master parameters; the device's part, [V / vocab, D / embed].
-        input_ids: [R, L] int32, the device's rows.
+        input_ids: the device's rows.
         dtype: dtype of the result.
         axes: `embed`, the manual mesh axis that splits D and the rows; `vocab`, the one that splits V, or None.
 
     Returns:
-        [R, L, D] in `dtype`; the same numbers as a lookup in the whole table, on every device of `axes.vocab`.
+        In `dtype`; the same numbers as a lookup in the whole table, on every device of `axes.vocab`.
     """
     ids = jax.lax.all_gather(input_ids, axes.embed, axis=0, tiled=True)
     if axes.vocab is None:
@@ -376,7 +379,7 @@ def look_up_split(table: jax.Array, input_ids: jax.Array, *, dtype: jnp.dtype, a
     return jax.lax.all_to_all(x, axes.embed, split_axis=0, concat_axis=2, tiled=True)
 
 
-def hidden_states(*arguments: Any, **options: Any) -> jax.Array:
+def hidden_states(*arguments: Any, **options: Any) -> Float[jax.Array, "R L D"]:
     """`hidden_states_and_aux` without what the layers report."""
     return hidden_states_and_aux(*arguments, **options)[0]
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import permute
@@ -67,18 +68,18 @@ def _pieces(vocab: int) -> int:
 
 
 def token_logprobs(
-    hidden: jax.Array,
-    kernel: jax.Array,
-    input_ids: jax.Array,
-    mask: jax.Array,
-    listed: jax.Array | None = None,
+    hidden: Float[Array, "R L D"],
+    kernel: Float[Array, "part V"],
+    input_ids: Int[Array, "R L"],
+    mask: Bool[Array, "R L"],
+    listed: Int[Array, "R L k"] | None = None,
     *,
     temperature: float,
     chunk: int,
     ops: Ops,
     kernel_axes: KernelAxes = WHOLE_KERNEL,
     listed_gradient: bool = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Float[jax.Array, "R L ..."], ...]:
     """log pi(token t | tokens before t) and the entropy of the distribution that token t was drawn from.
 
     With z = h_{t-1} W / temperature:
@@ -93,12 +94,12 @@ def token_logprobs(
     over these axes and the rows over the first; the results are the same on all devices of the second.
 
     Args:
-        hidden: [R, L, D] final normed hidden states.
+        hidden: final normed hidden states.
         kernel: [D, V] output matrix, cast to the dtype of `hidden`; the device's part of it under `kernel_axes`.
-        input_ids: [R, L] int32.
-        mask: [R, L] bool, the tokens whose log-prob is wanted. The first token of a row or of a segment has no
+        input_ids: the tokens.
+        mask: the tokens whose log-prob is wanted. The first token of a row or of a segment has no
             predecessor to come from and must be false.
-        listed: [R, L, k] int32, further ids at each token whose log-prob is wanted, from the same logits; -1 for none.
+        listed: further ids at each token whose log-prob is wanted, from the same logits; -1 for none.
         temperature: divides the logits; the one the tokens were sampled at.
         chunk: how many tokens' logits exist at one time.
         ops: the platform's operations.
@@ -141,8 +142,8 @@ def token_logprobs(
     return (*found, *(jnp.where(mask[..., None] & (listed >= 0), x, 0.0) for x in of_listed))
 
 
-def predicting(mask: jax.Array) -> jax.Array:
-    """[R, L] bool, the positions whose hidden state predicts a token of `mask`, [R, L] bool."""
+def predicting(mask: Bool[Array, "R L"]) -> Bool[jax.Array, "R L"]:
+    """Return the positions whose hidden state predicts a token of `mask`."""
     return jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
 
 

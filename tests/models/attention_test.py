@@ -64,7 +64,7 @@ def test_one_segment_is_causal_and_right_on_real_tokens(ops):
 def test_nan_stays_nan(ops):
     query, key, value = _inputs(1, 4, 2, 1, 8)
     out = row_attention(
-        query.at[0, 2, 1, 0].set(jnp.nan), key, value, jnp.ones((1, 4)), kernel="xla", one_segment=True, ops=ops
+        query.at[0, 2, 1, 0].set(jnp.nan), key, value, jnp.ones((1, 4), int), kernel="xla", one_segment=True, ops=ops
     )
     bad = np.isnan(np.asarray(out)).all(axis=-1)[0]
     np.testing.assert_array_equal(bad, [[False, False], [False, False], [False, True], [False, False]])

@@ -6,7 +6,8 @@ from typing import Any, get_args
 import beartype
 import jaxtyping
 
-CHECKED = "dcmdp_jax.algorithm", "dcmdp_jax.data.packing", "dcmdp_jax.data.row_layout"
+_MODELS = "dcmdp_jax.models.attention", "dcmdp_jax.models.decoder", "dcmdp_jax.models.logprobs"
+CHECKED = "dcmdp_jax.algorithm", "dcmdp_jax.data.packing", "dcmdp_jax.data.row_layout", *_MODELS
 """Modules whose signatures are checked."""
 
 _CONF = beartype.BeartypeConf(is_pep484_tower=True)  # an int is a float
