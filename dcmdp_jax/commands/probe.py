@@ -53,7 +53,7 @@ def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), measure, conclude, write and print."""
     overrides, rest = split_overrides(argv[1:])
     arguments = parse_rest(_parser(), rest)
-    recorded = probe_recordings.given(arguments)
+    recorded = arguments.recording
     if sum(map(bool, (recorded, arguments.model, arguments.config))) != 1:
         raise UserError("give one of PATH (a recording), --model DIR and --config FILE; see --help")
     if recorded:

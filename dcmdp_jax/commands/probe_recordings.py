@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recording(
         "recording", nargs="*", metavar="PATH", help="files, directories, globs of one framework, or a run directory"
     )
-    recording("--recording", dest="recorded_file", metavar="FILE", help="the same as PATH")
     recording(
         "--format", default="auto", choices=formats, metavar="NAME",
         help=f"refuse others than: {', '.join(formats[1:])} (default: %(default)s, told by the columns)",
@@ -53,18 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recording("--tokenizer", metavar="DIR", help="shows tokens as text (default: ids)")
 
 
-def given(arguments: argparse.Namespace) -> list[str]:
-    """The paths to read, in the order given."""
-    return [*arguments.recording, *([arguments.recorded_file] if arguments.recorded_file else [])]
-
-
 def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
     """Read what the arguments name; a title and the one pair.
 
     Raises:
         UserError: in one line, what is wrong with the arguments or the recording.
     """
-    paths = given(arguments)
+    paths = arguments.recording
     title = f"Mismatch of {Path(paths[0]).name or paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}"
     columns = {name: value for name in _column_options() if (value := getattr(arguments, f"{name}_column"))}
     if columns != {"token": _TOKEN_COLUMN}:
@@ -88,14 +82,13 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
         "files": f"{found.files:,}", "rows": _rows(found.rows, found.kept_every), **_said(left_out),
     }  # fmt: skip
     name = framework if len(files) > 1 else f"{framework} {files[0].path.stem}"
-    measured = Measured(name, source, found.pairs, _text(arguments.tokenizer), over_training=found.over_training)
-    measured = dataclasses.replace(measured, framework=framework)
+    known = {"over_training": found.over_training, "framework": framework}
     if run:
         rollout = read_config(run).rollout
         spec = ProbeSpec(rollout.engine, rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype)
         floors = {str(spec): float(metrics[_FLOOR][1][-1])} if _FLOOR in metrics else {}
-        measured = dataclasses.replace(measured, floors=floors, settings=spec.costs)
-    return title, [measured]
+        known |= {"floors": floors, "settings": spec.costs}
+    return title, [Measured(name, source, found.pairs, _text(arguments.tokenizer), **known)]
 
 
 def _own_run(files: list[RecordedFile]) -> Path | None:

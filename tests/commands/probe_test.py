@@ -19,9 +19,12 @@ from dcmdp_jax.lab.probe import engines, rescoring
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.run.saved_model import find_model
+from tests.support.browser import CHROMIUM, look_at
 from tests.support.commands import run_command
 from tests.support.sampled_columns import columns
 from tests.support.tiny_model import CONFIG, TOKENIZER, params
+
+_RECORDED = Path(__file__).resolve().parents[1] / "recorded" / "frameworks"
 
 
 def _write(path, pairs):
@@ -38,9 +41,7 @@ _run = functools.partial(run_command, probe.main, "probe")
 def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
     recording, out = tmp_path / "step <1>.jsonl", tmp_path / "out"
     _write(recording, columns(top_p=0.9))
-    code, said, error = _run(
-        capsys, "--recording", recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out
-    )
+    code, said, error = _run(capsys, recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out)
     assert (code, error) == (0, "") and "truncated support" in said and "Mean p / q" in said
     (pair,) = json.loads((out / "probe.json").read_text())["pairs"]
     assert pair["findings"][0]["cause"] == "support" and pair["statistics"]["tokens"] == 1600
@@ -63,9 +64,7 @@ def test_the_page_has_each_completion_with_both_probabilities_the_largest_mismat
         {"token_ids": [11, 12], "old": list(np.log([0.5, 0.5])), "<b>": list(np.log([0.4, 0.9]))},
     ]
     recording.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, _, _ = _run(
-        capsys, "--recording", recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out
-    )
+    code, _, _ = _run(capsys, recording, "--train-column", "old", "--rollout-column", "<b>", "--out", out)
     page = (out / "probe.html").read_text()
     data = json.loads(re.search(r'<script type="application/json" id="completions">(.*?)</script>', page, re.S)[1])
     first, second = data["rows"]
@@ -79,7 +78,7 @@ def test_the_page_has_each_completion_with_both_probabilities_the_largest_mismat
     ("arguments", "text"),
     [
         ((), "give one of PATH (a recording), --model DIR and --config FILE"),
-        (("--model", "none", "--recording", "R"), "give one of"),
+        (("R", "--model", "none"), "give one of"),
         (("--model", "none"), "MODEL none: no such directory"),
         (("--model", "tests"), "tests: "),
         (("--model", "none", "--seed=1"), "--seed: no such argument; settings are given as --config.training.seed="),
@@ -87,28 +86,28 @@ def test_the_page_has_each_completion_with_both_probabilities_the_largest_mismat
         (("--model", "none", "--a", "trainer"), "--a: trainer:float32 only scores"),
         (("--model", "none", "--a", "local:fp4"), "precision 'fp4', allowed are exact"),
         (("--model", "none", "--a", "local"), "MODEL none: no such directory"),
-        (("--recording", "R"), "no format knows it. old, <b> hold log-probs: name the training stack's by --"),
+        (("R",), "no format knows it. old, <b> hold log-probs: name the training stack's by --"),
         (("R", "--rollout-column", "<b>"), "--train-column is missing"),
         (("R", "R", "--train-column", "old", "--rollout-column", "<b>"), "2 paths with --train-column: give one file"),
         (("R", "--format", "nemo"), "argument --format: invalid choice: 'nemo'"),
         (("none/*.jsonl",), "No such file or directory"),
         # Before anything is measured.
         (("--model", "none", "--a", "local", "--out", "R"), "argument --out: got '"),
-        (("--recording", "R", "--token-column", ""), "--token-column is missing: name the column of the token ids"),
+        (("R", "--token-column", ""), "--token-column is missing: name the column of the token ids"),
         (
-            ("--recording", "R", "--train-column", "old", "--rollout-column", "<b>", "--token-column", "ids"),
+            ("R", "--train-column", "old", "--rollout-column", "<b>", "--token-column", "ids"),
             "no column 'ids' (--token-column); ",
         ),
         (
-            ("--recording", "R", "--train-column", "old", "--rollout-column", "new"),
+            ("R", "--train-column", "old", "--rollout-column", "new"),
             "no column 'new' (--rollout-column); ",
         ),
-        (("--recording", "none.jsonl", "--train-column", "a", "--rollout-column", "b"), "No such file or directory"),
+        (("none.jsonl", "--train-column", "a", "--rollout-column", "b"), "No such file or directory"),
         (
-            ("--recording", "R", "--train-column", "old", "--rollout-column", "<b>", "--tolerance", "0"),
+            ("R", "--train-column", "old", "--rollout-column", "<b>", "--tolerance", "0"),
             "must be in (0, 1]",
         ),
-        (("--recordng", "R"), "did you mean --recording?"),
+        (("R", "--tokenizr", "x"), "did you mean --tokenizer?"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, text, tmp_path, capsys):
@@ -228,3 +227,15 @@ def test_every_column_that_can_be_missing_is_told_as_an_option_that_exists():
     for option in options:
         assert vars(probe._parser().parse_args([option, "y"]))[option[2:].replace("-", "_")] == "y"
     assert len(options) == len(names)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_the_completions_of_a_probe(tmp_path, capsys, width):
+    code, _, error = _run(capsys, _RECORDED / "nemo_rl", "--out", tmp_path / "out")
+    assert code == 0, error
+    said = "d.getElementById('count').textContent"
+    facts, console = look_at(tmp_path / "out" / "probe.html", tmp_path, width, more=said)
+    # 20 at a time, of 40 that were recorded.
+    assert (console, facts["shown"], facts["more"]) == ([], 20, "40 of 40 completions") and facts["wide"] <= width
