@@ -70,7 +70,8 @@ def test_probabilities_are_refused_by_the_parts_as_by_the_whole():
         with pytest.raises(ValueError, match=f"^{name} {refused}$"):
             call()
     # Only what was sampled counts: 0.7 is padding here, and a certain token's log-prob is 0.
-    masked = dcmdp_jax.token_discrepancy([[0.0, 0.7]], [[0.0, 0.7]], completion_mask=[[1, 0]])
+    given = np.array([[0.0, 0.7]])
+    masked = dcmdp_jax.token_discrepancy(given, given, completion_mask=np.array([[1, 0]]))
     assert masked.tolist() == [[0.0, 0.0]]
 
 
