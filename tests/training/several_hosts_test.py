@@ -161,7 +161,7 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(run_envi
     # The other one stands in a collective operation that the dead one never enters: JAX ends it, and says the number.
     said = f"1 is on {socket.gethostname()}; rerun the same commands to resume"
     assert first[0] == 1 and "unhealthy (stopped sending heartbeats):\n1\n" in first[2]
-    assert first[2].splitlines()[-1].startswith("error: a process has given no sign of life for 10 s (hosts.timeout_s")
+    assert first[2].splitlines()[-1].startswith("error: a process has given no sign of life for 10 s (the hosts'")
     assert first[2].strip().endswith(said)
     # The checkpoint of step 2 may have been in the writing.
     last = _checkpoints(run_dir)[-1]
