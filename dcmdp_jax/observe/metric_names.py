@@ -81,8 +81,7 @@ dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charg
     as tokens weigh; of a charge in the loss C = sum lambda sum_a |dD / dz_a| / 2, z the logits
 policy/entropy | nats | mean entropy of the policy over sampled tokens
 @config/algorithm.py:AlgorithmSettings.bounded_metric
-discrepancy/spent | discrepancy | the quantile that algorithm.budget names, which the dual step compares with the
-    tolerance; not recorded where that is the mean
+discrepancy/spent | discrepancy | quantile that algorithm.budget names, compared with the tolerance; absent for "mean"
 @training/step_metrics.py:batch_metrics
 discrepancy/p50 | discrepancy | median over sampled tokens
 discrepancy/p99 | discrepancy | 99th percentile over sampled tokens
@@ -101,15 +100,13 @@ mismatch/effective_sample_size | fraction | effective share of tokens under trai
 @training/stopping.py:AlarmWatch.record
 discrepancy/broken_completions | fraction | completions whose own mean is above 0.1 and 10 times the median completion's
 @algorithm/distribution.py:distribution_statistics
-distribution/total_variation | probability | mean over states of the total variation of the two distributions, the tail
-    as one token; recorded, as all of these, with rollout.top_logprobs
+distribution/total_variation | probability | with rollout.top_logprobs: mean over states, the tail as one token
 distribution/total_variation_bound | probability | how much larger it can be: mean of the smaller tail
 distribution/kl_engine | nats | mean over states of KL(engine || train), the tail as one token
 distribution/kl_engine_bound | nats | how much larger it can be where no tail token's log-ratio is above 20
 distribution/kl_trainer | nats | mean over states of KL(train || engine), the tail as one token
 distribution/kl_trainer_bound | nats | how much larger it can be where no tail token's log-ratio is above 20
-distribution/expected_discrepancy | discrepancy | mean over states of the engine's expectation of delta, which
-    discrepancy/mean estimates from the sampled tokens
+distribution/expected_discrepancy | discrepancy | mean over states of the expected delta; discrepancy/mean estimates it
 distribution/expected_discrepancy_bound | discrepancy | how much larger it can be by the tail
 distribution/head_mass | probability | mean mass of the k likeliest tokens, by the engine
 @training/step.py:_train_step
@@ -132,8 +129,7 @@ mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, ri
 mismatch/merge_rounding | fraction | with adapters: what the engine's rounding of the merged matrices adds to or takes
     from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base
 @training/step_metrics.py:arrival
-mismatch/push_changed | fraction | engine weights that the step's update changes, in rollout.precision, of its matrices;
-    not with adapters, as the next
+mismatch/push_changed | fraction | weights of the engine's matrices that the step's update changes; not with adapters
 mismatch/push_rounding | 1 | norm of what the engine's rounding adds to or takes from the step's update, over
     that of the update; 0: none, 1: none of the update arrives, above 1: the rounding is larger than the update
 @training/step_metrics.py:gap_metrics
@@ -153,8 +149,7 @@ optimizer/learning_rate | 1 | learning rate of the step's last update
 optimizer/skipped_in_row | updates | skipped updates since the last that was made
 optimizer/loss_scale | 1 | factor of the loss against underflow of float16 gradients
 @training/step.py:_train_step
-dual/violation | discrepancy | mean discrepancy, or the quantile of algorithm.budget, minus the tolerance;
-    lambda rises where it is positive
+dual/violation | discrepancy | mean discrepancy, or the budget's quantile, minus the tolerance; above 0 lambda rises
 correction/weight_mean | 1 | mean weight by corrections over all tokens, 0 where dropped
 correction/effective_sample_size | fraction | effective share of tokens under those weights; 1 is best
 @algorithm/corrections.py:statistics

@@ -124,38 +124,33 @@ _BAD = {
 }
 
 
-@pytest.mark.parametrize("case", _BAD)
-def test_bad_input_is_refused_in_one_line(case, tmp_path):
-    rows, text = _BAD[case]
-    with pytest.raises(UserError, match=text) as raised:
-        _read(tmp_path, rows)
-    assert "\n" not in str(raised.value)
-
-
 _ALL = Columns("ids", "train", "rollout", "mask", "entropy", "lag")
 _FULL = _ROW | {"mask": [0, 1, 1], "entropy": [0.0, 1.0, 1.0], "lag": [0, 1, 1]}
+_CELLS = [
+    ({"mask": [0, None, 1]}, "mask is NaN or null at token 1; a mask is 1 on sampled tokens, else 0"),
+    ({"mask": [0, 0.5, 1]}, "mask is 0.5 at token 1; a mask is"),
+    ({"mask": [0, 1, 7]}, "mask is 7 at token 2; a mask is"),
+    ({"mask": [-1, 1, 1]}, "mask is -1 at token 0; a mask is"),
+    ({"lag": -1}, "lag is -1 at token 1; must be a whole number from 0"),
+    ({"lag": [0, 0, -3]}, "lag is -3 at token 2; must be"),
+    ({"lag": [0, 0.5, 0]}, "lag is 0.5 at token 1; must be"),
+    ({"lag": [0, 0, 2**31]}, "lag is 2147483648 at token 2; must be"),
+    ({"lag": True}, "lag is .*must be a list of numbers"),
+    ({"entropy": [0.0, 1.0, -0.5]}, "entropy is -0.5 at token 2; an entropy is at least 0"),
+    # The place is that in the row, not among the sampled tokens.
+    ({"ids": [5, 6, -7]}, "ids is -7 at token 2"),
+]
+_CASES = [(rows, _COLUMNS, text) for rows, text in _BAD.values()]
+_CASES += [([_FULL, _FULL | cell], _ALL, f"row 1: {text}") for cell, text in _CELLS]
+# A column compared with itself would agree perfectly.
+_CASES += [([_ROW], Columns("ids", "train", "train"), "--train-column and --rollout-column: both are 'train'")]
 
 
-@pytest.mark.parametrize(
-    ("cell", "message"),
-    [
-        ({"mask": [0, None, 1]}, "mask is NaN or null at token 1; a mask is 1 on sampled tokens, else 0"),
-        ({"mask": [0, 0.5, 1]}, "mask is 0.5 at token 1; a mask is"),
-        ({"mask": [0, 1, 7]}, "mask is 7 at token 2; a mask is"),
-        ({"mask": [-1, 1, 1]}, "mask is -1 at token 0; a mask is"),
-        ({"lag": -1}, "lag is -1 at token 1; must be a whole number from 0"),
-        ({"lag": [0, 0, -3]}, "lag is -3 at token 2; must be"),
-        ({"lag": [0, 0.5, 0]}, "lag is 0.5 at token 1; must be"),
-        ({"lag": [0, 0, 2**31]}, "lag is 2147483648 at token 2; must be"),
-        ({"lag": True}, "lag is .*must be a list of numbers"),
-        ({"entropy": [0.0, 1.0, -0.5]}, "entropy is -0.5 at token 2; an entropy is at least 0"),
-        # The place is that in the row, not among the sampled tokens.
-        ({"ids": [5, 6, -7]}, "ids is -7 at token 2"),
-    ],
-)
-def test_a_value_that_a_column_cannot_have_is_refused(cell, message, tmp_path):
-    with pytest.raises(UserError, match=f"row 1: {message}"):
-        _read(tmp_path, [_FULL, _FULL | cell], _ALL)
+@pytest.mark.parametrize(("rows", "columns", "text"), _CASES, ids=[text[:40] for *_, text in _CASES])
+def test_bad_input_is_refused_in_one_line(rows, columns, text, tmp_path):
+    with pytest.raises(UserError, match=text) as raised:
+        _read(tmp_path, rows, columns)
+    assert "\n" not in str(raised.value)
 
 
 def test_values_at_the_edge_are_exact(tmp_path):
@@ -177,12 +172,6 @@ def test_a_column_that_comes_twice_is_refused(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "recording.parquet")
     with pytest.raises(UserError, match="recording.parquet: 2 columns are named 'train'"):
         read_recording(tmp_path / "recording.parquet", _COLUMNS, max_tokens=9)
-
-
-def test_one_column_for_two_things_is_refused(tmp_path):
-    # A column compared with itself would agree perfectly.
-    with pytest.raises(UserError, match="--train-column and --rollout-column: both are 'train'"):
-        _read(tmp_path, [_ROW], Columns("ids", "train", "train"))
 
 
 def test_text_that_is_not_utf_8_is_refused(tmp_path):
