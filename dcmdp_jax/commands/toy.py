@@ -9,7 +9,6 @@ meet action a6 is not ordered diff > log > ratio. docs/theory.md reads the table
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from dcmdp_jax.commands.arguments import real
@@ -48,11 +47,9 @@ def main(argv: list[str]) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for sided, side in sides.items():
         draw(side).savefig(arguments.out / f"{sided}_sided.png", dpi=_DPI)
-    text = json.dumps([row.record() for row in rows], indent=2) + "\n"
-    (arguments.out / "toy.json").write_text(text, encoding="utf-8")
     shares = {(sided, budget): concentration(sides[sided], budget) for sided in sides for budget in arguments.budgets}
     _check_order(shares)
-    print(f"wrote {arguments.out}/two_sided.png, one_sided.png, toy.json")
+    print(f"wrote {arguments.out}/two_sided.png and one_sided.png")
 
 
 def _budgets(text: str) -> tuple[float, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -38,22 +37,6 @@ class ToyRow:
         """Actions that move against the sign of their advantage (the paper says there are none)."""
         moved = self.result.optimum.policy - INFERENCE_POLICY
         return [ACTIONS[i] for i in np.flatnonzero(moved * ADVANTAGES < -1e-12)]
-
-    def record(self) -> dict[str, Any]:
-        """The row with JSON types."""
-        result, optimum = self.result, self.result.optimum
-        return {
-            "sided": self.sided,
-            "measure": self.measure,
-            "budget": result.budget,
-            "status": result.status,
-            "multiplier": optimum.multiplier,
-            "mismatch": optimum.mismatch,
-            "advantage": optimum.advantage,
-            "policy": optimum.policy.tolist(),
-            "policy_above_the_jump": None if result.above is None else result.above.policy.tolist(),
-            "against_the_sign_of_A": self.against_advantage,
-        }
 
 
 def solve_toy(sided: str, budgets: Sequence[float] = BUDGETS) -> list[ToyRow]:
