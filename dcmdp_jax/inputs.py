@@ -60,6 +60,21 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
     return value
 
 
+def json_object(text: str, name: str) -> dict[str, Any]:
+    """Parse a setting that is a JSON object; empty text is an empty one.
+
+    Raises:
+        UserError: naming the setting, for anything else.
+    """
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise UserError(f"{name}: got {shorten(text)}, must be a JSON object ({error})") from None
+    if not isinstance(value, dict):
+        raise UserError(f'{name}: got {shorten(text)}, must be a JSON object, {{"name": value}}')
+    return value
+
+
 def has_tokenizer(directory: str | Path) -> bool:
     """Whether a Hugging Face directory holds a tokenizer: tokenizer.json or vocab.json."""
     return any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import find_engine, unknown_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import build, check_choice, check_range, declared, get_value, nearest_name
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.inputs import json_object
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.user_code import is_place
 
@@ -54,13 +53,7 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
             own = f"config.rollout.{kind.name}.*"
             raise UserError(f"config.{section}: only valid for user-defined engines; {kind.name} has {own}")
         return get_value(rollout, kind.name)
-    try:
-        values = json.loads(given or "{}")
-    except ValueError as error:
-        raise UserError(f"config.{section}: got {shorten(given)}, must be a JSON object ({error})") from None
-    if not isinstance(values, dict):
-        raise UserError(f"config.{section}: got {shorten(given)}, must be a JSON object")
-    known = declared(kind.settings)
+    values, known = json_object(given, f"config.{section}"), declared(kind.settings)
 
     def unknown(dotted: str) -> UserError:
         near = nearest_name(dotted.removeprefix(f"{section}."), list(known), list(known) or ["none"])

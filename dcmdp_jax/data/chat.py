@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dcmdp_jax.errors import UserError, one_line
-from dcmdp_jax.inputs import shorten, shorten_name
+from dcmdp_jax.inputs import json_object, shorten, shorten_name
 from dcmdp_jax.rewards.protocol import Message, Problem
 
 if TYPE_CHECKING:
@@ -129,14 +129,7 @@ def with_suffix(problem: Problem, prompt_suffix: str) -> str:
 
 def template_variables(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """`chat_template_kwargs` as a dict. A template ignores variables that it does not know, so these are refused."""
-    if not text:
-        return {}
-    try:
-        variables = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"chat_template_kwargs: got {shorten(text)}, must be a JSON object ({error})") from None
-    if not isinstance(variables, dict):
-        raise UserError(f'chat_template_kwargs: got {shorten(text)}, must be a JSON object, {{"name": value}}')
+    variables = json_object(text, "chat_template_kwargs")
     for name in variables:
         if name in _OURS or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             reason = "is set by encode_prompts" if name in _OURS else "is no variable of the tokenizer's chat template"
