@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.commands.arguments import real, whole
 from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in
@@ -43,7 +42,6 @@ from dcmdp_jax.evaluation.log import EvaluationLog, evaluation_header, evaluatio
 from dcmdp_jax.evaluation.overlap import Overlap, describe_overlaps, leave_out, training_overlaps
 from dcmdp_jax.evaluation.table import format_comparison, format_table, read_scores, shown_score
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.run.evaluation_setup import PAPERS_EVALUATION, evaluation_task, place_evaluation, pushed_dtype
 from dcmdp_jax.run.memory_use import EngineSetup
@@ -69,8 +67,7 @@ def main(argv: list[str]) -> None:
         keep_tracebacks_in(saved.run_dir)
     config = for_sampling(saved.settings, PAPERS_EVALUATION | overrides)
     policy = Policy.of(saved, config)
-    known = policy.model, policy.tokenizer, policy.stop_token_ids
-    task, overlaps = read_tasks(config, *known, overlap=arguments.overlap)
+    task, overlaps = read_tasks(policy, arguments.overlap)
     settings = _settings(config) | {"top_p": arguments.top_p, "overlap": arguments.overlap}
     header = evaluation_header(settings, task.held_out, model=saved.name, step=saved.step, files=saved.files)
     stem = f"evaluation-{saved.name if saved.step is None else saved.step}"
@@ -106,19 +103,11 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     return arguments, overrides
 
 
-def read_tasks(
-    config: Config,
-    model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_token_ids: tuple[int, ...] = (),
-    *,
-    overlap: str | None,
-) -> tuple[Task, dict[str, list[Overlap]]]:
+def read_tasks(policy: Policy, overlap: str | None) -> tuple[Task, dict[str, list[Overlap]]]:
     """Read the tasks of an evaluation and check their lengths.
 
     Args:
-        config: see `for_sampling`.
-        model, tokenizer, stop_token_ids: of the policy; it may still be untrained.
+        policy: with the settings that it is asked with; it may still be untrained.
         overlap: argument of the command.
 
     Returns:
@@ -127,15 +116,16 @@ def read_tasks(
     Raises:
         UserError: in one line, for a task that can't be read or asked.
     """
+    config = policy.config
     if not config.evaluation.task:
         raise UserError("config.evaluation.task: empty; for example --config.evaluation.task=aime24.jsonl,amc23.jsonl")
     if overlap and not config.task.train:
         raise UserError("--overlap: goes with config.task.train, the problems that the policy was trained on")
-    asked = held_out(config, tokenizer)
+    asked = held_out(config, policy.tokenizer)
     overlaps = training_overlaps(asked, config.task.train) if overlap else {}
     if overlap == "drop":
         asked = leave_out(asked, overlaps)
-    return evaluation_task(config, model, tokenizer, asked, stop_token_ids), overlaps
+    return evaluation_task(policy, asked), overlaps
 
 
 def _evaluate(

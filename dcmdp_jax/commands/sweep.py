@@ -239,6 +239,7 @@ def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[
     # transformers takes a while to import; a study without an evaluation does not need it.
     from dcmdp_jax.commands.evaluate import parse, read_tasks
     from dcmdp_jax.run.evaluation_setup import PAPERS_EVALUATION
+    from dcmdp_jax.run.saved_model import Policy
     from dcmdp_jax.run.task import read_model
 
     seen = set()
@@ -255,6 +256,6 @@ def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[
             if (key := repr((config.model, config.max_total_tokens, asked))) in seen:
                 continue
             seen.add(key)
-            read_tasks(one, *read_model(config), overlap=arguments.overlap)
+            read_tasks(Policy(one, None, *read_model(config)), arguments.overlap)
         except UserError as error:
             raise UserError(f"study: evaluation of {run.label}: {error}") from None

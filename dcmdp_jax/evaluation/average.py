@@ -113,7 +113,7 @@ class EvaluationResult:
         return bootstrap_interval(self.problem_averages, seed=seed)
 
     def select(self, problems: Sequence[int]) -> EvaluationResult:
-        """The same task on some of its problems. The verifier's counts are those of all."""
+        """The same task on some of its problems. The verifier's counts stay those of all problems."""
         chosen = {name: getattr(self, name)[list(problems)] for name in _PER_COMPLETION}
         values = {name: each[list(problems)] for name, each in self.values.items()}
         return dataclasses.replace(self, **chosen, values=values)
@@ -147,7 +147,7 @@ def describe(result: EvaluationResult, prompts: Sequence[str], answers: Sequence
 
 
 def join(parts: Sequence[EvaluationResult]) -> EvaluationResult:
-    """One task's result from those of its problems in several parts, in order."""
+    """Join the results of a task's parts, in order."""
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_COMPLETION}
     counts = {name: sum(getattr(part, name) for part in parts) for name in VERIFIER_COUNTS}
     values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
@@ -156,7 +156,7 @@ def join(parts: Sequence[EvaluationResult]) -> EvaluationResult:
 
 
 class Evaluator(Protocol):
-    """The parts that sample and score, such as those of a run.
+    """What samples and scores, such as `run.services.Services`.
 
     Attributes:
         engine: the engine, with weights pushed.
@@ -184,7 +184,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Sample K = `sampling.group_size` completions for each prompt with the weights the engine has, and score them.
 
-    The random numbers are those of (seed, step 0) whenever it is called, so that two policies are compared on the
+    Random numbers depend on (seed, step 0) alone, so that two policies are compared on the
     same draws.
 
     Args:

@@ -1,4 +1,4 @@
-"""The held-out tasks of a run: their names, their problems, K of each, and what is recorded beside avg@K."""
+"""The held-out tasks of a run: their names, their problems, K of each, and what is recorded with avg@K."""
 
 from __future__ import annotations
 

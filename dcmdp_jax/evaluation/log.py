@@ -178,7 +178,7 @@ def _result(closing: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -
 
 
 def open_output(out: Path | None, directory: Path, stem: str, header: Mapping[str, Any]) -> tuple[Path, EvaluationLog]:
-    """Choose the evaluation's JSON file, found writable, and open its lines, `NAME.problems.jsonl` beside it.
+    """Choose the evaluation's JSON file, found writable, and open its lines, `NAME.problems.jsonl` next to it.
 
     Without `out` the name is the first of `stem`.json, `stem`-2.json, ... that is free or holds this evaluation
     unfinished.

@@ -1,4 +1,4 @@
-"""One run, one directory: claimed by one run, tied to one config."""
+"""Run directory: locking, and the config it belongs to."""
 
 from __future__ import annotations
 

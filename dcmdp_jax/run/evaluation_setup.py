@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.settings import Config
@@ -15,14 +13,13 @@ from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOut
 from dcmdp_jax.fields import INT32_MAX
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh, sampling_mesh
 from dcmdp_jax.run.memory_use import EngineSetup, fit_engine, free_host_bytes, loaded_parameters, this_machine
-from dcmdp_jax.run.saved_model import SavedModel
+from dcmdp_jax.run.saved_model import Policy, SavedModel
 from dcmdp_jax.run.task import Task, checked_rewards
 
 PAPERS_EVALUATION = {
@@ -45,25 +42,19 @@ _MOST_COMPLETIONS = 10**7
 _TOKEN_BYTES = 8  # an int32 id and a float32 log-prob
 
 
-def evaluation_task(
-    config: Config,
-    model: ModelConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    held_out: HeldOut,
-    stop_token_ids: tuple[int, ...] = (),
-) -> Task:
+def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
     """Check an evaluation's tasks; reward functions and the environment are called.
 
     Args:
-        config: see `for_sampling`.
-        model, tokenizer, stop_token_ids: of the policy; it may still be untrained.
+        policy: with the settings that it is asked with.
         held_out: the tasks with their encoded problems, see `task.held_out`.
 
     Raises:
         UserError: in one line, for completions that the model or the host's memory has no room for, or a reward
             function or environment that does not start.
     """
-    limit, room = config.rollout.max_completion_tokens, model.max_position_embeddings
+    config, tokenizer = policy.config, policy.tokenizer
+    limit, room = config.rollout.max_completion_tokens, policy.model.max_position_embeddings
     for task, prompts in held_out:
         check_size(task.name, len(prompts.problems), task.samples, limit, free=free_host_bytes())
     lengths = [(max(map(len, prompts.token_ids)), task.name) for task, prompts in held_out]
@@ -86,7 +77,7 @@ def evaluation_task(
         )
     problems = [problem for _, prompts in held_out for problem in prompts.problems]
     rewards, columns = checked_rewards(config, problems, tokenizer)
-    return Task(config, model, tokenizer, stop_token_ids, held_out, rewards, columns, longest)
+    return Task(config, policy.model, tokenizer, policy.stop_token_ids, held_out, rewards, columns, longest)
 
 
 def pushed_dtype(saved: SavedModel, config: Config) -> str:

@@ -41,7 +41,7 @@ from dcmdp_jax.process_memory import release_freed_memory
 
 _GIB = 2**30
 _KEPT_BYTES = int(1.05 * _GIB)
-"""What a process on a CPU keeps beside the parts: at most 1 GiB that the compiler or a phase has freed, and compiled
+"""What a process on a CPU keeps besides the parts: at most 1 GiB that the compiler or a phase has freed, and compiled
 programs. Measured runs are in docs/plan.md."""
 CUDNN_WORKSPACE = "cuDNN's workspace"
 """A part that a compiler without a GPU can't see: 8 bytes of each query's element for each segment that a row may have,
@@ -162,7 +162,7 @@ def fit_engine(
     *,
     fitted_rows: int = 0,
 ) -> EngineSetup:
-    """An engine beside other parts, with the rows that fit where it decodes on JAX's devices.
+    """An engine, with the rows that fit into memory where it decodes on JAX's devices.
 
     Args:
         kind, arguments: the engine.
@@ -329,7 +329,7 @@ def _training_parts(
         kept = on_mesh(lag * values * item)
         parts.append(exact(f"parameters of {lag} older version(s)", **kept, lower="rollout.lag"))
     if lora is not None:
-        # A quantized matrix has a byte for each value, and a scale for each column beside.
+        # A quantized matrix has a byte for each value, and each column a scale.
         whole = model_declarations(model)
         matrices = _values([one for one in whole if one.quantized], mesh) if config.model.lora_base == "int8" else 0
         width = 4 if config.model.lora_base == "float32" else 2

@@ -57,7 +57,7 @@ def check_experts(config: Config, model: ModelConfig) -> None:
 
 
 def forward_scheme_on(config: Config, engine: EngineArguments, platform: str) -> Scheme:
-    """The engine's roundings that the forward pass repeats; those of another build of the engine are refused.
+    """The engine's roundings that the forward pass repeats; another build of the engine is refused.
 
     Args:
         config: the settings.

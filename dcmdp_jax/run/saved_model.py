@@ -109,17 +109,17 @@ class Policy:
 
     Attributes:
         config: the settings, see `for_sampling`.
-        saved: the model.
+        saved: the model; None for one that is still to be trained.
         model: its shape.
         tokenizer: with a chat template and an end token.
         stop_token_ids: the ids that end a completion.
     """
 
     config: Config
-    saved: SavedModel
+    saved: SavedModel | None
     model: ModelConfig
     tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, saved: SavedModel, config: Config) -> Policy:

@@ -266,7 +266,7 @@ def _check_environment(config: Config, columns: Sequence[str], tokenizer: PreTra
 
 
 def _train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedPrompts, PromptStream]:
-    """The problems of `task.train`, those of a mixture one task after the other, and their order."""
+    """The problems of `task.train`, a mixture's task by task, and their order."""
     try:
         parts = parse_mixture(config.task.train)
     except UserError as error:

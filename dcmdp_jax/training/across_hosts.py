@@ -23,7 +23,7 @@ _ENDS_BYTES = 1 << 16
 
 
 def settings_and_code(config: Config) -> dict[str, str]:
-    """Every setting but those of the hosts, the code of this package, and the versions of what it builds on."""
+    """Every setting except `hosts.*`, a digest of this package's code, and the versions of its libraries."""
     settings = {f"config.{name}": repr(value) for name, value in flatten(to_dict(config)).items()}
     versions = {f"version of {name}": importlib.metadata.version(name) for name in _LIBRARIES}
     package = Path(__file__).parents[1]

@@ -266,7 +266,7 @@ class Batches:
 
 
 def check_versions(episodes: list[Episode], version: int) -> None:
-    """Refuse tokens of other weights than those that were pushed for them.
+    """Refuse tokens sampled by other weights than were pushed for them.
 
     Raises:
         EngineError: naming both versions.

@@ -53,9 +53,8 @@ class StepPrograms(NamedTuple):
         shardings: shardings of the state.
         train_step: (state, batch, frozen parameters) -> (state, metrics), compiled at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the sampler's; else None.
-        old_logprobs: with rollout.lag, adds those of the weights that sampled; else None.
-        policy: (trained, frozen parameters) -> those of the training stack's forward pass; the trained ones without
-            adapters.
+        old_logprobs: with rollout.lag, adds the log-probs under the weights that sampled; else None.
+        policy: (trained, frozen parameters) -> parameters of the training stack's forward pass.
         watched, arrival: programs of `arrival`, (trained parameters) and (watched, trained parameters) -> metrics; of
             adapters nothing is watched, `merged` measures them.
         merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see `lora`.
@@ -74,7 +73,7 @@ class StepPrograms(NamedTuple):
     arrival: Callable[[list[jax.Array], Params], Metrics]
 
     def compile_ahead(self) -> Callable[[], None]:
-        """Compile the step of a run without frozen parameters, beside the start of the engine and the first batch.
+        """Compile the step of a run without frozen parameters, while the engine starts and the first batch is sampled.
 
         JAX keeps the program.
 

@@ -22,7 +22,7 @@ PHASES = {
 }
 """Phase of a step -> metric of its seconds, metric of its start, and its label on the console."""
 KEPT_BYTES = 2**30
-"""Freed memory that the process keeps beside a checkpoint, an evaluation, and what compiling leaves."""
+"""Freed memory that the process keeps during a checkpoint, an evaluation, and what compiling leaves."""
 _KEPT_BETWEEN_STEPS = 3 * 2**30
 """Freed memory that it keeps from one phase to the next in other steps, which need as much again: to clear the pages of
 2.3 GiB took 2 to 3 of the 15 processor seconds of a step of 135M parameters."""

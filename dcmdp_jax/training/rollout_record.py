@@ -57,7 +57,7 @@ def recorded_completions(
     *,
     exact: bool,
 ) -> list[dict[str, Any]]:
-    """The completions of a batch, one dict each; those of which no token was used are left out.
+    """The completions of a batch, one dict each; completions without a used token are left out.
 
     Args:
         rollout: the step's completions and rewards.

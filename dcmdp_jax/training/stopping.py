@@ -256,7 +256,7 @@ class SkippedUpdates:
         """Give up where gradients stay broken.
 
         Raises:
-            TrainingStopped: after `_MOST_IN_ROW` skipped updates, or over a fifth of those of `WINDOW` steps.
+            TrainingStopped: after `_MOST_IN_ROW` skipped updates, or over a fifth of the updates of `WINDOW` steps.
         """
         if int(metrics["optimizer/skipped_in_row"]) >= _MOST_IN_ROW:
             found = f"{_MOST_IN_ROW} updates in a row had a gradient that is not finite"
