@@ -40,21 +40,21 @@ class Format:
         patterns: globs of its files, at any depth below a directory; JSON lines may also be compressed.
         keys: columns that tell it from the others; each row has them.
         columns: names of the columns that it always has.
-        optional: kind of column -> name, used where a row has it.
-        source: column with the name of the task or environment; "" if there is none.
         place: (path, row) -> step and rank.
-        prepare: makes of a row, in place, what `columns.checked_row` takes.
         writer: who writes it, for people.
+        optional: kind of column -> name, used where a row has it.
+        source: column with the name of the task or environment; "" for none.
+        prepare: changes a row in place into what `recording.checked_row` takes.
     """
 
     patterns: tuple[str, ...]
     keys: frozenset[str]
     columns: Columns
-    optional: Mapping[str, str]
-    source: str
     place: Callable[[Path, Mapping[str, Any]], Place]
-    prepare: Callable[[dict[str, Any]], None]
     writer: str
+    optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    source: str = ""
+    prepare: Callable[[dict[str, Any]], None] = lambda row: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +246,6 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             patterns=("train_data_step*.jsonl",),
             keys=frozenset({"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"}),
             columns=Columns("token_ids", "prev_logprobs", "generation_logprobs", "token_loss_mask"),
-            optional={},
             source="agent_ref",
             place=_named(r"step(\d+)\.jsonl"),
             prepare=_nemo_row,
@@ -259,15 +258,12 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             optional={"entropy": "entropy"},
             source="env_name",
             place=_in_row,
-            prepare=lambda row: None,
             writer="prime-rl, trainer.enable_token_export",
         ),
         "slime": Format(
             patterns=("train_*.pt", "train_data/*.pt"),
             keys=frozenset({"format_version", "samples", "log_probs", "rollout_log_probs", "loss_masks"}),
             columns=Columns("tokens", "log_probs", "rollout_log_probs", "loss_masks"),
-            optional={},
-            source="",
             place=_of_sample,
             prepare=_slime_sample,
             writer="slime, --save-debug-train-data",
@@ -289,7 +285,6 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             optional={"mask": "mask", "entropy": "entropies", "lag": "lag", "top": "top"},
             source="source",
             place=_in_row,
-            prepare=lambda row: None,
             writer="dcmdp_jax.record, or columns of its names, from TRL, verl, SkyRL or any other trainer",
         ),
     }

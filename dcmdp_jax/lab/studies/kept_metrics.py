@@ -21,31 +21,15 @@ from dcmdp_jax.lab.studies.results import Table
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.metrics_io import Series
 
-_KEPT = (
-    "reward/mean",
-    "discrepancy/mean",
-    "discrepancy/max",
-    "discrepancy/p50",
-    "discrepancy/p99",
-    "discrepancy/spent",
-    "discrepancy/engine_share",
-    "displacement/abs_mean",
-    "displacement/abs_p50",
-    "displacement/abs_p95",
-    "displacement/abs_p99",
-    "distribution/total_variation",
-    "completion/length_mean",
-    "completion/truncated_fraction",
-    "optimizer/grad_norm",
-    "dual/charge_share",
-    "dual/multiplier",
-    "dual/tolerance",
-    "policy/entropy",
-    "policy/clip_low_fraction",
-    "policy/clip_high_fraction",
-    "mismatch/noise_floor",
-    "mismatch/log_ratio_abs_mean",
-    "staleness/log_ratio_abs_mean",
+_KEPT = set(
+    """
+    reward/mean discrepancy/mean discrepancy/max discrepancy/p50 discrepancy/p99 discrepancy/spent
+    discrepancy/engine_share displacement/abs_mean displacement/abs_p50 displacement/abs_p95
+    displacement/abs_p99 distribution/total_variation completion/length_mean completion/truncated_fraction
+    optimizer/grad_norm dual/charge_share dual/multiplier dual/tolerance policy/entropy
+    policy/clip_low_fraction policy/clip_high_fraction mismatch/noise_floor mismatch/log_ratio_abs_mean
+    staleness/log_ratio_abs_mean
+    """.split()
 )
 _DIGITS = 9
 
