@@ -78,7 +78,7 @@ def check_engine(
 def check_episodes(
     episodes: Sequence[Episode], prompts: Sequence[np.ndarray], sampling: SamplingParams, vocab_size: int
 ) -> None:
-    """Refuse episodes that are not of these prompts, or whose arrays are not what `Episode` says.
+    """Refuse episodes of other prompts, or with arrays that `Episode` does not allow.
 
     Log-probs that are not finite are left to `validation.unusable_completions`.
 

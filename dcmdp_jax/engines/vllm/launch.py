@@ -189,7 +189,7 @@ def installed_vllm(python: str) -> tuple[str, str]:
 
 def interpreter(python: str) -> str:
     """The path of the sidecar's interpreter, found from here: the sidecar has a working directory of its own."""
-    # Not resolved: an environment's python is a link, and its place says which environment it is.
+    # Not resolved: an environment's python is a link, and its place identifies the environment.
     return os.path.abspath(shutil.which(python) or python) if python else sys.executable
 
 

@@ -3,7 +3,7 @@
     python sidecar.py DESCRIPTOR PARENT
 
 DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame says how to build
-the engine; the requests are those of `engines/sidecar/__init__.py`. This file, start_checks.py and worker.py
+the engine; `engines/sidecar/__init__.py` lists the requests. This file, start_checks.py and worker.py
 alone import torch or vllm; they run under the sidecar's own interpreter.
 """
 
@@ -330,7 +330,7 @@ def _serve(connection: wire.Connection, host: EngineHost) -> None:
 
 
 def _send_parts(connection: wire.Connection, parts: _Parts, done: str, policy_version: int | None) -> None:
-    """Send what a request yields as progress, then its answer; or cancel it where the trainer says so."""
+    """Send what a request yields as progress, then its answer; or cancel it at the request of the trainer."""
 
     def send(op: str, arrays: dict[str, np.ndarray]) -> None:
         connection.send(op, {"policy_version": policy_version}, arrays)

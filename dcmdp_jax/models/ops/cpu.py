@@ -1,4 +1,4 @@
-"""The operations of a decoder for XLA's CPU backend; each says what the plain version costs there.
+"""The operations of a decoder for XLA's CPU backend, each with the cost of the plain version there.
 
 benchmarks/README.md has the figures. None of them was measured on another platform.
 """
