@@ -138,9 +138,3 @@ def check_parameters(call: Call, function: Callable[..., Any]) -> None:
             raise UserError(f"{call}: {one.name} must be a number")
         if one.name in names and one.default is one.empty and one.name not in call.parameters:
             raise UserError(f"{call.function} needs {one.name}, such as {call.function}({one.name}=0.1)")
-
-
-def needed_parameters(function: Callable[..., Any]) -> list[str]:
-    """Names of a function's parameters without a default, its first argument aside."""
-    _, *known = inspect.signature(function).parameters.values()
-    return [one.name for one in known if one.default is one.empty and one.kind is one.KEYWORD_ONLY]

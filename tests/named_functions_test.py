@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dcmdp_jax.named_functions import Call, needed_parameters, parse_calls
+from dcmdp_jax.named_functions import Call, parse_calls
 from dcmdp_jax.user_code import load_function
 
 
@@ -55,10 +55,3 @@ def test_a_file_named_as_a_module_does_not_replace_it(tmp_path):
 
     assert load_function(f"{tmp_path / 'json.py'}:dumps")() == "mine"
     assert sys.modules["json"] is json and json.dumps(1) == "1"
-
-
-def test_parameters_without_a_default():
-    def function(tokens, *, knee, high=1.0):
-        return tokens, knee, high
-
-    assert needed_parameters(function) == ["knee"]

@@ -157,15 +157,6 @@ class OwnRemedy:
         return terms, {f"remedy/{self.name}/{key}": value for key, value in statistics.items()}
 
 
-def uses(function: Function, field: str) -> bool:
-    """Whether a remedy computes with a field of `Tokens`, such as `advantages`."""
-    arrays, count = _arrays(_probe())
-    traced = jax.make_jaxpr(lambda arrays: split(function(Tokens(**arrays, num_completions=count)))[0])(arrays).jaxpr
-    wanted = traced.invars[sorted(arrays).index(field)]  # a dict's leaves come sorted
-    read = [each for equation in traced.eqns for each in equation.invars]
-    return any(each is wanted for each in (*read, *traced.outvars))
-
-
 def check_terms(kind: str, function: Function) -> None:
     """Trace a remedy on small rows of two shapes: nothing is computed.
 

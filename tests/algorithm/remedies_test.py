@@ -1,15 +1,12 @@
 """The convention of remedies: what a user's function may return, and the one line for whatever else it does."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm import losses, penalties
-from dcmdp_jax.algorithm.corrections import CORRECTIONS
-from dcmdp_jax.algorithm.remedies import OwnRemedy, Tokens, check_terms, check_values, uses
+from dcmdp_jax.algorithm.remedies import OwnRemedy, Tokens, check_terms, check_values
 from dcmdp_jax.algorithm.stats import Max, Mean
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.config.algorithm import check_own_remedies
@@ -190,11 +187,3 @@ def test_a_loss_sees_zero_outside_the_tokens_that_take_part():
     np.testing.assert_array_equal(seen["completion_mask"], [[True, False, False]])
     for name in ("train_logprobs", "rollout_logprobs", "advantages", "anchor_logprobs"):
         np.testing.assert_array_equal(seen[name], [[-1.0, 0.0, 0.0]])
-
-
-def test_fields_that_a_remedy_computes_with():
-    assert uses(penalties.dc_grpo, "multiplier") and not uses(penalties.dual_grpo, "multiplier")
-    assert uses(penalties.grpo, "advantages") and not uses(penalties.grpo, "discrepancy")
-    corrections = CORRECTIONS | {"kl_rejection": functools.partial(CORRECTIONS["kl_rejection"], high=0.1)}
-    assert [name for name, one in corrections.items() if uses(one, "advantages")] == ["off_policy_mask", "vaco"]
-    assert all(uses(region, "advantages") for region in TRUST_REGIONS.values())
