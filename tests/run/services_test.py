@@ -1,0 +1,69 @@
+"""What a run starts, and who closes it."""
+
+import contextlib
+import dataclasses
+
+import pytest
+
+from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.machine import Machine, exact
+from dcmdp_jax.rewards.protocol import MATH, Reward
+from dcmdp_jax.run.memory_use import EngineSetup, MemoryUse
+from dcmdp_jax.run.services import start_services
+from tests.support.small_task import EchoEngine, small_task
+
+
+class _Kind(EngineKind):
+    """Counts the engines that it started and that were closed."""
+
+    name = "counted"
+
+    def __init__(self):
+        self.started = self.closed = 0
+
+    def build(self, arguments):
+        self.started += 1
+        engine = EchoEngine()
+        engine.close = self._close
+        return engine
+
+    def _close(self):
+        self.closed += 1
+
+
+def _task():
+    return dataclasses.replace(small_task(task={"verifier_workers": 1}), rewards=(Reward(MATH),))
+
+
+def _setup(kind, *, needed=0, free=None):
+    memory = MemoryUse((exact("weights", host=needed, lower="a smaller model"),), Machine("cpu", 1, None, free))
+    return EngineSetup(kind, EngineArguments(), None, memory)
+
+
+def test_services_close_their_engine():
+    kind = _Kind()
+    with start_services(_task(), _setup(kind)) as services:
+        assert (kind.started, kind.closed) == (1, 0) and services.turns is None
+    assert kind.closed == 1
+
+
+def test_runs_that_share_an_engine_leave_it_to_its_owner():
+    kind, task = _Kind(), _task()
+    with contextlib.ExitStack() as owner:
+        with start_services(task, _setup(kind), shared=owner) as first:
+            pass
+        with start_services(task, _setup(kind), shared=owner, lent=first) as second:
+            assert second.engine is first.engine and second.verifier is first.verifier
+            assert second.scorer is not first.scorer
+        assert (kind.started, kind.closed) == (1, 0)
+    assert kind.closed == 1
+
+
+def test_an_engine_that_does_not_fit_is_not_started():
+    kind = _Kind()
+    with pytest.raises(
+        UserError, match="^memory: this machine has 1.0 GiB and the phase 'push' takes at least 2.0, of"
+    ):
+        start_services(_task(), _setup(kind, needed=2 * 2**30, free=2**30))
+    assert kind.started == 0
