@@ -111,7 +111,11 @@ def _greet(listener: socket.socket, here: dict[int, tuple[str, socket.socket]], 
     Raises:
         ArgumentError: sent to the caller too, if it was started differently.
     """
-    caller, _ = listener.accept()
+    listener.settimeout(_GREETING_S)
+    try:
+        caller, _ = listener.accept()
+    except OSError:  # gone again, or no file descriptor is free
+        return 0
     caller.settimeout(_GREETING_S)
     try:
         told = json.loads(caller.makefile("rb").readline(_LONGEST_LINE))
