@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dcmdp_jax.atomic_write import atomic_write
 
 MAX_LOG_RATIO = 20.0
 LOGPROB_LIMIT = 1e4
@@ -265,9 +266,7 @@ class DcGrpo:
         """Write settings and state as JSON, atomically; into STATE_FILE if `path` is a directory, as a checkpoint's."""
         path = Path(path) / STATE_FILE if Path(path).is_dir() else Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.new")
-        partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        atomic_write(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def load(self, path: str | Path, *, steps: int | None = None) -> None:
         """Take `multiplier` and `history` from what `save` wrote; this object's settings stay.
@@ -317,9 +316,9 @@ def described(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
 
 
-def prefixed(metrics: Mapping[str, float], prefix: str = "dc_grpo/") -> dict[str, float]:
+def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics under the names that the hooks log."""
-    return {f"{prefix}{name}": value for name, value in metrics.items()}
+    return {f"dc_grpo/{name}": value for name, value in metrics.items()}
 
 
 def _clamp(x: Tensor, limit: float) -> Tensor:

@@ -69,8 +69,7 @@ class DcGrpoLoss:
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
         """End of a step: move lambda by the mean over all ranks. Of several optimizers only the first one counts."""
-        if self._optimizer is None:
-            self._optimizer = optimizer
+        self._optimizer = self._optimizer or optimizer
         if optimizer is not self._optimizer:
             return
         distributed = torch.distributed.is_initialized()

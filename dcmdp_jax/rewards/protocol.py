@@ -296,7 +296,7 @@ def call_reward(
         log_metric=logged.log_metric, log_extra=logged.log_extra, **columns,
     )  # fmt: skip
     if inspect.isawaitable(values):
-        values = asyncio.run(_wait_for(values))
+        values = asyncio.run(_gathered([values]))[0]
     # A dict gives its keys and a set has no order; text gives letters.
     if isinstance(values, Mapping | Set | str | bytes) or not isinstance(values, Iterable):
         raise RewardError(f"returned {shown(values)}, needs a list with one reward per completion")
@@ -327,10 +327,6 @@ def weighted_total(values: Sequence[Sequence[float | None]], weights: Sequence[f
         math.fsum(weight * value for weight, value in zip(weights, row, strict=True) if value is not None)
         for row in zip(*values, strict=True)
     ]
-
-
-async def _wait_for(values: Any) -> Any:
-    return await values
 
 
 async def _gathered(values: Sequence[Any]) -> list[Any]:

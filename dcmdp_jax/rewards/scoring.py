@@ -273,10 +273,11 @@ class BatchScoring:
             columns_of(self._problems, scorer.columns),
             self._state,
         )
-        grades = self._grade(rows) if MATH in scorer.names else None
+        answered, *asked = self._with_answers(rows)
+        grades = scorer.verifier.grade(*asked) if MATH in scorer.names else None
         results = scorer.pool.collect(on_wait)
         if grades is not None:
-            given = dict(zip(self._with_answers(rows)[0], grades.rewards.tolist(), strict=True))
+            given = dict(zip(answered, grades.rewards.tolist(), strict=True))
             results[MATH] = Returned([given.get(row) for row in rows])
         if self._played:
             results[ENVIRONMENT] = Returned([self._played[row].reward for row in rows])
@@ -294,14 +295,11 @@ class BatchScoring:
         if not any(failed.values()) and all(value is None for column in values.values() for value in column):
             problem = f"no reward has a value for any of the {len(rows)} completions, so all get reward 0"
             scorer.warn_once("no value", problem)
-        logged = [
-            {key: (math.fsum(numbers), len(numbers)) for key, numbers in one.metrics.items()}
-            for one in returned.values()
-        ]
+        metrics = [one.metrics.items() for one in returned.values()]
+        logged = [{key: (math.fsum(numbers), len(numbers)) for key, numbers in each} for each in metrics]
+        totals = weighted_total(list(values.values()), [reward.weight for reward in scorer.rewards])
         return texts, BatchScores(
-            totals=np.array(
-                weighted_total(list(values.values()), [reward.weight for reward in scorer.rewards]), np.float32
-            ),
+            totals=np.array(totals, np.float32),
             values={name: np.array(column, np.float32) for name, column in values.items()},
             failed=failed,
             grades=grades,
@@ -316,10 +314,6 @@ class BatchScoring:
         if played is None:
             return problem.as_completion(self._texts[row])
         return played.messages if problem.messages else played.text
-
-    def _grade(self, rows: Sequence[int]) -> Grades:
-        _, texts, answers = self._with_answers(rows)
-        return self._scorer.verifier.grade(texts, answers)
 
     def _own_numbers(self) -> dict[str, tuple[float, int]]:
         """Sums and counts of what the scoring itself logs."""

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.lab.probe.observed import observed
-from dcmdp_jax.lab.probe.operators import operator_differences, tokens_of
+from dcmdp_jax.lab.probe.operators import observed, operator_differences, tokens_of
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.families import FAMILIES

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +20,7 @@ class Cause:
     defect: bool
 
 
-CAUSES: Mapping[str, Cause] = MappingProxyType({
+CAUSES = {
     "clean": Cause("no mismatch above the noise floor", "Nothing to do.", False),
     "rounding": Cause(
         "rounding noise of the compute dtype",
@@ -124,7 +122,7 @@ CAUSES: Mapping[str, Cause] = MappingProxyType({
         "too few tokens for a verdict",
         "Record more completions, or probe the two engines with the model.", False,
     ),
-})  # fmt: skip
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

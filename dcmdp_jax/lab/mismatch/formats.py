@@ -10,7 +10,6 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -196,7 +195,6 @@ def _named(pattern: str) -> Callable[[Path, Mapping[str, Any]], Place]:
     """The step from the file's name."""
 
     def place(path: Path, row: Mapping[str, Any]) -> Place:
-        del row
         found = re.search(pattern, path.name)
         return Place(int(found[1]) if found else None, None)
 
@@ -213,7 +211,6 @@ def _in_row(path: Path, row: Mapping[str, Any]) -> Place:
 
 
 def _of_sample(path: Path, row: Mapping[str, Any]) -> Place:
-    del path
     return Place(row.get("rollout_id"), row.get("data_parallel_rank"))
 
 
@@ -240,53 +237,51 @@ def _own_row(row: dict[str, Any]) -> None:
     row["lag"] = np.where(np.asarray(row["mask"], bool), row["step"] - 1 - versions, 0)
 
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        "nemo-rl": Format(
-            patterns=("train_data_step*.jsonl",),
-            keys=frozenset({"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"}),
-            columns=Columns("token_ids", "prev_logprobs", "generation_logprobs", "token_loss_mask"),
-            source="agent_ref",
-            place=_named(r"step(\d+)\.jsonl"),
-            prepare=_nemo_row,
-            writer="NeMo-RL, train_data_step*.jsonl of its log directory",
-        ),
-        "prime-rl": Format(
-            patterns=("step_*/rank_*.jsonl",),
-            keys=frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
-            columns=Columns("token_ids", "trainer_logprobs", "inference_logprobs", "loss_mask"),
-            optional={"entropy": "entropy"},
-            source="env_name",
-            place=_in_row,
-            writer="prime-rl, trainer.enable_token_export",
-        ),
-        "slime": Format(
-            patterns=("train_*.pt", "train_data/*.pt"),
-            keys=frozenset({"format_version", "samples", "log_probs", "rollout_log_probs", "loss_masks"}),
-            columns=Columns("tokens", "log_probs", "rollout_log_probs", "loss_masks"),
-            place=_of_sample,
-            prepare=_slime_sample,
-            writer="slime, --save-debug-train-data",
-        ),
-        "dcmdp": Format(
-            patterns=("rollouts/step_*.parquet",),
-            keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs", "mask", "policy_versions", "prompt_id"}),
-            columns=Columns("token_ids", "train_logprobs", "rollout_logprobs", "mask", lag="policy_versions"),
-            optional={"lag": "lag", "top": "top"},
-            source="source",
-            place=_named(r"step_(\d+)\.parquet$"),
-            prepare=_own_row,
-            writer="this trainer, rollouts/ of a run directory",
-        ),
-        "recorder": Format(
-            patterns=("step_*/rank_*.jsonl",),
-            keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs"}),
-            columns=Columns("token_ids", "train_logprobs", "rollout_logprobs"),
-            optional={"mask": "mask", "entropy": "entropies", "lag": "lag", "top": "top"},
-            source="source",
-            place=_in_row,
-            writer="dcmdp_jax.record, or columns of its names, from TRL, verl, SkyRL or any other trainer",
-        ),
-    }
-)
+FORMATS = {
+    "nemo-rl": Format(
+        patterns=("train_data_step*.jsonl",),
+        keys=frozenset({"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"}),
+        columns=Columns("token_ids", "prev_logprobs", "generation_logprobs", "token_loss_mask"),
+        source="agent_ref",
+        place=_named(r"step(\d+)\.jsonl"),
+        prepare=_nemo_row,
+        writer="NeMo-RL, train_data_step*.jsonl of its log directory",
+    ),
+    "prime-rl": Format(
+        patterns=("step_*/rank_*.jsonl",),
+        keys=frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
+        columns=Columns("token_ids", "trainer_logprobs", "inference_logprobs", "loss_mask"),
+        optional={"entropy": "entropy"},
+        source="env_name",
+        place=_in_row,
+        writer="prime-rl, trainer.enable_token_export",
+    ),
+    "slime": Format(
+        patterns=("train_*.pt", "train_data/*.pt"),
+        keys=frozenset({"format_version", "samples", "log_probs", "rollout_log_probs", "loss_masks"}),
+        columns=Columns("tokens", "log_probs", "rollout_log_probs", "loss_masks"),
+        place=_of_sample,
+        prepare=_slime_sample,
+        writer="slime, --save-debug-train-data",
+    ),
+    "dcmdp": Format(
+        patterns=("rollouts/step_*.parquet",),
+        keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs", "mask", "policy_versions", "prompt_id"}),
+        columns=Columns("token_ids", "train_logprobs", "rollout_logprobs", "mask", lag="policy_versions"),
+        optional={"lag": "lag", "top": "top"},
+        source="source",
+        place=_named(r"step_(\d+)\.parquet$"),
+        prepare=_own_row,
+        writer="this trainer, rollouts/ of a run directory",
+    ),
+    "recorder": Format(
+        patterns=("step_*/rank_*.jsonl",),
+        keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs"}),
+        columns=Columns("token_ids", "train_logprobs", "rollout_logprobs"),
+        optional={"mask": "mask", "entropy": "entropies", "lag": "lag", "top": "top"},
+        source="source",
+        place=_in_row,
+        writer="dcmdp_jax.record, or columns of its names, from TRL, verl, SkyRL or any other trainer",
+    ),
+}
 """Framework -> format. TRL, verl and SkyRL record by `dcmdp_jax.record`, which writes the framework's name."""

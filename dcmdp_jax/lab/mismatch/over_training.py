@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import glob
-from collections.abc import Iterable, Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten_name
 from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
-from dcmdp_jax.lab.mismatch.pairs import Statistics, TokenPairs, measure, recommend
+from dcmdp_jax.lab.mismatch.pairs import Statistics, TokenPairs, measure, probability_difference, recommend
 from dcmdp_jax.lab.mismatch.recording import KeptRows, Row, check_whole, checked_row, pairs_of
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError
 from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
@@ -176,82 +179,52 @@ def read_run(
     if not allow_gaps:
         left_out.unfinished += _refuse_gaps([file.place for file in files])
     _refuse_doubles(files)
-    kept, steps = KeptRows(max_tokens), _Steps()
-    ranks, sources, places = _Parts(), _Parts(), set()
-    for file in files:
-        for number, (place, source, columns, cells) in enumerate(rows_of(file, left_out)):
-            row = checked_row(f"{file.path}, row {number}", cells, columns, left_out)
-            kept.add(row)
-            if not len(row["token"]):
-                continue
-            places.add(place)
-            ranks.add(None if place.rank is None else f"rank {place.rank}", row)
-            sources.add(source, row)
-            steps.add(place.step, row)
+    kept, places = KeptRows(max_tokens), set()
+    ranks, sources = (collections.defaultdict(lambda: np.zeros(3)) for _ in range(2))
+
+    def rows() -> Iterator[tuple[int | None, Row]]:
+        for file in files:
+            for number, (place, source, columns, cells) in enumerate(rows_of(file, left_out)):
+                row = checked_row(f"{file.path}, row {number}", cells, columns, left_out)
+                kept.add(row)
+                if len(row["token"]):
+                    places.add(place)
+                    delta = probability_difference(row["train"], row["rollout"])
+                    for sums, part in ((ranks, place.rank), (sources, source)):
+                        if part is not None:
+                            sums[part] += (1, len(delta), delta.sum())
+                    yield place.step, row
+
+    steps: dict[int, StepMismatch] = {}
+    for step, group in itertools.groupby(rows(), key=operator.itemgetter(0)):
+        if step is None:
+            collections.deque(group, maxlen=0)
+        elif step in steps:
+            raise UserError(f"step {step}: its rows are not together; probe the files of one run alone")
+        else:
+            steps[step] = _step_mismatch(step, [row for _, row in group])
     if not allow_gaps:
         _refuse_gaps(places)
     where = str(files[0].path) if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
     pairs = kept.pairs(where, left_out)
     columns = format_of(files[0].framework).columns
     check_whole(where, pairs, columns)
-    over = None
-    if measured := steps.finish():
-        over = _over_training(measured, ranks.finish(), sources.finish(), tolerance, metrics)
+    slices = _slices(ranks, "rank {}"), _slices(sources, "{}")
+    over = _over_training([steps[step] for step in sorted(steps)], *slices, tolerance, metrics) if steps else None
     return TrainingRecord(files[0].framework, len(files), pairs, kept.rows, kept.every, over)
 
 
-class _Steps:
-    """The statistics of each step; rows come step by step, so that one step's tokens are held at a time."""
-
-    def __init__(self) -> None:
-        self._step: int | None = None
-        self._rows: list[Row] = []
-        self._done: dict[int, StepMismatch] = {}
-
-    def add(self, step: int | None, row: Row) -> None:
-        if step != self._step:
-            self._close()
-            self._step = step
-        if step is not None:
-            self._rows.append(row)
-
-    def finish(self) -> list[StepMismatch]:
-        self._close()
-        return [self._done[step] for step in sorted(self._done)]
-
-    def _close(self) -> None:
-        if not self._rows:
-            return
-        if self._step in self._done:
-            raise UserError(f"step {self._step}: its rows are not together; probe the files of one run alone")
-        pairs = pairs_of(self._rows)
-        entropy = np.nan if pairs.entropies is None else float(pairs.entropies.mean(dtype=np.float64))
-        lag = np.nan if pairs.lags is None else float(pairs.lags.max())
-        surprise = -float(pairs.rollout_logprobs.mean(dtype=np.float64))
-        self._done[self._step] = StepMismatch(self._step, measure(pairs), entropy, lag, surprise)
-        self._rows = []
+def _step_mismatch(step: int, rows: list[Row]) -> StepMismatch:
+    pairs = pairs_of(rows)
+    entropy = np.nan if pairs.entropies is None else float(pairs.entropies.mean(dtype=np.float64))
+    lag = np.nan if pairs.lags is None else float(pairs.lags.max())
+    return StepMismatch(step, measure(pairs), entropy, lag, -float(pairs.rollout_logprobs.mean(dtype=np.float64)))
 
 
-class _Parts:
-    """Sums of |p - q| by name."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, np.ndarray] = {}
-
-    def add(self, name: str | None, row: Row) -> None:
-        if name is not None:
-            p, q = (np.exp(row[kind].astype(np.float64)) for kind in ("train", "rollout"))
-            self._sums.setdefault(name, np.zeros(3))
-            self._sums[name] += (1, len(p), np.abs(p - q).sum())
-
-    def finish(self) -> list[Slice]:
-        def order(name: str) -> tuple[int, str]:
-            return (int(name[5:]), "") if name.startswith("rank ") and name[5:].isdigit() else (0, name)
-
-        made = {name: self._sums[name] for name in sorted(self._sums, key=order)}
-        return [
-            Slice(name, int(rows), int(tokens), float(total / tokens)) for name, (rows, tokens, total) in made.items()
-        ]
+def _slices(sums: Mapping[int | str, np.ndarray], title: str) -> list[Slice]:
+    """Rows, tokens and sum of |p - q| of each part as its `Slice`, in order."""
+    parts = ((part, *sums[part].tolist()) for part in sorted(sums))
+    return [Slice(title.format(part), int(rows), int(tokens), total / tokens) for part, rows, tokens, total in parts]
 
 
 def _over_training(
@@ -353,21 +326,14 @@ def _refuse_gaps(places: Iterable[Place]) -> list[str]:
         if place.step is not None:
             ranks.setdefault(place.step, set()).update(() if place.rank is None else (place.rank,))
     steps = sorted(ranks)
-    spacing = min((b - a for a, b in zip(steps, steps[1:], strict=False)), default=1)
-    missing = [
-        step
-        for a, b in zip(steps, steps[1:], strict=False)
-        if b - a > spacing
-        for step in range(a + spacing, b, spacing)
-    ]
-    if missing:
+    spacing = min((b - a for a, b in itertools.pairwise(steps)), default=1)
+    if missing := [step for a, b in itertools.pairwise(steps) for step in range(a + spacing, b, spacing)]:
         raise UserError(
             f"{_listed('step', missing)} between steps {steps[0]} and {steps[-1]}, {spacing} apart elsewhere; "
             "add the files, or read on without them by --allow-gaps"
         )
-    everywhere = set().union(*ranks.values()) if ranks else set()
-    absent = sorted(set(range(max(everywhere, default=0) + 1)) - everywhere) if everywhere else []
-    if absent:
+    everywhere = set().union(*ranks.values())
+    if absent := sorted(set(range(max(everywhere, default=-1) + 1)) - everywhere):
         raise UserError(
             f"{_listed('rank', absent)} of 0 to {max(everywhere)}; add the files, or read on without them by "
             "--allow-gaps (prime-rl writes for the first rank of each context-parallel group alone)"

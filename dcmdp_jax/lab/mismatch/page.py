@@ -177,7 +177,6 @@ def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
     """Draw mean and 99% quantile of |p - q| of each step, and c; None without several steps."""
     from matplotlib.ticker import MaxNLocator
 
-    del pairs
     over = analysis.over_training
     if over is None or len(over.steps) < 2:
         return None
@@ -194,7 +193,6 @@ def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
 
 def _draw_scatter(pairs: TokenPairs, analysis: Analysis) -> Figure:
     """Draw p against q of every token, at most 20,000 of them, evenly chosen."""
-    del analysis
     every = -(-len(pairs.token_ids) // _POINTS)
     p, q = (np.exp(x[::every].astype(np.float64)) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
     figure, (axes,) = make_figure(5.2, 4.2)
@@ -224,7 +222,6 @@ def _draw_distribution(pairs: TokenPairs, analysis: Analysis) -> Figure:
 
 def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
     """Draw the relative difference of each operator by layer; None where it was not measured."""
-    del pairs
     found = analysis.evidence.operators
     if not found:
         return None
@@ -242,7 +239,6 @@ def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
 
 def _draw_groups(pairs: TokenPairs, analysis: Analysis) -> Figure:
     """Draw mean |p - q| by probability, position and entropy."""
-    del pairs
     shown = {heading: groups for heading, groups in analysis.groups.items() if not heading.startswith(("token", "age"))}
     figure, panels = make_figure(4.4 * len(shown), 3.6, columns=len(shown))
     for axes, (heading, groups) in zip(panels, shown.items(), strict=True):

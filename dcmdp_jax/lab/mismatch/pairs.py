@@ -9,6 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 
 
+def probability_difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """|exp(a) - exp(b)| of two arrays of log-probs, in float64."""
+    return np.abs(np.exp(a.astype(np.float64)) - np.exp(b.astype(np.float64)))
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenPairs:
     """The tokens of N completions, one after another; n tokens in all.
@@ -60,7 +65,7 @@ class TokenPairs:
     @property
     def discrepancy(self) -> np.ndarray:
         """[n] float64, |p_train - p_rollout|."""
-        return np.abs(np.exp(self.train_logprobs.astype(np.float64)) - np.exp(self.rollout_logprobs.astype(np.float64)))
+        return probability_difference(self.train_logprobs, self.rollout_logprobs)
 
 
 def make_pairs(

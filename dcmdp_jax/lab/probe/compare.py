@@ -14,11 +14,10 @@ from dcmdp_jax.engines.validation import sample_alone
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.diagnosis import FLOAT32_ROUNDING
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference
-from dcmdp_jax.lab.mismatch.pairs import make_pairs
+from dcmdp_jax.lab.mismatch.pairs import make_pairs, probability_difference
 from dcmdp_jax.lab.mismatch.states import measure_states
 from dcmdp_jax.lab.probe.engines import Sampled, Scorer
-from dcmdp_jax.lab.probe.observed import observed
-from dcmdp_jax.lab.probe.operators import operator_differences, tokens_of
+from dcmdp_jax.lab.probe.operators import observed, operator_differences, tokens_of
 from dcmdp_jax.lab.probe.rescoring import Rescoring, Setup
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 
@@ -47,18 +46,17 @@ def compare(
         show: called with a line on what is being done.
     """
     prompts = [setup.prompts[index] for index in sampled.prompt_index]
-    scorer = list(engines.values())[1]
+    (first, sampler), (_, scorer) = engines.items()
     show(f"{name}: scoring {sum(map(len, sampled.completion_ids)):,} tokens")
     entropies, states = None, None
-    if isinstance(scorer, TrainingStack) and sampled.top_ids is not None:
-        top = scorer.score_listed(prompts, sampled.completion_ids, sampled.top_ids, temperature=setup.temperature)
-        states = list(map(measure_states, sampled.top_ids, top, sampled.top_logprobs))
-    if isinstance(scorer, TrainingStack):
-        train, entropies = scorer.score_with_entropies(prompts, sampled.completion_ids, temperature=setup.temperature)
-    else:
-        train = scorer.score(prompts, sampled.completion_ids, temperature=setup.temperature)
     asked = prompts, sampled.completion_ids
-    first, sampler = next(iter(engines.items()))
+    if isinstance(scorer, TrainingStack):
+        train, entropies = scorer.score_with_entropies(*asked, temperature=setup.temperature)
+        if sampled.top_ids is not None:
+            top = scorer.score_listed(*asked, sampled.top_ids, temperature=setup.temperature)
+            states = list(map(measure_states, sampled.top_ids, top, sampled.top_logprobs))
+    else:
+        train = scorer.score(*asked, temperature=setup.temperature)
     scored = _scored(sampler, *asked, temperature=setup.temperature)
     floors = {}
     for (engine_name, engine), together in zip(engines.items(), (scored, train), strict=True):
@@ -163,8 +161,8 @@ def sampling_floor(
         for row in range(min(count, _SAMPLED_AGAIN))
     }  # fmt: skip
     short = dataclasses.replace(sampling, max_completion_tokens=min(_TOKENS_AGAIN, sampling.max_completion_tokens))
-    together, alone = (np.exp(x.astype(np.float64)) for x in sample_alone(engine, few, short, seed=seed, step=0))
-    return float(np.mean(np.abs(together - alone))) if together.size else None
+    together, alone = sample_alone(engine, few, short, seed=seed, step=0)
+    return float(probability_difference(together, alone).mean()) if together.size else None
 
 
 def noise_floor(
@@ -196,5 +194,4 @@ def noise_floor(
     except EngineError as error:
         logger.warning("no noise floor: %s", error)
         return None
-    first, second = (np.exp(np.concatenate(x).astype(np.float64)) for x in (together[: len(alone)], alone))
-    return float(np.mean(np.abs(first - second)))
+    return float(probability_difference(*map(np.concatenate, (together[: len(alone)], alone))).mean())

@@ -13,7 +13,7 @@ import numpy as np
 
 from dcmdp_jax.lab.mismatch.analysis import TokenText
 from dcmdp_jax.lab.mismatch.evidence import Explanation
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs
+from dcmdp_jax.lab.mismatch.pairs import TokenPairs, probability_difference
 from dcmdp_jax.lab.probe.training_stack import LOGPROB_CHUNK, in_rows
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
@@ -114,7 +114,7 @@ class Rescoring:
 
     def rounding(self) -> float:
         """Mean |p - h| of the same model computed in the engine's dtype."""
-        return float(np.mean(_distance(self._train, self._plain)))
+        return float(np.mean(probability_difference(self._train, self._plain)))
 
     @functools.cached_property
     def _plain(self) -> np.ndarray:
@@ -146,8 +146,8 @@ class Rescoring:
         return explanation
 
     def _share(self, logprobs: np.ndarray) -> float:
-        whole = _distance(self._train, self._rollout).sum()
-        return float(1 - _distance(logprobs, self._rollout).sum() / whole) if whole else 0.0
+        whole = probability_difference(self._train, self._rollout).sum()
+        return float(1 - probability_difference(logprobs, self._rollout).sum() / whole) if whole else 0.0
 
     def _ask(self, change: _Change, factors: Sequence[float] = (1.0,)) -> np.ndarray:
         """Log-probs [K, tokens] at the temperature times each of K factors."""
@@ -251,10 +251,6 @@ def _quantized(params: Params, *, config: ModelConfig, precision: str) -> Params
     tree = quantize_tree(params["layers"], quantized_leaves(config)["layers"], precision)
     layers = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
     return {"layers": layers, "output": straight_through(output_kernel(params), True, precision)}
-
-
-def _distance(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.abs(np.exp(a.astype(np.float64)) - np.exp(b.astype(np.float64)))
 
 
 def _in_blocks(params: Params, config: ModelConfig) -> Params:

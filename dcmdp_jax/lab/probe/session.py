@@ -19,7 +19,7 @@ from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.evidence import Lifted
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs
+from dcmdp_jax.lab.mismatch.pairs import TokenPairs, probability_difference
 from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.lab.probe.compare import compare, explained, is_settled, sampling_floor
 from dcmdp_jax.lab.probe.rescoring import Setup
@@ -224,18 +224,17 @@ def lift(
     """
     count = min(_MOST_LIFTED, len(pairs.lengths))
     tokens = int(pairs.lengths[:count].sum())
-    p, q = (np.exp(x[:tokens].astype(np.float64)) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
-    whole = np.abs(q - p).sum()
+    train, whole = pairs.train_logprobs[:tokens], pairs.discrepancy[:tokens].sum()
     asked = [prompts[index] for index in sampled.prompt_index[:count]], sampled.completion_ids[:count]
     found = []
     for cause in spec.costs:
         other = spec.without(cause)
         engine = build(other)
         try:
-            h = np.exp(np.concatenate(engine.score(*asked, temperature=temperature)).astype(np.float64))
+            left = probability_difference(np.concatenate(engine.score(*asked, temperature=temperature)), train).sum()
         finally:
             engine.close()
-        found.append(Lifted(str(other), cause, float(1 - np.abs(h - p).sum() / whole) if whole else 0.0))
+        found.append(Lifted(str(other), cause, float(1 - left / whole) if whole else 0.0))
     return found
 
 

@@ -61,16 +61,10 @@ class ProbeSpec:
         return dataclasses.replace(self, precision=self.compute)
 
     def __str__(self) -> str:
-        parts = [f"{self.kind}:{self.precision}"]
-        if self.compute not in (self.precision, _default_compute(self.kind, self.precision)):
-            parts.append(f"compute={self.compute}")
-        if self.like:
-            parts.append(f"like={self.like}")
-        if self.cache != "auto":
-            parts.append(f"cache={self.cache}")
-        if self.model:
-            parts.append(f"model={self.model}")
-        return ",".join(parts)
+        usual = {"compute": (self.precision, _default_compute(self.kind, self.precision)), "cache": ("auto",)}
+        options = {name: getattr(self, name) for name in ("compute", "like", "cache", "model")}
+        given = [f"{name}={value}" for name, value in options.items() if value not in usual.get(name, ("",))]
+        return ",".join([f"{self.kind}:{self.precision}", *given])
 
 
 def parse_spec(text: str) -> ProbeSpec:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.config.settings import Config, to_dict
+from dcmdp_jax.fields import flatten
 from dcmdp_jax.lab.studies.kept_metrics import append_kept_metrics, kept_runs
 from dcmdp_jax.lab.studies.study import StudyRun
 from dcmdp_jax.observe.metrics_io import read_metrics
@@ -19,32 +20,26 @@ from dcmdp_jax.run.services import Services
 from dcmdp_jax.training.build import StepPrograms, make_step_programs
 from dcmdp_jax.training.loop import train
 
-_FREE = (("run_dir",), ("training", "seed"), ("algorithm", "multiplier"))
+_FREE = ("run_dir", "training.seed", "algorithm.multiplier")
 """Settings that are in no compiled program: runs that differ in nothing else share their parts."""
-_OF_THE_STEP = ("algorithm", "optimizer")
+_OF_THE_STEP = ("algorithm.", "optimizer.")
 """Sections that the engine does not see: runs that differ in these alone share it, and each has a step of its own."""
 
 
-class Shared:
+class Shared(contextlib.ExitStack):
     """The parts of the last kind of run. Another kind makes its own step, and its own engine if it needs another."""
 
     def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
+        super().__init__()
         self._services: Services | None = None
         self._programs: StepPrograms | None = None
         self._kind: dict[str, Any] = {}
 
-    def __enter__(self) -> Shared:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
     def train(self, config: Config, show: Callable[[str], None]) -> None:
         """Train a run with what can be shared."""
-        kind, before = _without_free(to_dict(config)), self._kind
+        kind, before = _kind_of(config), self._kind
         if _of_the_engine(kind) != _of_the_engine(before):
-            self._stack.close()
+            self.close()
             self._services = None
         run = Run.check(config)
         if kind != before:
@@ -52,7 +47,7 @@ class Shared:
             self._kind = kind
 
         def start() -> Services:
-            self._services = run.start(shared=self._stack, lent=self._services)
+            self._services = run.start(shared=self, lent=self._services)
             return self._services
 
         train(run.task, run.placement, run.weights, start, show=show, programs=self._programs)
@@ -78,7 +73,7 @@ def run_in_one_process(
         Interrupted: after a signal; the run in progress is begun again next time.
     """
     done = kept_runs(kept)
-    kinds = [_without_free(to_dict(config)) for config in configs]
+    kinds = list(map(_kind_of, configs))
     first = [kinds.index(kind) for kind in kinds]
     todo = sorted(range(len(runs)), key=lambda place: (first[place], place))
     todo = [place for place in todo if (runs[place].arm, runs[place].seed) not in done]
@@ -96,13 +91,9 @@ def run_in_one_process(
 
 
 def _of_the_engine(kind: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kind.items() if name not in _OF_THE_STEP}
+    return {name: value for name, value in kind.items() if not name.startswith(_OF_THE_STEP)}
 
 
-def _without_free(config: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A nested config without `_FREE`."""
-    return {
-        name: _without_free(value, (*path, name)) if isinstance(value, Mapping) else value
-        for name, value in config.items()
-        if (*path, name) not in _FREE
-    }
+def _kind_of(config: Config) -> dict[str, Any]:
+    """Dotted name of every setting but `_FREE` -> its value."""
+    return {name: value for name, value in flatten(to_dict(config)).items() if name not in _FREE}

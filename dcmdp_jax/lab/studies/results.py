@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,19 +18,16 @@ Table = Mapping[str, Mapping[int, Series]]
 """Arm -> seed -> the run's metrics."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure:
+class Measure(NamedTuple):
     """One number of a finished run.
 
     Attributes:
         title: heading of its column, with the unit.
         value: number in the run's metrics; NaN where they have none.
-        digits: significant digits in tables.
     """
 
     title: str
     value: Callable[[Series], float]
-    digits: int = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,27 +155,20 @@ def tables(title: str, runs: Table, baseline: str, notes: Sequence[str]) -> str:
     lines = [f"# {title}", "", "Mean over seeds ± half of the 95% t interval.", ""]
     lines += markdown_table(
         ["arm", "seeds", *headings],
-        [
-            [arm, str(len(runs[arm])), *(_cell(arms[arm], MEASURES[name].digits) for name, arms in columns.items())]
-            for arm in runs
-        ],
+        [[arm, str(len(runs[arm])), *(_cell(arms[arm]) for arms in columns.values())] for arm in runs],
     )
     differences = {name: paired_differences(arms, baseline) for name, arms in columns.items()}
     if len(runs) > 1 and runs.get(baseline):
         lines += ["", f"Paired difference to {baseline}, seed by seed.", ""]
         lines += markdown_table(
             ["arm", *headings],
-            [
-                [arm, *(_cell(found[arm], MEASURES[name].digits, sign=True) for name, found in differences.items())]
-                for arm in runs
-                if arm != baseline
-            ],
+            [[arm, *(_cell(found[arm], "+") for found in differences.values())] for arm in runs if arm != baseline],
         )
     return "\n".join([*lines, *(f"\n{note}" for note in notes)]) + "\n"
 
 
-def _cell(found: Estimate, digits: int, *, sign: bool = False) -> str:
+def _cell(found: Estimate, sign: str = "") -> str:
     if not found.values:
         return "-"
-    text = f"{found.mean:{'+' if sign else ''}.{digits}g}"
+    text = f"{found.mean:{sign}.3g}"
     return f"{text} ± {found.half_width:.2g}" if math.isfinite(found.half_width) else text

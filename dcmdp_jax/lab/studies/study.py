@@ -131,18 +131,17 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
     Raises:
         UserError: naming both.
     """
-    seen: list[tuple[StudyRun, dict[str, Any]]] = []
+    contents: list[dict[str, Any]] = []
     for run, config in zip(runs, configs, strict=True):
         idle = unused(config["algorithm"])
         used = {name: value for name, value in config["algorithm"].items() if name not in idle}
-        content = {**config, "run_dir": "", "algorithm": used}
-        for other, before in seen:
-            if before == content:
-                raise UserError(
-                    f"study: {other.label!r} and {run.label!r} are one config, every setting that is used is equal; "
-                    "drop one or make them differ"
-                )
-        seen.append((run, content))
+        contents.append({**config, "run_dir": "", "algorithm": used})
+        other = runs[contents.index(contents[-1])]
+        if other is not run:
+            raise UserError(
+                f"study: {other.label!r} and {run.label!r} are one config, every setting that is used is equal; "
+                "drop one or make them differ"
+            )
 
 
 _OF_THE_ASCENT = {"multiplier", "dual_learning_rate", "multiplier_max", "tolerance_steps", "tolerance_factor"}

@@ -37,17 +37,13 @@ _COLORS = {
 }  # fmt: skip
 """Arms that several studies have."""
 _CURVES = {
-    "held_out": ("held-out score", "avg@K", held_out),
-    "reward": ("Reward", "mean reward", functools.partial(recorded, name="reward/mean")),
-    "discrepancy": (
-        "Discrepancy between the engines (dashed: the budget c)",
-        "discrepancy",
-        functools.partial(recorded, name="discrepancy/mean"),
-    ),
-    "multiplier": ("Lagrange multiplier", "lambda", functools.partial(recorded, name="dual/multiplier")),
-    "entropy": ("Policy entropy", "nats", functools.partial(recorded, name="policy/entropy")),
+    "held_out": ("held-out score", "avg@K", ""),
+    "reward": ("Reward", "mean reward", "reward/mean"),
+    "discrepancy": ("Discrepancy between the engines (dashed: the budget c)", "discrepancy", "discrepancy/mean"),
+    "multiplier": ("Lagrange multiplier", "lambda", "dual/multiplier"),
+    "entropy": ("Policy entropy", "nats", "policy/entropy"),
 }
-"""File stem -> heading, unit, and the curve of a run."""
+"""File stem -> heading, unit, and the metric; "" for the held-out score."""
 
 
 def color_of(name: str) -> str:
@@ -130,8 +126,8 @@ def save_figures(title: str, baseline: str, series: Table, directory: Path) -> N
         for arm, seeds in series.items()
         if seeds and "dual/tolerance" in next(iter(seeds.values()))
     }
-    for stem, (heading, unit, read) in _CURVES.items():
-        if found := curves(series, read):
+    for stem, (heading, unit, name) in _CURVES.items():
+        if found := curves(series, functools.partial(recorded, name=name) if name else held_out):
             level = budgets if stem == "discrepancy" else None
             figure = draw_curves(f"{title}: {heading}", unit, found, level, baseline=baseline)
             figure.savefig(directory / f"{stem}.png", dpi=DPI)

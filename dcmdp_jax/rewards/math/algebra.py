@@ -138,11 +138,8 @@ def parse(text: str) -> list[Any]:
     # What it can't read it returns as text, stripped of what it takes for ornament, and what it misreads may have no
     # value at all: no ground for a reward.
     values = math_verify.parse(f"${text}$", _EXTRACTION, parsing_timeout=None, raise_on_error=True)
-    return [value for value in values if not isinstance(value, str) and not _is_undefined(value)]
-
-
-def _is_undefined(value: Any) -> bool:
-    return getattr(value, "has", None) is not None and bool(value.has(sympy.nan, sympy.zoo))
+    undefined = (sympy.nan, sympy.zoo)
+    return [v for v in values if not isinstance(v, str) and not (hasattr(v, "has") and v.has(*undefined))]
 
 
 def _is_readable(text: str) -> bool:
@@ -236,19 +233,18 @@ def _same_expression(left: Any, right: Any, seed: bytes, *, exact: bool | None =
     exact = _is_exact(left, right) if exact is None else exact
     # Decimals first: to rebuild a sum is to add them up with 15 digits.
     left, right = _plain_symbols(_with_exact_decimals(left)), _plain_symbols(_with_exact_decimals(right))
-    symbols = sorted(left.free_symbols | right.free_symbols, key=lambda symbol: symbol.name)
-    decades = _decades(left, right)
+    decades, constant = _decades(left, right), not (left.free_symbols | right.free_symbols)
     if decades > _MAX_DECADES:
-        return bool(left == right or (not symbols and _same_integers(left, right)))
+        return bool(left == right or (constant and _same_integers(left, right)))
+    if constant and (left.has(*_INFINITIES) or right.has(*_INFINITIES)):
+        return bool(left.doit() == right.doit())
+    left, right = _replace_kinks(left, right, seed)  # a constant has none
     # A constant must show, however small it is.
-    digits = _DIGITS + 2 * decades
-    agree = functools.partial(_agree_at, left, right, digits=digits, exact=exact)
-    if not symbols:
-        return bool(left.doit() == right.doit()) if left.has(*_INFINITIES) or right.has(*_INFINITIES) else agree({})
-    left, right = _replace_kinks(left, right, seed)
+    agree = functools.partial(_agree_at, left, right, digits=_DIGITS + 2 * decades, exact=exact)
+    if constant:
+        return agree({})
     symbols = sorted(left.free_symbols | right.free_symbols, key=lambda symbol: symbol.name)
     no = None if any(symbol.name.startswith("kink") for symbol in symbols) else False
-    agree = functools.partial(_agree_at, left, right, digits=digits, exact=exact)
     near = {agree(point) for point in _sample_points(symbols, _POINTS, seed, positive=True)}
     if near != {True}:
         return no if False in near else None
@@ -272,18 +268,16 @@ def _same_integers(left: Any, right: Any) -> bool:
 
 
 def _is_exact(left: Any, right: Any) -> bool:
-    """Whether two expressions must agree in every digit: no decimal in them is the rounding of something else."""
-    return not (left.has(sympy.Float) or right.has(sympy.Float)) or _is_terminating(right)
+    """Whether two expressions must agree in every digit: no decimal in them is the rounding of something else.
+
+    A decimal on the left is no rounding where decimals can write every constant on the right.
+    """
+    return not right.has(sympy.Float) and (not left.has(sympy.Float) or all(map(_terminates, _parts(right))))
 
 
 def _has_powers(*values: Any) -> bool:
     """Whether a variable stands in an exponent."""
     return any(power.exp.free_symbols for value in values for power in value.atoms(sympy.Pow))
-
-
-def _is_terminating(value: Any) -> bool:
-    """Whether decimals can write every constant of an expression without rounding, and none of them is one."""
-    return not value.has(sympy.Float) and all(_terminates(part) for part in _parts(value))
 
 
 def _terminates(constant: Any) -> bool:
@@ -342,12 +336,8 @@ def _sample_points(
         powers = [0 if not decades else round(-decades + 2 * decades * (k + 0.5) / count) for k in range(count)]
         draw.shuffle(signs)
         draw.shuffle(powers)
-        columns.append(
-            [
-                sign * sympy.Rational(draw.randrange(10**9, 4 * 10**9), 2 * 10**9 - 57) * sympy.Integer(10) ** power
-                for sign, power in zip(signs, powers, strict=True)
-            ]
-        )
+        sizes = [sympy.Rational(draw.randrange(10**9, 4 * 10**9), 2 * 10**9 - 57) for _ in range(count)]
+        columns.append([s * size * sympy.Integer(10) ** p for s, size, p in zip(signs, sizes, powers, strict=True)])
     return [dict(zip(symbols, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
@@ -392,8 +382,6 @@ def _replace_kinks(left: Any, right: Any, seed: bytes) -> tuple[Any, Any]:
 def _same_kink(left: Any, right: Any, seed: bytes) -> bool:
     if left.func is not right.func or len(left.args) != len(right.args):
         return False
-    if left == right:
-        return True
-    if all(_same_expression(a, b, seed) for a, b in zip(left.args, right.args, strict=True)):
+    if left == right or all(_same_expression(a, b, seed) for a, b in zip(left.args, right.args, strict=True)):
         return True
     return left.func is sympy.Abs and bool(_same_expression(left.args[0], -right.args[0], seed))

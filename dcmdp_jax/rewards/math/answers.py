@@ -21,6 +21,7 @@ from typing import Any
 from dcmdp_jax.rewards.math.notation import (
     has_box,
     last_boxed,
+    nesting,
     normalize_answer,
     unwrap_text,
     upright,
@@ -184,13 +185,8 @@ def answer_defect(answer: str) -> str | None:
         return str(error)
     if not any(character.isalnum() for character in answer):
         return "has no letter, digit or symbol to compare"
-    unescaped = re.sub(r"\\[{}]", "", answer)
-    depth = 0
-    for character in unescaped:
-        depth += (character == "{") - (character == "}")
-        if depth < 0:
-            break
-    if depth != 0:
+    depths = nesting(re.sub(r"\\[{}]", "", answer), "{", "}")
+    if min(depths) < 0 or depths[-1] != 0:
         return "has braces that do not balance"
     begins, ends = re.findall(r"\\begin\{(\w+)\}", answer), re.findall(r"\\end\{(\w+)\}", answer)
     if sorted(begins) != sorted(ends):

@@ -15,12 +15,18 @@ from fractions import Fraction
 
 from dcmdp_jax.rewards.math import algebra
 from dcmdp_jax.rewards.math.answers import compare_literals, split_tolerance
-from dcmdp_jax.rewards.math.notation import normalize_answer, split_elements, split_tuple, unwrap_text, without_spaces
+from dcmdp_jax.rewards.math.notation import (
+    nesting,
+    normalize_answer,
+    split_elements,
+    split_tuple,
+    unwrap_text,
+    without_spaces,
+)
 from dcmdp_jax.rewards.math.numbers import parse_number
 from dcmdp_jax.rewards.math.relations import as_intervals, equation_parts, is_name, named_elements, split_label
 from dcmdp_jax.rewards.math.units import factors, measures
 
-_OPEN, _CLOSE = "([{", ")]}"
 _INTERVAL_ENDS = re.compile(r"([\[(]).*([\])])", re.DOTALL)
 _MATRIX = re.compile(r"\\begin ?\{([bpB]?matrix)\}((?:(?!\\begin|\\end).)*+)\\end ?\{\1\}", re.DOTALL)
 _RELATION = re.compile(r"[<>]|\\(?:leq|geq|neq)(?![a-zA-Z])")
@@ -379,12 +385,7 @@ def _bracketed(text: str) -> str | None:
     """The inside of `(...)`, `[...)` and the like when the first bracket closes at the very end, else None."""
     if _INTERVAL_ENDS.fullmatch(text) is None:
         return None
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth == 0:
-            return text[1:-1] if position == len(text) - 1 else None
-    return None
+    return text[1:-1] if (depths := nesting(text))[-1] == 0 and 0 not in depths[:-1] else None
 
 
 def _elements(text: str) -> list[str]:
@@ -402,9 +403,5 @@ def _elements(text: str) -> list[str]:
 
 
 def _balanced(text: str) -> bool:
-    depth = 0
-    for character in text:
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth < 0:
-            return False
-    return depth == 0
+    depths = [0, *nesting(text)]
+    return min(depths) == depths[-1] == 0

@@ -6,9 +6,10 @@ reduced to one first, quantifiers are not nested, and possessive where they coul
 
 from __future__ import annotations
 
+import itertools
 import re
 
-from dcmdp_jax.rewards.math.unicode import to_latex
+from dcmdp_jax.rewards.math.unicode import closing_brackets, to_latex
 from dcmdp_jax.rewards.math.units import TEXT_COMMANDS, is_unit, unit_words, vocabulary
 
 _BOXED = re.compile(r"\\boxed\s*+\{")
@@ -20,7 +21,9 @@ _BRACES = re.compile(
 )
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]*+\|>")
 _SPACE = re.compile(r"\s+")
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
 _DELIMITER = re.compile(r"\\\\|\\\$|\$\$?|\\[\[\]()]")
+_LITERAL = (r"\\", r"\$")
 _CLOSES = {"$": "$", "$$": "$$", r"\[": r"\]", r"\(": r"\)"}
 _JOINERS = re.compile(r"(?:[\s,;]|and(?![a-zA-Z])|or(?![a-zA-Z]))*+")
 _AFTER_A_VALUE = vocabulary("is are the our final answer answers solution solutions result")
@@ -197,16 +200,11 @@ def _plain(match: re.Match[str], whole: int) -> str:
 
 def without_spaces(text: str) -> str:
     """Remove all spaces except between digits, where they distinguish `2 1/2` from `21/2`, and after commands."""
-    kept = []
-    words = text.split()
-    for word, following in zip(words, [*words[1:], ""], strict=False):
-        kept.append(word)
-        if word[-1].isdigit() and following[:1].isdigit():
-            kept.append(" ")
-        elif following[:1].isalpha() and word[-1].isalpha() and "\\" in word:
-            tail = word[word.rindex("\\") + 1 :]
-            if tail.isalpha():  # `\pi r` is not the command `\pir`
-                kept.append(" ")
+    words, kept = text.split(), []
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        command = "\\" in word and word.rpartition("\\")[2].isalpha()  # `\pi r` is not the command `\pir`
+        apart = (command and following[:1].isalpha()) or (word[-1].isdigit() and following[:1].isdigit())
+        kept.append(f"{word} " if apart else word)
     return "".join(kept)
 
 
@@ -242,10 +240,9 @@ def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> l
     if digit_groups and separator == ",":
         for match in _DIGIT_GROUPS.finditer(text):
             grouped.update(range(match.start(), match.end()))
-    parts, depth, start = [], 0, 0
-    for position, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if character == separator and depth <= 0 and position not in grouped:
+    parts, start = [], 0
+    for position, depth in enumerate(nesting(text)):
+        if text[position] == separator and depth <= 0 and position not in grouped:
             parts.append(text[start:position].strip())
             start = position + 1
     parts.append(text[start:].strip())
@@ -258,20 +255,14 @@ def split_tuple(body: str, *, digit_groups: bool = True) -> list[str]:
     return parts if len(parts) > 1 else split_elements(body, ",", digit_groups=digit_groups)
 
 
+def nesting(text: str, opening: str = "([{", closing: str = ")]}") -> list[int]:
+    """Number of brackets open after each character."""
+    return list(itertools.accumulate((character in opening) - (character in closing) for character in text))
+
+
 def _closing_braces(text: str) -> dict[int, int]:
-    """Position of each opening brace -> position of its closing brace, in one pass; escaped braces are skipped."""
-    closes: dict[int, int] = {}
-    opened: list[int] = []
-    position = 0
-    while position < len(text):
-        if text[position] == "\\":
-            position += 1
-        elif text[position] == "{":
-            opened.append(position)
-        elif text[position] == "}" and opened:
-            closes[opened.pop()] = position
-        position += 1
-    return closes
+    """Position of each opening brace -> position of its closing brace; escaped braces are skipped."""
+    return closing_brackets(_ESCAPED.sub("  ", text), "{", "}")
 
 
 def _unquoted(text: str) -> str:
@@ -309,11 +300,8 @@ def _without_ornament(text: str) -> str:
 def _outside_delimiters(text: str) -> str:
     """The content of math delimiters; the whole text where the words around them may change its meaning."""
     segments, around, start, opened = [], [], 0, ""
-    bare = []
-    for token in _DELIMITER.finditer(text):
-        if token[0] in ("\\\\", r"\$"):
-            continue
-        bare.append(token.span())
+    bare = [token for token in _DELIMITER.finditer(text) if token[0] not in _LITERAL]
+    for token in bare:
         if not opened:
             if token[0] in _CLOSES:
                 around.append(text[start : token.start()])
@@ -330,10 +318,11 @@ def _outside_delimiters(text: str) -> str:
     around.append(text[start:])
     if not bare:
         return text
-    dollars = sum(end - begin for begin, end in bare if text[begin] == "$")
+    dollars = sum(token[0].count("$") for token in bare)
     segments = [segment for segment in segments if segment]
+    blanked = _DELIMITER.sub(lambda token: token[0] if token[0] in _LITERAL else " ", text)
     if opened or dollars % 2 or not segments:
-        return _blanked(text, bare)
+        return blanked
     between = [part.strip(" .") for part in around]
     outside = [part for part in between if part]
     if all(_JOINERS.fullmatch(part) for part in outside):
@@ -347,12 +336,4 @@ def _outside_delimiters(text: str) -> str:
                 return segments[0]
             if unit_words(after):
                 return rf"{segments[0]} \text{{{after}}}" if "%" not in after else segments[0] + after
-    return _blanked(text, bare)
-
-
-def _blanked(text: str, spans: list[tuple[int, int]]) -> str:
-    parts, start = [], 0
-    for begin, end in spans:
-        parts += [text[start:begin], " "]
-        start = end
-    return "".join([*parts, text[start:]])
+    return blanked

@@ -9,7 +9,7 @@ _MAX_LITERAL_DIGITS = 400
 _RELATIVE_TOLERANCE = Fraction(1, 10**6)
 
 _GROUPED = re.compile(r"([+-]?)([1-9][0-9]{0,2}(?:(?:,[0-9]{3})++|(?: [0-9]{3})++))((?:\.[0-9]++)?)")
-_DECIMAL = re.compile(r"([+-]?)([0-9]*+)(?:\.([0-9]*+))?(?:[eE]([+-]?[0-9]++))?")
+_DECIMAL = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*+(?:\.[0-9]*+)?(?:[eE]([+-]?[0-9]++))?")
 # `0.1\overline{6}`, `0.1(6)`, `0.1\dot{6}`, `0.\dot{1}4\dot{2}`, and `0.1666\ldots` with its period thrice, or twice.
 _REPEATING = re.compile(
     r"(?P<sign>[+-]?)(?P<whole>[0-9]*+)\.(?P<fixed>[0-9]*+)"
@@ -42,11 +42,8 @@ def parse_number(text: str) -> Fraction | None:
     grouped = _GROUPED.fullmatch(text)
     if grouped:
         text = grouped[1] + re.sub("[, ]", "", grouped[2]) + grouped[3]
-    for reader in (_read_decimal, _read_scientific, _read_fraction, _read_repeating):
-        value = reader(text)
-        if value is not None:
-            return value
-    return None
+    values = (read(text) for read in (_read_decimal, _read_scientific, _read_fraction, _read_repeating))
+    return next((value for value in values if value is not None), None)
 
 
 def same_number(prediction: Fraction, gold: Fraction) -> bool:
@@ -66,13 +63,7 @@ def _sign(text: str) -> int:
 
 def _read_decimal(text: str) -> Fraction | None:
     match = _DECIMAL.fullmatch(text)
-    if match is None or not (match[2] or match[3]):
-        return None
-    exponent = int(match[4] or 0)
-    if abs(exponent) > _MAX_LITERAL_DIGITS:
-        return None
-    digits = (match[2] or "") + (match[3] or "")
-    return _sign(match[1]) * Fraction(int(digits)) * Fraction(10) ** (exponent - len(match[3] or ""))
+    return Fraction(text) if match and abs(int(match[1] or 0)) <= _MAX_LITERAL_DIGITS else None
 
 
 def _read_scientific(text: str) -> Fraction | None:
@@ -87,17 +78,11 @@ def _read_scientific(text: str) -> Fraction | None:
 
 
 def _read_fraction(text: str) -> Fraction | None:
-    match = _FRACTION.fullmatch(text)
-    if match is not None:
-        above, below = match[3] or match[4], match[5] or match[6]
-    else:
-        match = _SLASH.fullmatch(text)
-        if match is None:
-            return None
-        above, below = match[3], match[4]
-    if int(below) == 0:
+    match = _FRACTION.fullmatch(text) or _SLASH.fullmatch(text)
+    if match is None:
         return None
-    return _sign(match[1]) * (Fraction(int(match[2] or 0)) + Fraction(int(above), int(below)))
+    above, below = (int(digits) for digits in match.groups()[2:] if digits)
+    return _sign(match[1]) * (int(match[2] or 0) + Fraction(above, below)) if below else None
 
 
 def _read_repeating(text: str) -> Fraction | None:

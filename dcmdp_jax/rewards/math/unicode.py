@@ -3,13 +3,9 @@ r"""Mathematics written in Unicode, as LaTeX: `½`, `x²`, `√(x+1)`, `2·3`, `
 from __future__ import annotations
 
 import re
+import unicodedata
 
-_FRACTIONS = {
-    text[0]: text[1:].split("/")
-    for text in re.findall(
-        r"\S+", "½1/2 ⅓1/3 ⅔2/3 ¼1/4 ¾3/4 ⅕1/5 ⅖2/5 ⅗3/5 ⅘4/5 ⅙1/6 ⅚5/6 ⅐1/7 ⅛1/8 ⅜3/8 ⅝5/8 ⅞7/8 ⅑1/9 ⅒1/10 ↉0/3"
-    )
-}
+_FRACTIONS = {sign: unicodedata.normalize("NFKC", sign).split("⁄") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒↉"}
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑᵢⱼₖₘₙₓ", "0123456789+-=()aeijkmnx")
 _GREEK = "αβγδεϵζηθικλμνξπρστυφϕχψωΓΔΘΛΞΠΣΦΨΩ"
@@ -51,7 +47,6 @@ _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑᵢ
 _ROOT = re.compile(r"([√∛∜])(?:\[([0-9n])\])? ?")
 _INDICES = {"√": "", "∛": "[3]", "∜": "[4]"}
 _NUMBER_OR_NAME = re.compile(r"\\frac\{[0-9]++\}\{[0-9]++\}|[0-9]++(?:\.[0-9]++)?|\\[a-zA-Z]++|[a-zA-Z]")
-_OPENING = re.compile(r"[({]")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
@@ -85,49 +80,30 @@ def _script(sign: str, content: str, match: re.Match[str]) -> str:
 
 
 def _with_roots(text: str) -> str:
-    """Roots as commands. One pass from the left for roots without brackets; brackets are closed by position."""
-    if _ROOT.search(text) is None:
-        return text
-    closes = _closing(text)
-    parts: list[str] = []
-    position, ends = 0, []  # where a bracket after a root closes: there, a brace
+    """Roots as commands; the brackets around what a root reaches over become braces."""
+    characters, closes = list(text), closing_brackets(text, "({", ")}")
     for root in _ROOT.finditer(text):
-        if root.start() < position:
-            continue
-        position = _copied(text, position, root.start(), ends, parts)
-        parts.append(rf"\sqrt{f'[{root[2]}]' if root[2] else _INDICES[root[1]]}")
-        position = root.end()
-        argument = _NUMBER_OR_NAME.match(text, position)
+        start, end = root.span()
+        command = rf"\sqrt{f'[{root[2]}]' if root[2] else _INDICES[root[1]]}"
+        characters[start:end] = [command, *[""] * (end - start - 1)]
+        argument = _NUMBER_OR_NAME.match(text, end)
         if argument is not None:
-            parts.append(f"{{{argument[0]}}}")
-            position = argument.end()
-        elif _OPENING.match(text, position) and position in closes:
-            parts.append("{")
-            ends.append(closes[position])
-            position += 1
-    _copied(text, position, len(text), ends, parts)
-    return "".join(parts)
+            characters[end] = "{" + characters[end]
+            characters[argument.end() - 1] += "}"
+        elif end in closes:
+            characters[end], characters[closes[end]] = "{", "}"
+    return "".join(characters)
 
 
-def _copied(text: str, start: int, end: int, ends: list[int], parts: list[str]) -> int:
-    """Copy a stretch, with a closing brace in each bracket's place that is in `ends`; the stretch's end."""
-    while ends and ends[-1] < end:
-        closing = ends.pop()
-        parts += [text[start:closing], "}"]
-        start = closing + 1
-    parts.append(text[start:end])
-    return end
-
-
-def _closing(text: str) -> dict[int, int]:
-    """Position of each opening round bracket or brace -> position of the one that closes it."""
+def closing_brackets(text: str, opening: str, closing: str) -> dict[int, int]:
+    """Position of each opening bracket -> position of the one that closes it, in one pass."""
     closes: dict[int, int] = {}
     opened: list[int] = []
     for position, character in enumerate(text):
-        if character in "({":
+        if character in opening:
             opened.append(position)
-        elif character in ")}" and opened:
+        elif character in closing and opened:
             start = opened.pop()
-            if text[start] + character in ("()", "{}"):
+            if opening.index(text[start]) == closing.index(character):
                 closes[start] = position
     return closes

@@ -75,8 +75,7 @@ _COUNTED = vocabulary(
     "choice class coin color combination cookie cow cube customer dog door egg employee face fish flower friend game "
     "girl goal group guest handshake horse house integer item jar kid letter man marble match member men method mark "
     "number orange orchid page pair parent passenger path pen pencil penny people permutation person piece pizza plant "
-    "player point possibility problem puppy question road room row salmon seat sheep shell shirt slice solution "
-    "square "
+    "player point possibility problem puppy question road room row salmon seat sheep shell shirt slice solution square "
     "step sticker student sweet table teacher team term ticket tile time toy tree triangle truck value vertex vote way "
     "white woman women word worker dime nickel"
 )
@@ -124,12 +123,11 @@ TEXT_COMMANDS = r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|o
 """Start of a text command, after runs of spaces were reduced to one. The closing brace follows."""
 _EXPONENT = r"\^ ?(?:\{ ?-?[0-9] ?\}|[0-9])"
 _PIECE = re.compile(
-    rf"(?P<text>{TEXT_COMMANDS}[^{{}}]*+\}})|(?P<degree>\\degree)(?: ?(?P<scale>[CF])(?![a-zA-Z]))?"
+    rf"(?P<text>{TEXT_COMMANDS}(?P<content>[^{{}}]*+)\}})|(?P<degree>\\degree)(?: ?(?P<scale>[CF])(?![a-zA-Z]))?"
     rf"|(?P<exponent>{_EXPONENT})|(?P<word>[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+)|(?P<join>/|\\cdot(?![a-zA-Z])|·)"
     rf"|(?P<percent>%)|(?P<space> )|(?P<other>\\[a-zA-Z]++|.)",
     re.DOTALL,
 )
-_TEXT_CONTENT = re.compile(r"\{([^{}]*+)\}$")
 _UNIT_TOKEN = re.compile(r"[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|%|\\degree")
 _TEXT = re.compile(TEXT_COMMANDS + r"([^{}]*+)\}")
 _AMOUNT = re.compile(r"(?<![0-9]) ?([0-9]++(?:\.[0-9]++)?+) ?([a-zA-Z]++)\.?+ ?,?+ ?(?:and(?![a-zA-Z]))?+ ?")
@@ -269,12 +267,11 @@ def _tail_start(text: str) -> list[int]:
         kind = piece.lastgroup
         if kind == "space":
             continue
+        # `2x cm`: what follows a variable is a variable.
+        variable = kind == "word" and not starts and not (previous.isdigit() or previous in ")}]")
         if kind == "other":
             starts = []
-        # `2x cm`: what follows a variable is a variable.
-        elif kind == "word" and not starts and not (previous.isdigit() or previous in ")}]"):
-            pass
-        elif kind not in ("exponent", "join"):
+        elif not variable and kind not in ("exponent", "join"):
             starts.append(piece.start())
         previous = piece[0][-1]
     return starts[:1] + starts[1:][-_MAX_PIECES:]
@@ -287,8 +284,7 @@ def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
         if piece.lastgroup == "text":
             in_text = True
             in_prose |= _PROSE.search(piece[0]) is not None
-            content = _TEXT_CONTENT.search(piece[0])
-            plain.append(f" {content[1]} " if content else "")
+            plain.append(f" {piece['content']} ")
         elif piece.lastgroup == "scale":
             plain.append({"C": " celsius ", "F": " fahrenheit "}[piece["scale"]])
         elif piece.lastgroup == "other":

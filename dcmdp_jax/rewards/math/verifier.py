@@ -91,16 +91,36 @@ class Verifier(Closing):
         self._decided: dict[_Pair, bool | str] = {}
         self._calls: dict[_Pair, Future[bool]] = {}
 
-    def begin(self, completions: Sequence[str], answers: Sequence[str]) -> None:
+    def begin(self, completions: Sequence[str], answers: Sequence[str]) -> list[_Pair | None]:
         """Start to compare completions that `grade` will get. Does not wait.
 
         Args:
             completions, answers: see `grade`.
 
+        Returns:
+            The pair to compare for each completion, None without an answer.
+
         Raises:
             ValueError, RuntimeError: see `grade`.
         """
-        self._ask(completions, answers)
+        if len(completions) != len(answers):
+            raise ValueError(f"{len(completions)} completions and {len(answers)} answers: one answer per completion")
+        if self._closed:
+            raise RuntimeError("the verifier is closed: make a new one")
+        pairs: list[_Pair | None] = []
+        for completion, answer in zip(completions, answers, strict=True):
+            prediction = self.found_answer(completion)
+            pair = None if prediction is None else (prediction, answer)
+            pairs.append(pair)
+            if pair is None or pair in self._decided or pair in self._calls:
+                continue
+            equal = compare_literals(*pair)
+            if equal is None:
+                wall_s = WALL_FACTOR * self._timeout_s + WALL_SECONDS
+                self._calls[pair] = self._pool.submit(*pair, wall_s=wall_s, cpu_s=self._timeout_s)
+            else:
+                self._decided[pair] = equal
+        return pairs
 
     def grade(self, completions: Sequence[str], answers: Sequence[str]) -> Grades:
         r"""Rewards of completions, in their order.
@@ -116,7 +136,7 @@ class Verifier(Closing):
             ValueError: if the lengths differ or a reference answer states an ill-written tolerance.
             RuntimeError: if the verifier is closed, or its workers can't start.
         """
-        pairs = self._ask(completions, answers)
+        pairs = self.begin(completions, answers)
         self._wait_for({pair for pair in pairs if pair in self._calls})
         results = [None if pair is None else self._decided[pair] for pair in pairs]
         self._decided.clear()
@@ -160,27 +180,6 @@ class Verifier(Closing):
         """Kill the workers. Harmless when called again."""
         self._closed = True
         self._pool.close()
-
-    def _ask(self, completions: Sequence[str], answers: Sequence[str]) -> list[_Pair | None]:
-        """The pair to compare for each completion, None without an answer. Pairs that need algebra go to the pool."""
-        if len(completions) != len(answers):
-            raise ValueError(f"{len(completions)} completions and {len(answers)} answers: one answer per completion")
-        if self._closed:
-            raise RuntimeError("the verifier is closed: make a new one")
-        pairs: list[_Pair | None] = []
-        for completion, answer in zip(completions, answers, strict=True):
-            prediction = self.found_answer(completion)
-            pair = None if prediction is None else (prediction, answer)
-            pairs.append(pair)
-            if pair is None or pair in self._decided or pair in self._calls:
-                continue
-            equal = compare_literals(*pair)
-            if equal is None:
-                wall_s = WALL_FACTOR * self._timeout_s + WALL_SECONDS
-                self._calls[pair] = self._pool.submit(*pair, wall_s=wall_s, cpu_s=self._timeout_s)
-            else:
-                self._decided[pair] = equal
-        return pairs
 
     def _wait_for(self, undecided: set[_Pair]) -> None:
         """Wait until every pair is decided or the budget is used up."""
