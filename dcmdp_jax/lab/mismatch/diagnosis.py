@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import numpy as np
@@ -87,7 +88,7 @@ def _causes(evidence: Evidence) -> list[Finding]:
     if not e.columns.shift and not few:
         by_columns += (_support, _breaks, _lag, _start, _power, _penalty)
     found: dict[str, Finding] = {}
-    for rule in (_explained_alone, *by_columns, _lifted, _explained):
+    for rule in (functools.partial(_explained, least=_EXPLAINED_ALONE), *by_columns, _lifted, _explained):
         for finding in rule(e):
             found.setdefault(finding.cause, finding)
     for rule in (_unsampled, _others_tokens, _operator, _rounding, _decoding, _small, _settings):
@@ -128,10 +129,6 @@ def _sampled_elsewhere(e: Evidence) -> str:
         f"The tokens are {abs(e.surprise.mean):.3f} +- {e.surprise.error:.3f} nats {less} surprising than the training "
         f"stack's entropy: they were sampled from a {which} distribution."
     )
-
-
-def _explained_alone(e: Evidence) -> Iterator[Finding]:
-    return _explained(e, _EXPLAINED_ALONE)
 
 
 def _explained(e: Evidence, least: float = _EXPLAINED) -> Iterator[Finding]:

@@ -167,9 +167,7 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
         k1=float(-d.mean()),
         k3=float(np.mean(np.expm1(d) - d)),
         median_log_ratio=float(np.median(np.abs(d))),
-        pearson=_pearson(
-            np.exp(pairs.train_logprobs, dtype=np.float64), np.exp(pairs.rollout_logprobs, dtype=np.float64)
-        ),
+        pearson=_pearson(*(np.exp(x, dtype=np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))),
         effective_sample_size=float(weights.sum() ** 2 / (len(d) * (weights**2).sum())),
         displacement_mean=float(eps.mean()),
         displacement_abs_mean=float(np.abs(eps).mean()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -30,8 +29,7 @@ class Measure(NamedTuple):
     value: Callable[[Series], float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A mean over seeds.
 
     Attributes:

@@ -178,7 +178,7 @@ def _pooled(text: str) -> str:
 def _measured(left: str, right: str) -> bool | None:
     """Compare the values of answers with units; None when neither has any."""
     left_measure, right_measure = measures(left, right)
-    if left_measure.is_plain and right_measure.is_plain:
+    if not any(each.dimension or each.percent or each.scale != 1 for each in (left_measure, right_measure)):
         return None
     scales = factors(left_measure, right_measure)
     if any(a == b for a, b in scales) and _same(left_measure.text, right_measure.text):

@@ -160,10 +160,6 @@ class Quantity:
     size: Fraction = Fraction(1)
     percent: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        return not self.dimension and not self.percent and self.scale == 1
-
 
 def measures(prediction: str, gold: str) -> tuple[Quantity, Quantity]:
     """Split both answers into value and unit.
