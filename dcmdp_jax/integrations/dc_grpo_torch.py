@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from dcmdp_jax.atomic_write import atomic_write
 
 MAX_LOG_RATIO = 20.0
 LOGPROB_LIMIT = 1e4
@@ -266,7 +265,9 @@ class DcGrpo:
         """Write settings and state as JSON, atomically; into STATE_FILE if `path` is a directory, as a checkpoint's."""
         path = Path(path) / STATE_FILE if Path(path).is_dir() else Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        partial = path.with_name(f".{path.name}.new")
+        partial.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
 
     def load(self, path: str | Path, *, steps: int | None = None) -> None:
         """Take `multiplier` and `history` from what `save` wrote; this object's settings stay.
