@@ -20,9 +20,6 @@ from typing import Any
 
 from dcmdp_jax.version import __version__
 
-REPOSITORY = ""
-"""Address of the public repository; empty as long as there is none. Model cards and the site link to it."""
-
 _MODULES = MappingProxyType(
     {
         "Config": "config.settings",

@@ -1,3 +1,5 @@
-"""The version of the package."""
+"""The version of the package, and where it is published."""
 
 __version__ = "0.1.0"
+REPOSITORY = ""
+"""Address of the public repository; empty as long as there is none. Model cards and the site link to it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-from dcmdp_jax import REPOSITORY
+from dcmdp_jax.version import REPOSITORY
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PAGES = {"README.md": "index.md", "BUILD.md": "build.md"}

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dcmdp_jax import REPOSITORY
 from dcmdp_jax.number_format import markdown_table, number
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.run_summary import facts, provenance, read_run, verdict
+from dcmdp_jax.version import REPOSITORY
 
 _POINTS = 12
 """Rows of the curve's table."""

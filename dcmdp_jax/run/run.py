@@ -10,7 +10,7 @@ from pathlib import Path
 from dcmdp_jax.config.arguments import HOSTS, as_settings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.observe.jsonl import rewards_log
-from dcmdp_jax.observe.metrics_io import require_tracker
+from dcmdp_jax.observe.trackers import require_tracker
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts, join_hosts
 from dcmdp_jax.run.directory import check_run_directory, fitted_rows
 from dcmdp_jax.run.placement import Placement, place, trainable_engine
