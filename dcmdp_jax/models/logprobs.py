@@ -40,7 +40,6 @@ class KernelAxes(NamedTuple):
 
 
 _MOST_PIECES = 8
-
 WHOLE_KERNEL = KernelAxes()
 """Each device has the whole output matrix."""
 
@@ -252,8 +251,7 @@ def _blocked_forward(
 
 def _blocked_backward(options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]) -> tuple[Any, ...]:
     hidden, targets, kernel, count, normalizer, entropy, listed, kept = saved
-    axes = options.axes
-    whole = kernel.astype(hidden.dtype)
+    axes, whole = options.axes, kernel.astype(hidden.dtype)
     # A shard_map without vma divides the cotangents of replicated results by the devices that hold them.
     logprob_bar, entropy_bar, *listed_bar = (_across_vocab(x, axes) for x in cotangents)
     own = _own_targets(targets, kernel.shape[-1], axes)
