@@ -111,19 +111,28 @@ def test_adapters_that_the_engines_weights_round_are_named():
 
 
 @pytest.mark.parametrize(
-    ("settings", "cause", "name"),
+    ("settings", "sampling", "cause", "said"),
     [
-        ({"precision": "int8"}, "quantized_weights", "int8 weights"),
-        ({"precision": "int4"}, "quantized_weights", "int4 weights"),
-        ({"precision": "fp8"}, "quantized_weights", "fp8 weights, a scale for each output channel"),
-        ({"kv_cache_dtype": "fp8"}, "quantized_cache", "an fp8 key-value cache"),
-        ({"precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "fp8"}, "quantized_cache", "an fp8"),
+        ({"precision": "int8"}, {}, "quantized_weights", "Scoring with int8 weights"),
+        ({"precision": "int4"}, {}, "quantized_weights", "Scoring with int4 weights"),
+        ({"precision": "fp8"}, {}, "quantized_weights", "Scoring with fp8 weights, a scale for each output channel"),
+        ({"kv_cache_dtype": "fp8"}, {}, "quantized_cache", "Scoring with an fp8 key-value cache"),
+        (
+            {"precision": "bfloat16", "compute_dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+            {},
+            "quantized_cache",
+            "Scoring with an fp8",
+        ),
+        ({}, {"temperature": 0.7}, "temperature", "temperature 0.70 in place of 1.00"),
+        ({}, {"temperature": 1.4}, "temperature", "temperature 1.40 in place of 1.00"),
+        ({}, {"top_p": 0.6}, "support", "Mean p / q"),
+        ({}, {"top_p": 0.95}, "support", "Mean p / q"),
     ],
 )
-def test_quantization_is_named_by_what_is_quantized(settings, cause, name):
+def test_what_the_engine_or_its_sampling_has_changed_is_named(settings, sampling, cause, said):
     engine = local(**settings)
-    finding = named(engine, sampled(engine), compute=settings.get("compute_dtype", "float32"))[0]
-    assert finding.cause == cause and finding.evidence[0].startswith(f"Scoring with {name}")
+    finding = named(engine, sampled(engine, **sampling), compute=settings.get("compute_dtype", "float32"))[0]
+    assert finding.cause == cause and said in finding.evidence[0]
 
 
 def test_a_cache_is_rounded_again_as_the_engine_rounds_it():
@@ -181,13 +190,6 @@ def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(engin
     assert analyze(dataclasses.replace(measured, lifted=innocent)).findings[0].cause == "undetermined"
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.4])
-def test_a_temperature_that_the_trainer_does_not_use(temperature):
-    engine = local()
-    finding = named(engine, sampled(engine, temperature=temperature))[0]
-    assert finding.cause == "temperature" and f"temperature {temperature:.2f} in place of 1.00" in finding.evidence[0]
-
-
 def test_raw_log_probs_in_place_of_those_sampled_from():
     engine = local()
     found = sampled(engine, temperature=0.7)
@@ -197,13 +199,6 @@ def test_raw_log_probs_in_place_of_those_sampled_from():
     assert finding.cause == "raw_logprobs" and "temperature 1.00 in place of 0.70" in finding.evidence[0]
     # The columns alone show it too.
     assert named(engine, raw, temperature=0.7, rescore=False)[0].cause == "raw_logprobs"
-
-
-@pytest.mark.parametrize("top_p", [0.6, 0.95])
-def test_a_truncated_support(top_p):
-    engine = local()
-    finding = named(engine, sampled(engine, top_p=top_p))[0]
-    assert finding.cause == "support"
 
 
 def test_stale_weights():
