@@ -1,1 +1,1 @@
-"""A run as one value: the parts that every command takes, each made and checked once; its directory and checkpoints."""
+"""A run as four values, made and checked once: task, placement, weights, services; its directory and checkpoints."""
