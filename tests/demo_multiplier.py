@@ -10,10 +10,10 @@ import sys
 
 import numpy as np
 
-from dcmdp_jax.lab.studies.replay import broken_rule
 from dcmdp_jax.observe.alarms import ALARMS
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.observe.run_summary import describe_multiplier, read_run
+from research.replay import broken_rule
 
 
 def false_alarms(series):

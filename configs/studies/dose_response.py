@@ -1,6 +1,6 @@
 """Dose and response: what a fixed lambda does to discrepancy, reward, held-out score and entropy, for each charge.
 
-    dcmdp sweep --study=configs/studies/dose_response.py --one_process=research/kept/dose_response.jsonl.gz \
+    python -m research.sweep --study=configs/studies/dose_response.py --kept=research/kept/dose_response.jsonl.gz \
         --config.model.path=runs/evidence/policy
     python -m research.dose_tables research/kept/dose_response.jsonl.gz
 

@@ -6,7 +6,7 @@
 
 The setting of configs/studies/dose_response.py, in which GRPO learns in every run, from the same first policy:
 
-    dcmdp sweep --study=configs/studies/lag.py --one_process=research/kept/lag.jsonl.gz \
+    python -m research.sweep --study=configs/studies/lag.py --kept=research/kept/lag.jsonl.gz \
         --config.model.path=runs/evidence/policy
 
 `lag0_grpo_perturbed` is GRPO with std_epsilon = 2e-6 instead of 1e-6: what differs between the two is chance, and no

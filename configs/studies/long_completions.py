@@ -1,7 +1,7 @@
 """The paper's range of lambda, and its charge's parts, on completions of 200 tokens (research/long.md).
 
-    dcmdp sweep --study=configs/studies/long_completions.py --one_process=research/kept/long_completions.jsonl.gz \
-        --config.model.path=runs/evidence/policy_long
+    python -m research.sweep --study=configs/studies/long_completions.py \
+        --kept=research/kept/long_completions.jsonl.gz --config.model.path=runs/evidence/policy_long
 
 Engine with int4 weights, one update a step, 32 steps. Every run's last policy is scored by its own engine and by one
 that computes as the trainer does. Charges are compared at the mean charge of the paper's measure: what they multiply

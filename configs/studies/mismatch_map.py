@@ -1,6 +1,6 @@
 """Where does mismatch matter? GRPO against the exact control at one changed setting of the dose-and-response study.
 
-    dcmdp sweep --study=configs/studies/mismatch_map.py:2bits --one_process=research/kept/map_2bits.jsonl.gz \
+    python -m research.sweep --study=configs/studies/mismatch_map.py:2bits --kept=research/kept/map_2bits.jsonl.gz \
         --config.model.path=runs/evidence/policy
 
 Three arms of every setting: GRPO against the mismatched engine, the same with std_epsilon = 2e-6 (chance alone), and

@@ -1,8 +1,8 @@
 """The paper's own regime: delta about c, four updates of each push, GRPO that falls late, and DC-GRPO at eta 1.
 
-    dcmdp sweep --study=configs/studies/paper_regime.py --seeds=0 --one_process=FILE --config.model.path=DIR
-    dcmdp sweep --study=configs/studies/paper_regime.py:readings --seeds=0 --one_process=FILE --config.model.path=DIR
-    dcmdp sweep --study=configs/studies/paper_regime.py:calm --seeds=0 --one_process=FILE --config.model.path=DIR
+    python -m research.sweep --study=configs/studies/paper_regime.py --kept=FILE --config.model.path=DIR --seeds=0
+
+`paper_regime.py:readings` and `paper_regime.py:calm` are two more studies.
 
 DIR is a policy of 0.3M parameters after 2,000 supervised steps on worked sums of 24 terms. Its completions have about
 190 tokens; the engine's weights are rounded to 4 bits with one scale for each output channel. A step has 64 completions

@@ -1,7 +1,7 @@
 """A published model trained where the engine is another: SmolLM2-135M with weights in 4 bits (research/real.md).
 
     for seed in 0 1 2 3 4; do
-        dcmdp sweep --study=configs/studies/smollm2.py --seeds=$seed --one_process=research/kept/smollm2.jsonl.gz
+        python -m research.sweep --study=configs/studies/smollm2.py --seeds=$seed --kept=research/kept/smollm2.jsonl.gz
     done
 
 The demo of `make demo-real`, eight steps at three times its learning rate. Every run's last policy is scored by its own

@@ -31,13 +31,11 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.lab.studies.arms import Values, arm_table, check_arm
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.lab.studies.replay import check_replay
 from dcmdp_jax.lab.studies.study import SET_BY_THE_STUDY, Arm, Study, StudyRun, check_collisions, runs_of
 from dcmdp_jax.lab.studies.study_runs import (
     EVALUATION,
     STOPPED,
     compare,
-    evaluated,
     evaluation_words,
     finish_run,
     write_results,
@@ -60,10 +58,8 @@ def main(argv: list[str]) -> int:
         study = dataclasses.replace(study, seeds=arguments.seeds)
     out = arguments.out or Path("runs") / "studies" / _directory_name(arguments.study)
     if arguments.redraw is not None:
-        if overrides or arguments.seeds is not None or arguments.dry_run or arguments.one_process is not None:
-            raise UserError(
-                "--redraw: the metrics are kept already; leave out --seeds, --dry_run, --one_process and --config.*"
-            )
+        if overrides or arguments.seeds is not None or arguments.dry_run:
+            raise UserError("--redraw: the metrics are kept already; leave out --seeds, --dry_run and --config.*")
         print(write_results(study, read_kept_metrics(arguments.redraw, list(study.arms)), out))
         return 0
     runs, configs = resolve(study, out, overrides, arguments.arms)
@@ -72,14 +68,11 @@ def main(argv: list[str]) -> int:
             print(f"{run.label}: dcmdp train {' '.join(run.arguments)}")
         shown = dict.fromkeys(run.arm for run in runs)
         print(f"\n{table_of({arm: study.arms[arm] for arm in shown}, overrides)}")
-    for config in configs if arguments.one_process is None else []:
+    for config in configs:
         check_run_directory(config)
-    _check_evaluation(study, runs, configs)
+    check_evaluation(study, runs, configs)
     if arguments.dry_run:
         return 0
-    if arguments.one_process is not None:
-        check_kept(arguments.one_process, study, overrides)
-        return _in_one_process(study, runs, configs, arguments.one_process, out)
     code, failed = 0, []
     for number, (run, config) in enumerate(zip(runs, configs, strict=True), start=1):
         label = f"[{number}/{len(runs)}] {run.label}"
@@ -92,23 +85,6 @@ def main(argv: list[str]) -> int:
     return code if code in STOPPED else int(bool(failed))
 
 
-def _in_one_process(study: Study, runs: Sequence[StudyRun], configs: Sequence[Config], kept: Path, out: Path) -> int:
-    """Run what `kept` has not in this process, kind by kind, and compare."""
-    # Imported late: a study of processes needs no training code in this one.
-    from dcmdp_jax.lab.studies.one_process import run_in_one_process
-    from dcmdp_jax.training.stopping import Interrupted
-
-    code = 0
-    try:
-        run_in_one_process(runs, configs, kept, _show, functools.partial(evaluated, study))
-    except Interrupted as stopped:
-        print(f"stopped; the same command continues after the runs in {kept}", flush=True)
-        code = 128 + stopped.signal_number
-    if kept.exists():
-        print(write_results(study, read_kept_metrics(kept, list(study.arms)), out))
-    return code
-
-
 def _parser() -> Parser:
     parser = Parser(
         "sweep",
@@ -117,22 +93,16 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("--study", metavar="FILE[:ARGUMENT]", help="name of a study of configs/studies/, or a file")
-    add("--seeds", type=_seeds, metavar="N,N,...", help="default: the study's own")
+    add("--seeds", type=seeds, metavar="N,N,...", help="default: the study's own")
     add("--arms", type=lambda text: text.split(","), metavar="ARM,ARM,...", help="run these alone, in this order")
     add("--out", type=Path, metavar="DIR", help="default: runs/studies/NAME of the study")
     add("--dry_run", action="store_true", help="list the runs, check every config and the evaluation, and stop")
-    add(
-        "--one_process",
-        type=Path,
-        metavar="FILE",
-        help="run in this process, where like runs compile once; keep the metrics of each finished run in FILE "
-        "(.jsonl.gz), and nothing else. Runs that FILE has are skipped",
-    )
     add("--redraw", type=Path, metavar="FILE", help="draw the metrics.jsonl.gz of a study; run nothing")
     return parser
 
 
-def _seeds(text: str) -> tuple[int, ...]:
+def seeds(text: str) -> tuple[int, ...]:
+    """Parse N,N,..."""
     number = whole(0, 2**31 - 1)
     seeds = tuple(number(part.strip()) for part in text.split(","))
     if len(set(seeds)) < len(seeds):
@@ -218,21 +188,7 @@ def table_of(arms: Mapping[str, Arm], overrides: Sequence[str] = ()) -> str:
     return arm_table({label: (arm, arm_values(arm, overrides)) for label, arm in arms.items()}, default_values())
 
 
-def check_kept(kept: Path, study: Study, overrides: Sequence[str] = ()) -> None:
-    """Refuse kept runs whose multiplier is not what their arm's settings give.
-
-    Raises:
-        UserError: in one line, naming file, arm and seed.
-    """
-    if kept.exists():
-        try:
-            runs = read_kept_metrics(kept, list(study.arms))
-            check_replay(runs, {arm: arm_values(study.arms[arm], overrides) for arm, seeds in runs.items() if seeds})
-        except UserError as error:
-            raise UserError(f"--one_process: {kept}: {error}") from None
-
-
-def _check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[Config]) -> None:
+def check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[Config]) -> None:
     """Refuse arguments, tasks and lengths that dcmdp evaluate would refuse once a run is trained."""
     if not study.evaluation:
         return

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dcmdp_jax.commands import sweep
@@ -18,7 +17,7 @@ from dcmdp_jax.config.load import to_saved
 from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies import study_runs
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
+from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import MEASURES, measure_arms, paired_differences
 from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.support.commands import failed_command
@@ -315,65 +314,6 @@ def test_a_study_that_is_wrong_is_one_line_and_starts_nothing(body, message, tmp
     assert not (tmp_path / "out").exists()
 
 
-_LIKE = """    small = {
-        "warmup.steps": 0, "model.architecture.hidden_size": 16, "model.architecture.intermediate_size": 16,
-        "model.architecture.num_layers": 1, "model.architecture.num_heads": 1, "mesh.cpu_devices": 1,
-        "evaluation.every_steps": 2, "evaluation.max_problems": 2,
-    }
-    dc = {"algorithm.method": "dc_grpo", "algorithm.tolerance": 0.0012, "algorithm.dual_learning_rate": 50.0}
-    arms = {
-        name: Arm("configs/demo.py:debug", GRPO | {**small, **dc, "algorithm.multiplier": value})
-        for name, value in (("low", 0.1), ("high", 0.9))
-    }
-    words = ("--config.evaluation.task=arithmetic:difficulty=1,count=8", "--config.evaluation.samples=(3,)",
-             "--config.rollout.max_completion_tokens=8", "--config.evaluation.temperature=1.0")
-    return Study("Like", arms, "low", (3, 4), words)
-"""
-
-
-@pytest.mark.long
-def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tmp_path):
-    """The third line of the program counts how often a step was made: once, for all runs are of one kind."""
-    study, kept, out = tmp_path / "like.py", tmp_path / "kept.jsonl.gz", tmp_path / "out"
-    study.write_text(_HEAD + _LIKE)
-    program = (
-        "import sys; from dcmdp_jax.training import build\n"
-        "made, make = [], build.make_train_step\n"
-        "build.make_train_step = lambda *parts: made.append(1) or make(*parts)\n"
-        "from dcmdp_jax.commands import sweep; code = sweep.main(sys.argv); print('made', len(made)); sys.exit(code)"
-    )
-    words = [f"--study={study}", f"--out={out}", f"--one_process={kept}"]
-
-    def run(*more):
-        command = [sys.executable, "-c", program, *words, *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert "made 1" in run("--seeds=3")
-    first = read_kept_metrics(kept, ["low", "high"])
-    assert [list(seeds) for seeds in first.values()] == [[3], [3]]
-    assert not (out / "low" / "seed3").exists()
-    # What was kept is not run again, and stays to the bit.
-    said = run()
-    assert "[1/2] low, seed 4" in said and "made 1" in said
-    everything = read_kept_metrics(kept, ["low", "high"])
-    np.testing.assert_equal(everything["high"][3], first["high"][3])
-    # The second of the runs that share a step against a run of its own.
-    alone = tmp_path / "alone"
-    arguments = [*sweep.load_study(str(study)).arms["high"].arguments(), "--config.training.seed=4"]
-    command = [sys.executable, "-m", "bin.train", *arguments, f"--config.run_dir={alone}"]
-    assert subprocess.run(command, capture_output=True, timeout=HANGS_S).returncode == 0
-    series = read_metrics(alone)
-    words = ["evaluate", str(alone), *sweep.load_study(str(study)).evaluation, "--out", str(tmp_path / "scores.json")]
-    assert subprocess.run([sys.executable, "-m", "dcmdp_jax", *words], timeout=HANGS_S).returncode == 0
-    score = json.loads((tmp_path / "scores.json").read_text())["tasks"]["arithmetic"]["average"]
-    series["evaluation/arithmetic/avg@3"] = np.array([series["reward/mean"][0][-1]]), np.array([score])
-    for name, (steps, values) in everything["high"][4].items():
-        assert series[name][0].tolist() == steps.tolist()
-        np.testing.assert_allclose(series[name][1], values, rtol=1e-8)
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -402,27 +342,6 @@ def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tm
 )
 def test_bad_arguments_are_one_line(argv, message, tmp_path, capsys):
     assert _fails(capsys, *argv, f"--out={tmp_path}").startswith(message)
-
-
-def test_kept_runs_of_another_arm_are_refused_before_the_first_run(tmp_path, capsys, monkeypatch):
-    """Runs of eta 50 under the name of an arm of eta 25: it would go on as one arm. And a step that is missing."""
-    monkeypatch.setattr("dcmdp_jax.lab.studies.one_process.run_in_one_process", lambda *_: pytest.fail("a run began"))
-    kept, words = tmp_path / "kept.jsonl.gz", "--study=configs/studies/ablation_dual_learning_rate.py"
-    steps, delta, lambdas = np.arange(1, 41), np.linspace(0.001, 0.002, 40), [0.1]
-    for each in delta[:-1]:
-        lambdas.append(float(np.clip(np.float32(lambdas[-1]) + np.float32(50) * np.float32(each - 0.0012), 0, 1)))
-    columns = {"dual/multiplier": lambdas, "discrepancy/mean": delta, "dual/tolerance": np.full(40, 0.0012)}
-    of_50 = {0: {name: (steps, np.array(values)) for name, values in columns.items()}}
-    write_kept_metrics(kept, {"0.5": of_50})
-    said = _fails(capsys, words, f"--one_process={kept}", f"--out={tmp_path}/out")
-    assert said.startswith(f"--one_process: {kept}: arm '0.5', seed 0: lambda is ") and "rename one" in said
-    gap = {name: (np.delete(at, 6), np.delete(values, 6)) for name, (at, values) in of_50[0].items()}
-    write_kept_metrics(kept, {"1.0": {0: gap}})
-    said = _fails(capsys, words, f"--one_process={kept}", f"--out={tmp_path}/out")
-    assert (
-        said
-        == f"--one_process: {kept}: arm '1.0', seed 0: dual/multiplier has no step 7 of 40; a replay needs every step"
-    )
 
 
 def test_a_dry_run_shows_what_each_arm_resolves_to(capsys, tmp_path):

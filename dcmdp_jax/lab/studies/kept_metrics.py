@@ -36,25 +36,9 @@ _DIGITS = 9
 
 def write_kept_metrics(path: Path, runs: Table) -> None:
     """Write the metrics of all runs, atomically. Equal metrics give equal bytes."""
-    _write(
-        path,
-        [line for arm, seeds in runs.items() for seed, series in seeds.items() for line in _lines(arm, seed, series)],
-    )
-
-
-def append_kept_metrics(path: Path, arm: str, seed: int, series: Series) -> None:
-    """Add a run to the file, which may not be there yet; atomic, so that a kill loses none of the others."""
-    before = _read_lines(path) if path.exists() else []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, [*(line + "\n" for line in before), *_lines(arm, seed, series)])
-
-
-def kept_runs(path: Path) -> set[tuple[str, int]]:
-    """The (arm, seed) that the file has; empty without a file."""
-    return {(row["arm"], row["seed"]) for row in map(json.loads, _read_lines(path))} if path.exists() else set()
-
-
-def _write(path: Path, lines: Sequence[str]) -> None:
+    lines = [
+        line for arm, seeds in runs.items() for seed, series in seeds.items() for line in _lines(arm, seed, series)
+    ]
     atomic_write(path, gzip.compress("".join(lines).encode(), mtime=0))
 
 

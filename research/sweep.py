@@ -1,24 +1,40 @@
-"""Runs of a study in one process: the real trainer, whose compiled step and engine like runs share."""
+"""Runs of a study in one process: the real trainer, whose compiled step and engine like runs share.
+
+    python -m research.sweep --study=configs/studies/lag.py --kept=research/kept/lag.jsonl.gz
+    python -m research.sweep --study=... --kept=... --seeds=0,1 --arms=grpo,exact --config.training.steps=20
+
+Like `dcmdp sweep`, but of a finished run only its metrics stay, in the file of --kept. Runs that the file has are
+skipped; kept runs whose multiplier is not what their arm's settings give are refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.sweep import arm_values, check_evaluation, load_study, resolve, seeds
 from dcmdp_jax.config.settings import Config, to_dict
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.lab.studies.kept_metrics import append_kept_metrics, kept_runs
-from dcmdp_jax.lab.studies.study import StudyRun
+from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
+from dcmdp_jax.lab.studies.study import Study, StudyRun
+from dcmdp_jax.lab.studies.study_runs import evaluated, write_results
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.training.build import StepPrograms, make_step_programs
 from dcmdp_jax.training.loop import train
+from dcmdp_jax.training.stopping import Interrupted
+from research.replay import check_replay
 
 _FREE = ("run_dir", "training.seed", "algorithm.multiplier")
 """Settings that are in no compiled program: runs that differ in nothing else share their parts."""
@@ -72,11 +88,11 @@ def run_in_one_process(
     Raises:
         Interrupted: after a signal; the run in progress is begun again next time.
     """
-    done = kept_runs(kept)
+    table = read_kept_metrics(kept, None) if kept.exists() else {}
     kinds = list(map(_kind_of, configs))
     first = [kinds.index(kind) for kind in kinds]
     todo = sorted(range(len(runs)), key=lambda place: (first[place], place))
-    todo = [place for place in todo if (runs[place].arm, runs[place].seed) not in done]
+    todo = [place for place in todo if runs[place].seed not in table.get(runs[place].arm, {})]
     with Shared() as shared:
         for number, place in enumerate(todo, start=1):
             run, config = runs[place], configs[place]
@@ -85,7 +101,9 @@ def run_in_one_process(
             shared.train(config, show=lambda line: None)
             series, step = read_metrics(run.directory), np.array([config.training.steps])
             series |= {name: (step, np.array([value])) for name, value in evaluate(run).items()}
-            append_kept_metrics(kept, run.arm, run.seed, series)
+            table.setdefault(run.arm, {})[run.seed] = series
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_kept_metrics(kept, table)
             shutil.rmtree(run.directory)
             show(f"[{number}/{len(todo)}] {run.label}: kept in {kept}")
 
@@ -97,3 +115,52 @@ def _of_the_engine(kind: Mapping[str, Any]) -> dict[str, Any]:
 def _kind_of(config: Config) -> dict[str, Any]:
     """Dotted name of every setting but `_FREE` -> its value."""
     return {name: value for name, value in flatten(to_dict(config)).items() if name not in _FREE}
+
+
+def check_kept(kept: Path, study: Study, overrides: Sequence[str] = ()) -> None:
+    """Refuse kept runs whose multiplier is not what their arm's settings give.
+
+    Raises:
+        UserError: in one line, naming file, arm and seed.
+    """
+    if kept.exists():
+        try:
+            runs = read_kept_metrics(kept, list(study.arms))
+            check_replay(runs, {arm: arm_values(study.arms[arm], overrides) for arm, seeds in runs.items() if seeds})
+        except UserError as error:
+            raise UserError(f"--kept: {kept}: {error}") from None
+
+
+def main(words: list[str]) -> int:
+    """Parse the arguments, check every run, run what is not kept, compare."""
+    overrides = [word for word in words if word.startswith("--config.")]
+    parser = Parser("sweep", description="Run a study in one process; keep the metrics of each finished run.")
+    add = parser.add_argument
+    add("--study", required=True, metavar="FILE[:ARGUMENT]")
+    add("--kept", required=True, type=Path, metavar="FILE", help="metrics of the finished runs (.jsonl.gz)")
+    add("--seeds", type=seeds, metavar="N,N,...", help="default: the study's own")
+    add("--arms", type=lambda text: text.split(","), metavar="ARM,ARM,...", help="run these alone, in this order")
+    add("--out", type=Path, default=Path("runs/research"), metavar="DIR", help="results and figures")
+    arguments = parser.parse_args([word for word in words if word not in overrides])
+    study = load_study(arguments.study)
+    if arguments.seeds is not None:
+        study = dataclasses.replace(study, seeds=arguments.seeds)
+    runs, configs = resolve(study, arguments.out, overrides, arguments.arms)
+    check_evaluation(study, runs, configs)
+    check_kept(arguments.kept, study, overrides)
+    show, code = functools.partial(print, flush=True), 0
+    try:
+        run_in_one_process(runs, configs, arguments.kept, show, functools.partial(evaluated, study))
+    except Interrupted as stopped:
+        show(f"stopped; the same command continues after the runs in {arguments.kept}")
+        code = 128 + stopped.signal_number
+    if arguments.kept.exists():
+        show(write_results(study, read_kept_metrics(arguments.kept, list(study.arms)), arguments.out))
+    return code
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -7,7 +7,7 @@ import pytest
 
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.replay import broken_rule, check_replay
+from research.replay import broken_rule, check_replay
 
 _C = 0.25
 _LAMBDAS, _DELTA = [0.5, 0.75, 0.625, 1.0], [0.5, 0.125, 0.75, 0.25]
