@@ -43,13 +43,32 @@ _MODULES = MappingProxyType(
 )
 __all__ = ["__version__", *_MODULES]
 
+_OTHER_WORDS = MappingProxyType(
+    {
+        "DcGrpoAux": "aux",
+        "penalized_advantages": "penal charge",
+        "clipped_surrogate": "clip ppo surrogate",
+        "group_advantages": "advantage normaliz statistic",
+        "dc_grpo_loss": "loss grpo",
+        "token_discrepancy": "discrepan delta mismatch kl",
+        "importance_ratio": "ratio importance tis icepop",
+        "dual_update": "dual lambda multiplier lagrang toleran budget",
+        "read_metrics": "metric",
+        "write_report": "report plot",
+        "load_config": "config preset",
+        "train": "train run",
+    }
+)
+"""Public name -> parts of names that are tried for it; the first that occurs counts."""
+
 # transformers advises at import that PyTorch is missing; only its tokenizers are used here, and they need none.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        near = difflib.get_close_matches(name, _MODULES, n=1, cutoff=0.5)
+        words = (ours for ours, tried in _OTHER_WORDS.items() if any(word in name.lower() for word in tried.split()))
+        near = [*words, *difflib.get_close_matches(name, _MODULES, n=1)]
         hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(_MODULES)}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{'' if name.startswith('_') else hint}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -18,5 +18,3 @@ from dcmdp_jax.errors import UserError as UserError
 from dcmdp_jax.observe.metrics_io import read_metrics as read_metrics
 from dcmdp_jax.observe.report import write_report as write_report
 from dcmdp_jax.version import __version__ as __version__
-
-REPOSITORY: str

@@ -1,11 +1,16 @@
 """The names of the package: what is tried first leads to them, and help begins with them."""
 
+import os
 import pydoc
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import dcmdp_jax
+from tests.support.waiting import HANGS_S
 
 _SEVEN = [
     "dc_grpo_loss",
@@ -22,16 +27,58 @@ _SEVEN = [
     ("tried", "meant"),
     {
         "advantages": "group_advantages",
+        "advantage": "group_advantages",
+        "group_advantage": "group_advantages",
         "compute_advantages": "group_advantages",
-        "grpo_loss": "dc_grpo_loss",
-        "DcGrpoLoss": "dc_grpo_loss",
-        "surrogate": "clipped_surrogate",
-        "importance_weight": "importance_ratio",
-        "discrepancy": "token_discrepancy",
+        "compute_group_advantages": "group_advantages",
+        "grpo_advantages": "group_advantages",
+        "group_normalize": "group_advantages",
+        "normalize_rewards": "group_advantages",
+        "penalized_advantage": "penalized_advantages",
         "penalised_advantages": "penalized_advantages",
+        "penalty": "penalized_advantages",
+        "penalize": "penalized_advantages",
+        "charge": "penalized_advantages",
+        "grpo": "dc_grpo_loss",
+        "grpo_loss": "dc_grpo_loss",
+        "dcgrpo": "dc_grpo_loss",
+        "dc_grpo": "dc_grpo_loss",
+        "DcGrpoLoss": "dc_grpo_loss",
+        "policy_loss": "dc_grpo_loss",
+        "loss": "dc_grpo_loss",
+        "ppo_loss": "clipped_surrogate",
+        "clip": "clipped_surrogate",
+        "clipped_loss": "clipped_surrogate",
+        "clip_loss": "clipped_surrogate",
+        "surrogate": "clipped_surrogate",
+        "ratio": "importance_ratio",
+        "importance_weight": "importance_ratio",
+        "importance_sampling": "importance_ratio",
+        "tis": "importance_ratio",
+        "truncated_importance_sampling": "importance_ratio",
+        "icepop": "importance_ratio",
+        "discrepancy": "token_discrepancy",
+        "delta": "token_discrepancy",
+        "token_delta": "token_discrepancy",
+        "compute_delta": "token_discrepancy",
+        "mismatch": "token_discrepancy",
+        "kl": "token_discrepancy",
+        "dual_ascent": "dual_update",
         "dual_step": "dual_update",
+        "lambda_update": "dual_update",
+        "update_lambda": "dual_update",
+        "multiplier": "dual_update",
+        "update_multiplier": "dual_update",
+        "lagrangian": "dual_update",
+        "tolerance": "dual_update",
+        "budget": "dual_update",
+        "Aux": "DcGrpoAux",
+        "GrpoAux": "DcGrpoAux",
+        "DCGRPOLoss": "dc_grpo_loss",
+        "group_statistics": "group_advantages",
         "load_metrics": "read_metrics",
         "Trainer": "train",
+        "Episodes": "Episode",
     }.items(),
 )
 def test_a_name_that_is_tried_first_leads_to_the_public_one(tried, meant):
@@ -73,6 +120,17 @@ def test_probabilities_are_refused_by_the_parts_as_by_the_whole():
     given = np.array([[0.0, 0.7]])
     masked = dcmdp_jax.token_discrepancy(given, given, completion_mask=np.array([[1, 0]]))
     assert masked.tolist() == [[0.0, 0.0]]
+
+
+def test_a_user_s_lists_are_taken_as_arrays():
+    """In a process of its own: the check of shapes, which the tests alone have, wants arrays."""
+    given = "[[0.0, -1.0]]"
+    program = f"import dcmdp_jax; print(dcmdp_jax.token_discrepancy({given}, {given}, completion_mask=[[1, 0]]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S,
+        cwd=Path(__file__).resolve().parents[1], env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.stdout == "[[0. 0.]]\n", done.stderr
 
 
 def test_a_column_of_rewards_is_refused_by_its_own_name():
