@@ -27,7 +27,7 @@ _MAY_IMPORT = {
     "training": "algorithm config data engines evaluation models observe parallel rewards run",
     "integrations": "",
     "plan": "config data engines models parallel run training",
-    "lab": "algorithm config data engines evaluation models observe parallel rewards run training",
+    "lab": "algorithm config data engines evaluation models observe parallel rewards run",
     "commands": "config data engines evaluation lab models observe parallel plan run training",
 }
 _BESIDE = "modules beside the rooms"
