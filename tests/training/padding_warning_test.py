@@ -19,8 +19,8 @@ def _batches(packing, **training):
     config = from_config_dict(demo.get_config())
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
     batches = object.__new__(Batches)
-    batches._run = SimpleNamespace(config=config, packing=packing, mesh=one_device_mesh())
-    batches._padding_told = False
+    batches._config, batches._padding_told = config, False
+    batches._placement = SimpleNamespace(packing=packing, mesh=one_device_mesh())
     return batches
 
 
