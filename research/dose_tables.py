@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.special import stdtr
 
 from configs.studies.dose_response import doses
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.evaluation.estimators import t_p_value
+from dcmdp_jax.evaluation.estimators import t_quantile
 from dcmdp_jax.lab.studies.results import Estimate, Table, curves, estimate, held_out, recorded
 from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, color_of, plot_curve
 from dcmdp_jax.number_format import markdown_table
@@ -149,6 +150,11 @@ def p_values(found: Mapping[str, Mapping[str, tuple[Estimate, Estimate]]], other
             if arm not in others and math.isfinite(half) and (half > 0 or mean):
                 result[name, arm] = t_p_value(len(difference.values), mean / half if half > 0 else math.inf)
     return result
+
+
+def t_p_value(count: int, half_widths: float) -> float:
+    """Two-sided p of a mean of `count` independent values that is this many half widths of its 95% interval from 0."""
+    return float(2 * stdtr(count - 1, -abs(half_widths) * t_quantile(count)))
 
 
 def holm(p: Mapping[Any, float], level: float = 0.05) -> set:

@@ -10,7 +10,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.stats import ttest_ind
 
-from dcmdp_jax.evaluation.estimators import t_p_value
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import Estimate, Table, estimate
 from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, color_of
@@ -18,7 +17,7 @@ from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.alarms import alarms
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import COLORS, make_figure, style_axes
-from research.dose_tables import holm
+from research.dose_tables import holm, t_p_value
 
 BASELINE, CONTROLS = "grpo", ("grpo_perturbed", "grpo_shaken")
 OF_ANOTHER_MEASURE = ("trainer_above_1", "log", "ratio", "logit", "ascent_logit_p95", "ascent_logit", "dc_logit")

@@ -10,18 +10,16 @@ skipped; kept runs whose multiplier is not what their arm's settings give are re
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.commands.sweep import arm_values, check_evaluation, load_study, resolve, seeds
+from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.sweep import arm_values, check_evaluation, chosen, resolve, study_parser
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten
@@ -131,21 +129,12 @@ def check_kept(kept: Path, study: Study, overrides: Sequence[str] = ()) -> None:
             raise UserError(f"--kept: {kept}: {error}") from None
 
 
-def main(words: list[str]) -> int:
-    """Parse the arguments, check every run, run what is not kept, compare."""
-    overrides = [word for word in words if word.startswith("--config.")]
-    parser = Parser("sweep", description="Run a study in one process; keep the metrics of each finished run.")
-    add = parser.add_argument
-    add("--study", required=True, metavar="FILE[:ARGUMENT]")
-    add("--kept", required=True, type=Path, metavar="FILE", help="metrics of the finished runs (.jsonl.gz)")
-    add("--seeds", type=seeds, metavar="N,N,...", help="default: the study's own")
-    add("--arms", type=lambda text: text.split(","), metavar="ARM,ARM,...", help="run these alone, in this order")
-    add("--out", type=Path, default=Path("runs/research"), metavar="DIR", help="results and figures")
-    arguments = parser.parse_args([word for word in words if word not in overrides])
-    study = load_study(arguments.study)
-    if arguments.seeds is not None:
-        study = dataclasses.replace(study, seeds=arguments.seeds)
-    runs, configs = resolve(study, arguments.out, overrides, arguments.arms)
+def main(argv: list[str]) -> int:
+    """Parse the arguments (program name first), check every run, run what is not kept, compare."""
+    parser = study_parser("Run a study in one process; keep the metrics of each finished run.")
+    parser.add_argument("--kept", required=True, type=Path, metavar="FILE", help="metrics of finished runs (.jsonl.gz)")
+    arguments, study, out, overrides = chosen(parser, argv)
+    runs, configs = resolve(study, out, overrides, arguments.arms)
     check_evaluation(study, runs, configs)
     check_kept(arguments.kept, study, overrides)
     show, code = functools.partial(print, flush=True), 0
@@ -155,12 +144,9 @@ def main(words: list[str]) -> int:
         show(f"stopped; the same command continues after the runs in {arguments.kept}")
         code = 128 + stopped.signal_number
     if arguments.kept.exists():
-        show(write_results(study, read_kept_metrics(arguments.kept, list(study.arms)), arguments.out))
+        show(write_results(study, read_kept_metrics(arguments.kept, list(study.arms)), out))
     return code
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -49,14 +49,13 @@ _show = functools.partial(print, flush=True)
 
 def main(argv: list[str]) -> int:
     """Parse the arguments (program name first), check every run, run what is not finished, compare."""
-    overrides = [word for word in argv[1:] if word.startswith(_OVERRIDE)]
-    arguments = _parser().parse_args([word for word in argv[1:] if word not in overrides])
-    if arguments.study is None:
-        raise UserError("--study is missing; for example --study=methods")
-    study = load_study(arguments.study)
-    if arguments.seeds is not None:
-        study = dataclasses.replace(study, seeds=arguments.seeds)
-    out = arguments.out or Path("runs") / "studies" / _directory_name(arguments.study)
+    parser = study_parser(
+        "Run a study's grid of configs and seeds, one after another, and compare them. "
+        "--config.section.name=value overrides a setting in every run; the same command continues."
+    )
+    parser.add_argument("--dry_run", action="store_true", help="list the runs, check all settings, and stop")
+    parser.add_argument("--redraw", type=Path, metavar="FILE", help="draw a study's metrics.jsonl.gz; run nothing")
+    arguments, study, out, overrides = chosen(parser, argv)
     if arguments.redraw is not None:
         if overrides or arguments.seeds is not None or arguments.dry_run:
             raise UserError("--redraw: the metrics are kept already; leave out --seeds, --dry_run and --config.*")
@@ -85,24 +84,37 @@ def main(argv: list[str]) -> int:
     return code if code in STOPPED else int(bool(failed))
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        "sweep",
-        description="Run a study's grid of configs and seeds, one after another, and compare them. "
-        "--config.section.name=value overrides a setting in every run; the same command continues.",
-    )
+def study_parser(description: str) -> Parser:
+    """Parser of a command that runs a study; see `chosen`."""
+    parser = Parser("sweep", description=description)
     add = parser.add_argument
     add("--study", metavar="FILE[:ARGUMENT]", help="name of a study of configs/studies/, or a file")
-    add("--seeds", type=seeds, metavar="N,N,...", help="default: the study's own")
+    add("--seeds", type=_seeds, metavar="N,N,...", help="default: the study's own")
     add("--arms", type=lambda text: text.split(","), metavar="ARM,ARM,...", help="run these alone, in this order")
     add("--out", type=Path, metavar="DIR", help="default: runs/studies/NAME of the study")
-    add("--dry_run", action="store_true", help="list the runs, check every config and the evaluation, and stop")
-    add("--redraw", type=Path, metavar="FILE", help="draw the metrics.jsonl.gz of a study; run nothing")
     return parser
 
 
-def seeds(text: str) -> tuple[int, ...]:
-    """Parse N,N,..."""
+def chosen(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Study, Path, list[str]]:
+    """Parse the arguments (program name first).
+
+    Returns:
+        The arguments; the study with the chosen seeds; its directory; and --config.section.name=value of every run.
+
+    Raises:
+        UserError: in one line, without a study or for one that can't be read.
+    """
+    overrides = [word for word in argv[1:] if word.startswith(_OVERRIDE)]
+    arguments = parser.parse_args([word for word in argv[1:] if word not in overrides])
+    if arguments.study is None:
+        raise UserError("--study is missing; for example --study=methods")
+    study = load_study(arguments.study)
+    if arguments.seeds is not None:
+        study = dataclasses.replace(study, seeds=arguments.seeds)
+    return arguments, study, arguments.out or Path("runs") / "studies" / _directory_name(arguments.study), overrides
+
+
+def _seeds(text: str) -> tuple[int, ...]:
     number = whole(0, 2**31 - 1)
     seeds = tuple(number(part.strip()) for part in text.split(","))
     if len(set(seeds)) < len(seeds):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import stdtrit
 
 _RESAMPLES = 2000
 _LEVEL = 0.95
@@ -62,11 +62,6 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
 def t_quantile(count: int, level: float = _LEVEL) -> float:
     """Half widths of an interval of this level in standard errors of the mean of `count` independent values."""
     return float(stdtrit(count - 1, (1 + level) / 2))
-
-
-def t_p_value(count: int, half_widths: float) -> float:
-    """Two-sided p of a mean of `count` independent values that is this many half widths of its 95% interval from 0."""
-    return float(2 * stdtr(count - 1, -abs(half_widths) * t_quantile(count)))
 
 
 def t_half_width(values: Sequence[float]) -> float:

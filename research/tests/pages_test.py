@@ -15,7 +15,7 @@ from dcmdp_jax.algorithm.corrections import CORRECTIONS
 from dcmdp_jax.algorithm.losses import LOSSES
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
-from dcmdp_jax.evaluation.estimators import t_half_width, t_p_value, t_quantile
+from dcmdp_jax.evaluation.estimators import t_half_width, t_quantile
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import tables
 from research.ascents import ascents, fixed
@@ -25,6 +25,7 @@ from research.dose_tables import (
     oracle_panels,
     p_values,
     rank_correlation,
+    t_p_value,
 )
 from research.long_tables import (
     charge_warnings,

@@ -96,7 +96,7 @@ def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tm
         "import sys; from dcmdp_jax.training import build\n"
         "made, make = [], build.make_train_step\n"
         "build.make_train_step = lambda *parts: made.append(1) or make(*parts)\n"
-        "from research import sweep; code = sweep.main(sys.argv[1:]); print('made', len(made)); sys.exit(code)"
+        "from research import sweep; code = sweep.main(sys.argv); print('made', len(made)); sys.exit(code)"
     )
     words = [f"--study={study}", f"--out={out}", f"--kept={kept}"]
 
@@ -132,7 +132,7 @@ def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tm
 
 def _refused(*words):
     with pytest.raises(UserError) as refused:
-        sweep.main(list(words))
+        sweep.main(["sweep", *words])
     return str(refused.value)
 
 

@@ -6,22 +6,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from configs import demo
-from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.row_layout import RowShapes
-from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.training.batches import Batches
+from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
 from tests.support.our_log import our_log
+from tests.support.small_task import EchoEngine, small_placement, small_services, small_task
 
 
 def _batches(packing, **training):
-    config = from_config_dict(demo.get_config())
-    config = dataclasses.replace(config, training=dataclasses.replace(config.training, **training))
-    batches = object.__new__(Batches)
-    batches._config, batches._padding_told = config, False
-    batches._placement = SimpleNamespace(packing=packing, mesh=one_device_mesh())
-    return batches
+    placement = dataclasses.replace(small_placement(), packing=packing)
+    programs = SimpleNamespace(shardings=SimpleNamespace(params=None))
+    leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
+    return Batches(small_services(EchoEngine()), placement, small_task(training=training), programs, {}, leave, taken=0)
 
 
 def _rollout(count, tokens):
