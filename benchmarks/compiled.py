@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--topology", metavar="KIND:SHAPE", required=True, help=f"devices: {known_topologies()}")
     parser.add_argument("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
-    config, arguments = parse_with(parser, argv)
+    arguments = parse_with(parser, argv)
+    config = arguments.config
     set_environment()
     only = tuple(name for name in arguments.programs.split(",") if name)
     plan = compile_and_count(config, load_topology(arguments.topology), only=only)

@@ -1,7 +1,6 @@
-"""Check, copy and export Hugging Face model directories: dcmdp_jax/commands/convert.py."""
+"""Check and export Hugging Face model directories: dcmdp_jax/commands/convert.py."""
 
-from dcmdp_jax.commands.cli import run_main
-from dcmdp_jax.commands.convert import main
+from dcmdp_jax.commands.main import console
 
 if __name__ == "__main__":
-    run_main(main)
+    console("convert")

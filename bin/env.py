@@ -1,7 +1,6 @@
 """Print versions and the machine for a bug report: dcmdp_jax/commands/env.py."""
 
-from dcmdp_jax.commands.cli import run_main
-from dcmdp_jax.commands.env import main
+from dcmdp_jax.commands.main import console
 
 if __name__ == "__main__":
-    run_main(main)
+    console("env")

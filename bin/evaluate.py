@@ -1,7 +1,6 @@
 """Evaluate a policy: dcmdp_jax/commands/evaluate.py."""
 
-from dcmdp_jax.commands.cli import run_main
-from dcmdp_jax.commands.evaluate import EXPECTED, main
+from dcmdp_jax.commands.main import console
 
 if __name__ == "__main__":
-    run_main(main, expected=EXPECTED)
+    console("evaluate")

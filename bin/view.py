@@ -1,7 +1,6 @@
 """Look at completions and curves: dcmdp_jax/commands/view.py."""
 
-from dcmdp_jax.commands.cli import run_main
-from dcmdp_jax.commands.view import main
+from dcmdp_jax.commands.main import console
 
 if __name__ == "__main__":
-    run_main(main)
+    console("view")

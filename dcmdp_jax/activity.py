@@ -26,8 +26,6 @@ _SHOWN_AFTER_S = 3.0
 _SIGN_EVERY_S = 10.0
 _REDRAW_S = 0.5
 _LEAST_LINES, _LEAST_COLUMNS = 10, 20
-_SETTING = "DCMDP_ACTIVITY"
-_XLA_LOG_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 # Control sequences of a VT100, which all terminals know.
 _SAVE, _RESTORE, _DOWN, _DIM, _PLAIN = "\x1b7", "\x1b8", "\x1bD", "\x1b[2m", "\x1b[0m"
 _ERASE_BELOW, _WHOLE_SCREEN = "\x1b[J", "\x1b[r"
@@ -163,12 +161,12 @@ def say(line: str) -> None:
 _PAINTER = _Painter()
 give_back_terminal = _PAINTER.give_back
 """Call it before `os._exit`: the terminal would keep the scroll region."""
-_starting: Activity | None = None
+_starting = Activity("starting")
 
 
 def register(doing: Activity) -> bool:
     """Have an activity shown until `end`; whether it is: another thread's is not."""
-    shown = threading.current_thread() is threading.main_thread() and os.environ.get(_SETTING) != "off"
+    shown = threading.current_thread() is threading.main_thread() and os.environ.get("DCMDP_ACTIVITY") != "off"
     if shown:
         _PAINTER.start()
         _PAINTER.running.append(doing)
@@ -178,12 +176,6 @@ def register(doing: Activity) -> bool:
 def refresh() -> None:
     """Show at once what has changed."""
     _PAINTER.show(time.monotonic())
-
-
-def begin(what: str, total: int = 0, unit: str = "") -> Activity:
-    """Begin an activity that `end` ends, where a `with` block does not fit."""
-    register(doing := Activity(what, total, unit))
-    return doing
 
 
 def end(doing: Activity) -> None:
@@ -200,7 +192,7 @@ def activity(what: str, total: int = 0, unit: str = "") -> Iterator[Activity]:
     Args:
         what, total, unit: see `Activity`.
     """
-    doing = begin(what, total, unit)
+    register(doing := Activity(what, total, unit))
     try:
         yield doing
     finally:
@@ -213,12 +205,10 @@ def command_starts() -> None:
     XLA's own messages are left out below fatal ones: it calls a compilation of two minutes a bug of its own, and its
     errors are raised as exceptions besides.
     """
-    global _starting
-    os.environ.setdefault(_XLA_LOG_LEVEL, "3")
-    _starting = begin("starting")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    register(_starting)
 
 
 def command_started() -> None:
     """End what `command_starts` began, if it did."""
-    if _starting is not None:
-        end(_starting)
+    end(_starting)

@@ -20,8 +20,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 
 INT32_MAX = 2**31 - 1
-_LARGEST = INT32_MAX, "no number of a config is larger"
-_LONGEST = 604800, "a week"
+_WEEK_S = 604800
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +32,7 @@ class Setting:
         unit: unit of its value; empty for names and pure numbers.
         source: where the default comes from: the paper with its section, or this project.
         choices: allowed values; empty for any.
-        engine_choices: allowed values with each `rollout.engine`; `choices` is their union.
-        minimum, maximum: natural range, ends included; None: unbounded.
-        limit: largest value that can be computed with, and why; without it 2^31 - 1, of seconds a week.
+        minimum, maximum: range, ends included; None: the number is at most 2^31 - 1, a time at most a week.
         why: told with a refused choice or a value below `minimum`.
         free: a resumed run may change it: it alters what is recorded, where the run is computed and in what portions,
             or what happens to broken input, not what is learned.
@@ -45,10 +42,8 @@ class Setting:
     unit: str = ""
     source: str = ""
     choices: tuple[str, ...] = ()
-    engine_choices: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     minimum: float | None = None
     maximum: float | None = None
-    limit: tuple[float, str] | None = None
     why: str = ""
     free: bool = False
 
@@ -62,9 +57,11 @@ class Declared:
     default: Any
     about: Setting
 
-    def limit(self) -> tuple[float, str]:
-        """The declared limit, or that of all numbers: in magnitude, and of each element of a tuple."""
-        return self.about.limit or (_LONGEST if self.about.unit == "seconds" else _LARGEST)
+    def bounds(self) -> tuple[float, float]:
+        """Least and largest value, of each element of a tuple."""
+        low, high = self.about.minimum, self.about.maximum
+        largest = _WEEK_S if self.about.unit == "seconds" else INT32_MAX
+        return -largest if low is None else low, largest if high is None else high
 
 
 def setting(default: Any, doc: str = "", **about: Any) -> Any:
@@ -72,9 +69,6 @@ def setting(default: Any, doc: str = "", **about: Any) -> Any:
 
     Without `doc` the docstring of the class describes it, under "Attributes:", as `name: What it does. Source: ours.`
     """
-    by_engine = about.get("engine_choices", {})
-    if by_engine:
-        about["choices"] = tuple(dict.fromkeys(choice for choices in by_engine.values() for choice in choices))
     return dataclasses.field(default=default, metadata={"setting": Setting(doc, **about)})
 
 
@@ -201,17 +195,12 @@ def _parse_tuple(element: Callable[[str], Any], text: str) -> tuple[Any, ...]:
 
 def check_range(one: Declared, value: Any, name: str) -> None:
     """Refuse a number, or one of a tuple's, outside the bounds of its setting."""
-    low, high, limit = one.about.minimum, one.about.maximum, one.limit()
+    low, high = one.bounds()
     for number in value if isinstance(value, tuple) else (value,):
-        if not isinstance(number, int | float):
-            continue
-        if (low is not None and number < low) or (high is not None and number > high):
-            bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
-            reason = f" ({one.about.why})" if one.about.why else ""
-            raise UserError(f"config.{name}: got {number}, must be {bounds}{reason}")
-        if abs(number) > limit[0]:
-            bounds = f"at most {limit[0]}" if number > 0 else f"at least {-limit[0]}"
-            raise UserError(f"config.{name}: got {number}, must be {bounds} ({limit[1]})")
+        if isinstance(number, int | float) and not low <= number <= high:
+            reason = f" ({one.about.why})" if one.about.why and number < low else ""
+            bound = f"at least {low}" if number < low else f"at most {high}"
+            raise UserError(f"config.{name}: got {number}, must be {bound}{reason}")
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...], why: str = "", when: str = "") -> None:

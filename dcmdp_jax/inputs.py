@@ -1,10 +1,9 @@
-"""Input from users: JSON files, tokenizers, digits, and short quotes of bad values for error messages."""
+"""Input from users: JSON files, tokenizers, and short quotes of bad values for error messages."""
 
 from __future__ import annotations
 
 import json
 import reprlib
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +49,7 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: is a FIFO, must be a file")
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except RecursionError:
-        raise UserError(f"{path}: not readable as JSON, it is nested too deeply") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         kind = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}.get(type(value), "a number")
@@ -78,18 +75,3 @@ def json_object(text: str, name: str) -> dict[str, Any]:
 def has_tokenizer(directory: str | Path) -> bool:
     """Whether a Hugging Face directory holds a tokenizer: tokenizer.json or vocab.json."""
     return any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-
-
-def foreign_digit(text: str) -> str | None:
-    """The first decimal digit that is not one of 0-9 (full-width, Arabic-Indic, ...), or None.
-
-    Python's `int`, `float` and `\\d` take them for 0-9; models, other verifiers and most readers do not.
-    """
-    if text.isascii():
-        return None
-    return next((character for character in text if not character.isascii() and character.isdecimal()), None)
-
-
-def describe_digit(digit: str) -> str:
-    """`'５' (FULLWIDTH DIGIT FIVE), write 5`, for an error about a `foreign_digit`."""
-    return f"{digit!r} ({unicodedata.name(digit, 'unnamed')}), write {unicodedata.decimal(digit)}"

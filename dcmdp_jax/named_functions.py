@@ -130,11 +130,10 @@ def check_parameters(call: Call, function: Callable[..., Any]) -> None:
         said = f"it has {', '.join(names)}" if names else "it has none"
         raise UserError(f"{call.function} has no parameter {unknown[0]!r}; {said}")
     words = [one.name for one in known if isinstance(one.default, str)]
-    if wrong := [name for name, value in call.parameters.items() if isinstance(value, str) and name not in words]:
-        raise UserError(f"{call}: {wrong[0]} must be a number")
-    for one in known:
-        number = one.annotation in (float, "float") or type(one.default) in (int, float)
-        if number and isinstance(call.parameters.get(one.name), bool):
-            raise UserError(f"{call}: {one.name} must be a number")
-        if one.name in names and one.default is one.empty and one.name not in call.parameters:
-            raise UserError(f"{call.function} needs {one.name}, such as {call.function}({one.name}=0.1)")
+    numbers = [one.name for one in known if one.annotation in (float, "float") or type(one.default) in (int, float)]
+    for name, value in call.parameters.items():
+        if (isinstance(value, str) and name not in words) or (isinstance(value, bool) and name in numbers):
+            raise UserError(f"{call}: {name} must be a number")
+    needed = [one.name for one in known if one.name in names and one.default is one.empty]
+    if missing := [name for name in needed if name not in call.parameters]:
+        raise UserError(f"{call.function} needs {missing[0]}, such as {call.function}({missing[0]}=0.1)")

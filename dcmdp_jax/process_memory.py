@@ -7,8 +7,6 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 # Parameters of glibc's mallopt, from malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
@@ -16,18 +14,13 @@ _PAD_BYTES = 1 << 26
 _TUNABLES, LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 
 
-def hide_torch(package: str) -> None:
+def hide_torch() -> None:
     """Make PyTorch look not installed in a command's process.
 
     transformers imports it wherever it is installed, though its tokenizers do not need it: 330 MiB and two seconds per
-    start. A process that only imports the package is left unchanged.
-
-    Args:
-        package: the process is a command if it was started as `python -m package` or `python -m package.name`, or as a
-            script that is called so.
+    start.
     """
-    if is_command(package):
-        sys.modules.setdefault("torch", None)
+    sys.modules.setdefault("torch", None)
 
 
 def show_torch() -> None:
@@ -36,11 +29,11 @@ def show_torch() -> None:
         del sys.modules["torch"]
 
 
-def keep_freed_memory(package: str) -> None:
+def keep_freed_memory() -> None:
     """Make glibc keep freed memory in the process, in commands on the CPU.
 
-    Does nothing without glibc, where JAX uses an accelerator (the host would keep the memory that loading a model
-    takes), and in a process that only imports the package.
+    Does nothing without glibc, and where JAX uses an accelerator (the host would keep the memory that loading a model
+    takes). Call it before anything else is imported.
 
     XLA's CPU backend allocates a program's results and temporary memory at each call. glibc takes blocks of that size
     from the kernel and returns them, and the kernel clears each page at its first use: a third of a training step, and
@@ -49,11 +42,8 @@ def keep_freed_memory(package: str) -> None:
 
     glibc reads only at process start that the heap asks for pages of 2 MiB, which are cleared in a tenth of the time: a
     command restarts once, in place, with `GLIBC_TUNABLES` set. If that is set already, nothing is restarted.
-
-    Args:
-        package: see `hide_torch`. Call it before anything else is imported.
     """
-    if platform.libc_ver()[0] != "glibc" or not is_command(package) or not jax_takes_cpu():
+    if platform.libc_ver()[0] != "glibc" or not jax_takes_cpu():
         return
     if os.environ.get(_TUNABLES) == LARGE_PAGES:
         # glibc has read it; child processes must not inherit it.
@@ -98,16 +88,3 @@ def jax_takes_cpu() -> bool:
         return platforms.split(",")[0] == "cpu"
     # JAX finds GPU backends in the namespace package jax_plugins; TPUs need libtpu.
     return not any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
-
-
-def is_command(package: str, arguments: Sequence[str] = ()) -> bool:
-    """Whether this process, or a command line, runs a module of the package, or a script with its name."""
-    words = iter((arguments or sys.orig_argv)[1:])
-    for word in words:
-        if word in ("-X", "-W"):  # options of Python with a value
-            next(words, None)
-        elif word == "-m":
-            return next(words, "").split(".")[0] == package
-        elif word == "-c" or not word.startswith("-"):
-            return Path(word).name == package
-    return False

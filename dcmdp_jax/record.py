@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 SCHEMA = 1
-_Lists = tuple[Any, Any, Any] | None
 
 
 class Recorder:
@@ -156,14 +155,13 @@ def unpacked_top(packed: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def record_trl(
-    recorder: Recorder, step: int, output: Mapping[str, Any], old_logprobs: Any = None, *, entropies: Any = None,
-    top: _Lists = None,
-) -> None:  # fmt: skip
+    recorder: Recorder, step: int, output: Mapping[str, Any], old_logprobs: Any = None, **optional: Any
+) -> None:
     """Record a batch of TRL from `GRPOTrainer._generate_and_score_completions`, with vLLM as its engine.
 
     TRL computes `old_per_token_logps` when `vllm_importance_sampling_correction` is on or generation and optimizer
     steps are not aligned; else give `old_logprobs`. A token for which vLLM has no log-prob (NaN) is left out.
-    `entropies` and `top` are as in `Recorder.write`, here and below, at the places of the completion tokens: no
+    `optional` are `entropies` and `top` of `Recorder.write`, here and below, at the places of the completion tokens: no
     batch has them. Only entropies show that the tokens come from neither column.
 
     Raises:
@@ -181,14 +179,12 @@ def record_trl(
         mask = mask * _array(output["tool_mask"])
     rollout = _array(output["sampling_per_token_logps"])
     mask = mask * ~np.isnan(rollout)
-    more = {"advantages": output["advantages"], "entropies": entropies, "top": top}
-    recorder.write(step, output["completion_ids"], old, rollout, mask, **more)
+    recorder.write(step, output["completion_ids"], old, rollout, mask, advantages=output["advantages"], **optional)
 
 
 def record_verl(
-    recorder: Recorder, step: int, batch: Mapping[str, Any], other: Mapping[str, Any] | None = None, *,
-    entropies: Any = None, top: _Lists = None,
-) -> None:  # fmt: skip
+    recorder: Recorder, step: int, batch: Mapping[str, Any], other: Mapping[str, Any] | None = None, **optional: Any
+) -> None:
     """Record a batch of verl: `DataProto.batch` and `.non_tensor_batch`, after the advantages are computed.
 
     Needs actor_rollout_ref.rollout.calculate_log_probs=True. In bypass mode both log-probs are the engine's, and there
@@ -199,7 +195,6 @@ def record_verl(
     """
     if "rollout_log_probs" not in batch.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
         raise ValueError("the batch has no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs=True")
-    optional = {"entropies": entropies, "top": top}
     if "advantages" in batch.keys():  # noqa: SIM118
         optional["advantages"] = batch["advantages"]
     if "token_level_scores" in batch.keys():  # noqa: SIM118
@@ -211,9 +206,7 @@ def record_verl(
     recorder.write(step, *(batch[name] for name in names), **optional)
 
 
-def record_skyrl(
-    recorder: Recorder, step: int, batch: Mapping[str, Any], *, entropies: Any = None, top: _Lists = None
-) -> None:
+def record_skyrl(recorder: Recorder, step: int, batch: Mapping[str, Any], **optional: Any) -> None:
     """Record a `TrainingInputBatch` of SkyRL, after `compute_advantages_and_returns`.
 
     Every tensor is padded on the left; `sequences` holds the prompts too. Needs
@@ -228,7 +221,7 @@ def record_skyrl(
     width = _array(batch["loss_mask"]).shape[1]
     sequences = _array(batch["sequences"])[:, -width:]
     columns = [batch[name] for name in ("action_log_probs", "rollout_logprobs", "loss_mask")]
-    recorder.write(step, sequences, *columns, advantages=batch["advantages"], entropies=entropies, top=top)
+    recorder.write(step, sequences, *columns, advantages=batch["advantages"], **optional)
 
 
 def _array(values: Any, name: str = "") -> np.ndarray:

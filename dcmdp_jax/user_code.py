@@ -9,7 +9,6 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,48 +21,34 @@ def is_place(text: str) -> bool:
     return bool(place) and name.isidentifier()
 
 
-def load_object(text: str) -> Any:
+def load_object(text: str, what: str = "object") -> Any:
     """Import what a user names. A file is relative to the working directory.
 
     A file is run once; it is run again when it has changed.
 
+    Args:
+        text: `package.module:NAME` or `path/to/file.py:NAME`.
+        what: "function" or "class", which can be called; or "object", which may be anything.
+
     Raises:
         UserError: in one line, if the file or module can't be imported, or has no such name.
     """
-    module, name = _import(text)
-    if not hasattr(module, name):
-        there = [key for key in vars(module) if not key.startswith("_")]
-        raise UserError(f"{text}: no {name!r} there; it has {', '.join(there[:10]) or 'nothing'}")
-    return getattr(module, name)
-
-
-def load_function(text: str, what: str = "function") -> Callable[..., Any]:
-    """Import a function, or a class, that a user names, as `load_object` does.
-
-    Args:
-        text: `package.module:NAME` or `path/to/file.py:NAME`.
-        what: "function" or "class", for errors.
-
-    Raises:
-        UserError: in one line, if the file, the module or the function is missing, or the import raises.
-    """
-    module, name = _import(text)
+    place, _, name = text.rpartition(":")
+    module = _import(text, place)
     loaded = getattr(module, name, None)
-    if not callable(loaded):
-        is_there = inspect.isclass if what == "class" else inspect.isfunction
+    if loaded is None or (what != "object" and not callable(loaded)):
+        is_there = {"function": inspect.isfunction, "class": inspect.isclass}.get(what, callable)
         there = [key for key, value in vars(module).items() if is_there(value) and not key.startswith("_")]
-        place = text.rpartition(":")[0]
-        raise UserError(f"{text}: {place} has no {what} {name!r}; it has {', '.join(there) or 'none'}")
+        raise UserError(f"{text}: {place} has no {what} {name!r}; it has {', '.join(there[:10]) or 'none'}")
     return loaded
 
 
-def _import(text: str) -> tuple[Any, str]:
-    place, _, name = text.rpartition(":")
+def _import(text: str, place: str) -> Any:
     try:
         if not place.endswith(".py"):
-            return importlib.import_module(place), name
+            return importlib.import_module(place)
         path = Path(place).resolve()
-        return _load_file(path, path.stat().st_mtime_ns), name
+        return _load_file(path, path.stat().st_mtime_ns)
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise UserError(f"{text}: can't import {place}: {one_line(describe_error(error, place))}") from error
 

@@ -22,7 +22,7 @@ from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.models.row_logprobs import RowOutputs
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.training.step import StepParts, make_train_step
-from dcmdp_jax.user_code import load_function
+from dcmdp_jax.user_code import load_object
 from tests.support.sampling import Rollout
 from tests.support.waiting import HANGS_S
 
@@ -106,7 +106,7 @@ def test_without_its_kl_prime_rl_is_the_built_in_dppo():
 
 @pytest.mark.long
 def test_they_train_the_demo_by_name_and_stand_in_metrics_and_report(run_environment, tmp_path):
-    assert load_function("examples/remedies.py:huber")  # relative to the working directory
+    assert load_object("examples/remedies.py:huber")  # relative to the working directory
     command = [
         sys.executable,
         "-m",
@@ -234,7 +234,7 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
 
 
 def test_one_sentence_is_one_short_sentence_that_ends():
-    score = load_function("examples/one_sentence.py:one_sentence")
+    score = load_object("examples/one_sentence.py:one_sentence")
     cases = dict.fromkeys(("A volcano is a mountain that erupts.", " ".join(["word"] * 20) + "."), 1.0)
     wrong = ("A volcano is a mountain. It erupts.", "A volcano is a mountain that", "Yes.", "A volcano\nis a mountain.")
     cases |= dict.fromkeys((*wrong, " ".join(["word"] * 21) + ".", "Is it a mountain? It is.", ""), 0.0)

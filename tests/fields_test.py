@@ -13,8 +13,8 @@ from dcmdp_jax.fields import Setting, build, check_range, declared, flatten, par
 
 @dataclasses.dataclass(frozen=True)
 class _Inner:
-    size: int = setting(3, "A size.", unit="rows", minimum=1, limit=(10, "ten fit"))
-    kind: str = setting("a", "A kind.", engine_choices={"local": ("a", "b"), "vllm": ("c", "b")})
+    size: int = setting(3, "A size.", unit="rows", minimum=1, maximum=10)
+    kind: str = setting("a", "A kind.", choices=("a", "b", "c"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +27,10 @@ def test_declarations_are_found_by_their_dotted_names():
     found = declared(_Outer)
     assert list(found) == ["rate", "inner.size", "inner.kind"]
     size = found["inner.size"]
-    assert (size.type, size.default, size.limit()) == (int, 3, (10, "ten fit"))
-    assert size.about == Setting("A size.", unit="rows", minimum=1, limit=(10, "ten fit"))
+    assert (size.type, size.default, size.bounds()) == (int, 3, (1, 10))
+    assert size.about == Setting("A size.", unit="rows", minimum=1, maximum=10)
     assert found["rate"].about.free and not size.about.free
-    assert found["rate"].limit() == (2**31 - 1, "no number of a config is larger")
-
-
-def test_choices_of_engines_make_the_choices():
-    assert declared(_Outer)["inner.kind"].about.choices == ("a", "b", "c")
+    assert found["rate"].bounds() == (1 - 2**31, 2**31 - 1)
 
 
 def test_what_is_not_given_has_its_default():

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from dcmdp_jax.named_functions import Call, parse_calls
-from dcmdp_jax.user_code import load_function
+from dcmdp_jax.user_code import load_object
 
 
 @pytest.mark.parametrize(
@@ -43,15 +43,15 @@ def test_other_text_is_refused_in_one_line(text):
 def test_a_file_is_run_once_and_again_when_it_changed(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("COUNT = []\ndef f(): return 1\n")
-    first = load_function(f"{file}:f")
-    assert load_function(f"{file}:f") is first and first() == 1
+    first = load_object(f"{file}:f")
+    assert load_object(f"{file}:f") is first and first() == 1
     file.write_text("def f(): return 22\n")
-    assert load_function(f"{file}:f")() == 22
+    assert load_object(f"{file}:f")() == 22
 
 
 def test_a_file_named_as_a_module_does_not_replace_it(tmp_path):
     (tmp_path / "json.py").write_text("def dumps(): return 'mine'\n")
     import json
 
-    assert load_function(f"{tmp_path / 'json.py'}:dumps")() == "mine"
+    assert load_object(f"{tmp_path / 'json.py'}:dumps")() == "mine"
     assert sys.modules["json"] is json and json.dumps(1) == "1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 from collections.abc import Callable
@@ -13,8 +12,6 @@ from dcmdp_jax.inputs import shorten
 
 UNLIMITED = 2**31 - 1
 """No number of tokens, rows or problems is larger."""
-# Below, log-probs reach their clamp; above, all tokens are about equally likely. As config.rollout.temperature.
-_TEMPERATURES = 0.01, 100.0
 
 
 def whole(low: int, high: int = UNLIMITED) -> Callable[[str], int]:
@@ -51,28 +48,16 @@ def real(low: float, high: float) -> Callable[[str], float]:
     return number
 
 
-def temperature(text: str) -> float:
-    """An argument type: 0 (greedy), or a temperature at which log-probs can be computed."""
-    value = real(-math.inf, math.inf)(text)
-    low, high = _TEMPERATURES
-    if value != 0 and not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"got {value:g}, must be 0 (greedy) or in [{low:g}, {high:g}]")
-    return value
-
-
 def output_file(text: str) -> Path:
     """An argument type: a file that can be written once the work is done; nothing is made yet."""
     path = Path(text)
     try:
-        wrong = {
-            "which is a directory; name a file": path.is_dir(),
-            "which is a FIFO, socket or device; name a file": path.exists() and not path.is_file(),
-            "in a directory that is not there; make it first": not path.parent.is_dir(),
-            "which can't be written; choose another": not os.access(path if path.exists() else path.parent, os.W_OK),
-        }
+        possible = path.is_file() or (path.parent.is_dir() and not path.exists())
+        writable = possible and os.access(path if path.exists() else path.parent, os.W_OK)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"got {shorten(text)}: {error.strerror}") from error
-    for said in (said for said, is_so in wrong.items() if is_so):
+    if not writable:
+        said = "must be a regular file, or a new one in a directory that is there, and writable; name another"
         raise argparse.ArgumentTypeError(f"got {shorten(text)}, {said}")
     return path
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import errno
 import logging
@@ -12,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -124,25 +123,21 @@ class _Console:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._silent_without_a_reader():
-            # A file's name may hold bytes that are not UTF-8.
-            self._stream.write(text.encode("utf-8", "backslashreplace").decode("utf-8"))
+        # A file's name may hold bytes that are not UTF-8.
+        self._try(self._stream.write, text.encode("utf-8", "backslashreplace").decode("utf-8"))
         return len(text)
 
     def flush(self) -> None:
-        with self._silent_without_a_reader():
-            self._stream.flush()
+        self._try(self._stream.flush)
 
-    @contextlib.contextmanager
-    def _silent_without_a_reader(self) -> Iterator[None]:
+    def _try(self, function: Callable[..., Any], *arguments: str) -> None:
         try:
-            yield
+            function(*arguments)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 def keep_tracebacks_in(run_dir: str | Path) -> None:
@@ -193,7 +188,7 @@ def _keep_failures_of_threads() -> None:
     When a checkpoint can't be written, each of Orbax's threads prints a traceback, its abandoned coroutines print
     another at exit, and it logs more. The main thread raises the same error and reports it in one line.
     """
-    told: dict[str, object] = {}
+    told = set()
 
     def keep(what: str, failure: Any) -> None:
         text = "".join(traceback.format_exception(failure.exc_type, failure.exc_value, failure.exc_traceback))
@@ -201,20 +196,15 @@ def _keep_failures_of_threads() -> None:
             return
         short = f"\n{text.rstrip()}" if _run_dir is None else f" {one_line(text.splitlines()[-1])}"
         # A log that can't be written is said once, not by every thread that fails for the same reason.
-        if told.setdefault(short, mine := object()) is mine:
+        if short not in told:
+            told.add(short)
             sys.stderr.write(f"{what}:{short}\n")
 
-    def log_alone(record: logging.LogRecord) -> bool:
-        _append_to_log(f"logged by {record.name}", logging.Formatter().format(record))
-        return False
-
     threading.excepthook = lambda failure: keep(f"thread {getattr(failure.thread, 'name', '')} failed", failure)
-    sys.unraisablehook = lambda failure: keep(
-        f"{failure.err_msg or 'exception ignored in'} {failure.object!r}", failure
-    )
+    sys.unraisablehook = lambda failure: keep(f"ignored in {failure.object!r}", failure)
     orbax = logging.getLogger("absl")
     orbax.setLevel(logging.ERROR)
-    orbax.addFilter(log_alone)
+    orbax.addFilter(lambda record: _append_to_log(f"logged by {record.name}", record.getMessage()) and False)
 
 
 def _message(error: Exception) -> str:

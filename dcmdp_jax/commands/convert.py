@@ -2,7 +2,6 @@
 
 dcmdp convert hf-check HF_DIR
 dcmdp convert from-gguf FILE OUT_DIR [--dtype float32|bfloat16] [--overwrite]
-dcmdp convert copy HF_DIR OUT_DIR [--dtype bfloat16|float32] [--overwrite]
 dcmdp convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--overwrite] [--push USER/NAME]
                       [--adapter]
 """
@@ -17,13 +16,12 @@ import jax
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import has_tokenizer
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.gguf_convert import convert_gguf
 from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, push
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
-from dcmdp_jax.models.hf_weights import directory_digest, load_params, save_params
+from dcmdp_jax.models.hf_weights import directory_digest, save_params
 from dcmdp_jax.models.lora import load_base
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.models.peft_files import base_checksum, save_adapter
@@ -43,33 +41,26 @@ def main(argv: list[str]) -> None:
         config = convert_gguf(arguments.file, arguments.out_dir, dtype=arguments.dtype, overwrite=arguments.overwrite)
         print(_describe(config))
         print(f"wrote {arguments.out_dir} in {arguments.dtype}, with the file's tokenizer")
-    elif arguments.command == "copy":
-        _copy(arguments.hf_dir, arguments.out_dir, arguments.dtype, arguments.overwrite)
     else:
         _export(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("convert", description="Check, copy and write Hugging Face model directories.")
+    parser = Parser("convert", description="Check and write Hugging Face model directories.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser("hf-check", help="check a directory's config.json, tokenizer, tensors and values")
     check.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, tokenizer")
     gguf = commands.add_parser("from-gguf", help="dequantize a GGUF file (llama.cpp's format) into a directory")
     gguf.add_argument("file", type=Path, metavar="FILE", help="a whole .gguf of Llama, Qwen2, Qwen3 or Qwen3-MoE")
-    copy = commands.add_parser("copy", help="import a directory and export it again")
-    copy.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, maybe a tokenizer")
     export = commands.add_parser("export", help="write a training checkpoint as a directory transformers and vLLM load")
-    export.add_argument(
-        "run_dir", type=Path, metavar="RUNDIR", help="a run directory, its checkpoints/, or one step's directory there"
-    )
+    export.add_argument("run_dir", type=Path, metavar="RUNDIR", help="a run directory, or a checkpoint in it")
     export.add_argument("--step", type=int, metavar="N", help="which checkpoint (default: the newest)")
     export.add_argument("--push", default="", metavar="USER/NAME", help="then upload OUT_DIR to the Hugging Face Hub")
     export.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT reads them")
-    for command in (gguf, copy, export):
+    for command in (gguf, export):
         command.add_argument("out_dir", type=Path, metavar="OUT_DIR", help="created; refused when not empty")
-        command.add_argument(
-            "--dtype", choices=_DTYPES, default=_DTYPES[command is gguf], help="of the tensors (default: %(default)s)"
-        )
+        default = _DTYPES[command is gguf]
+        command.add_argument("--dtype", choices=_DTYPES, default=default, help="of the tensors (default: %(default)s)")
         command.add_argument("--overwrite", action="store_true", help="replace OUT_DIR when it is not empty")
     return parser
 
@@ -98,13 +89,6 @@ def _check_apart(source: Path, out_dir: Path) -> None:
         raise UserError(f"OUT_DIR {out_dir}: overlaps {source}, which it is made of; choose another directory")
 
 
-def _copy(source: Path, out_dir: Path, dtype: str, overwrite: bool) -> None:
-    _check_apart(source, out_dir)
-    config = read_model_config(source)
-    tokenizer_dir = source if has_tokenizer(source) else None
-    _write(load_params(source, config, dtype=dtype), config, out_dir, dtype, tokenizer_dir, overwrite)
-
-
 def _export(arguments: argparse.Namespace) -> None:
     # Orbax takes seconds to import; only this needs it.
     from dcmdp_jax.run.saved_params import latest_checkpoint, load_adapters, load_params_only
@@ -123,20 +107,11 @@ def _export(arguments: argparse.Namespace) -> None:
         print(f"wrote {out_dir}: adapters of rank {saved.rank} for {saved.base_path}, as PEFT reads them")
         return
     params, config, step, tokenizer_dir = load_params_only(run_dir, arguments.step)
-    print(f"checkpoint of step {step}")
-    _write(params, config, out_dir, dtype, tokenizer_dir, arguments.overwrite)
+    save_params(params, config, out_dir, dtype=dtype, tokenizer_dir=tokenizer_dir, overwrite=arguments.overwrite)
+    print(f"checkpoint of step {step}\n{_describe(config)}\nwrote {out_dir} in {dtype}, tokenizer of {tokenizer_dir}")
     (out_dir / "README.md").write_text(model_card(tokenizer_dir.parent, step, on_hub=is_hub_name), encoding="utf-8")
     if arguments.push:
         print(f"pushed to {push(out_dir, arguments.push, message=f'Step {step}, {dtype}')}")
-
-
-def _write(
-    params: dict, config: ModelConfig, out_dir: Path, dtype: str, tokenizer_dir: Path | None, overwrite: bool
-) -> None:
-    save_params(params, config, out_dir, dtype=dtype, tokenizer_dir=tokenizer_dir, overwrite=overwrite)
-    tokenizer = "no tokenizer" if tokenizer_dir is None else f"tokenizer of {tokenizer_dir}"
-    print(_describe(config))
-    print(f"wrote {out_dir} in {dtype}, {tokenizer}")
 
 
 def _describe(config: ModelConfig) -> str:

@@ -68,7 +68,9 @@ def main(argv: list[str]) -> None:
     config = for_sampling(saved.settings, PAPERS_EVALUATION | overrides)
     policy = Policy.of(saved, config)
     task, overlaps = read_tasks(policy, arguments.overlap)
-    settings = _settings(config) | {"top_p": arguments.top_p, "overlap": arguments.overlap}
+    values = flatten(to_dict(config))
+    settings = {name: value for name, value in values.items() if _changes_a_score(name, config)}
+    settings |= {"top_p": arguments.top_p, "overlap": arguments.overlap}
     header = evaluation_header(settings, task.held_out, model=saved.name, step=saved.step, files=saved.files)
     stem = f"evaluation-{saved.name if saved.step is None else saved.step}"
     out, log = open_output(arguments.out, saved.run_dir or Path.cwd(), stem, header)
@@ -183,13 +185,8 @@ def part_seed(seed: int, part: int) -> int:
     return seed if part == 0 else int(np.random.SeedSequence((seed, part)).generate_state(1)[0])
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """Settings that change a score."""
-    values = flatten(to_dict(config))
-    return {name: value for name, value in values.items() if _changes_a_score(name, config)}
-
-
 def _changes_a_score(name: str, config: Config) -> bool:
+    """Whether a setting changes a score."""
     if name in ("evaluation.every_steps", "rollout.group_size", "rollout.temperature", "rollout.lag"):
         return False  # of training
     if name in ("training.seed", "rollout.engine_args", "rollout.max_rows") or name.startswith("evaluation."):
@@ -211,38 +208,18 @@ def _report_progress(result: EvaluationResult, tasks: int, done: int, seconds: f
 def _parser() -> Parser:
     parser = Parser(
         "evaluate",
-        description="avg@K and pass@K of a Hugging Face directory or a checkpoint, in the paper's table layout. "
-        "--config.section.name=value overrides a setting of the run, such as --config.evaluation.task=aime24.jsonl.",
+        description="avg@K and pass@K of a model, in the paper's table layout. --config.section.name=value overrides a "
+        "setting of the run, such as --config.evaluation.task=aime24.jsonl.",
     )
     add = parser.add_argument
     add(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        type=Path,
-        help="Hugging Face directory, OWNER/NAME[@REVISION] on the Hub, run directory, or checkpoint directory",
+        "model", nargs="?", metavar="MODEL", type=Path, help="model directory, OWNER/NAME on the Hub, run or checkpoint"
     )
     add("--step", type=whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
     add("--top_p", type=real(0, 1), default=1.0, help="nucleus mass, default %(default)s, as the paper")
-    add(
-        "--overlap",
-        choices=("report", "drop"),
-        help="report the problems of the tasks that task.train has too, or leave them out",
-    )
+    add("--overlap", choices=("report", "drop"), help="report problems that task.train has too, or leave them out")
     add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="JSON with every problem's mean, replaced if it is there; NAME.problems.jsonl beside NAME.json has "
-        "every problem's scores and lets a killed evaluation continue (default: a new evaluation-*.json in the run "
-        "directory, or here for a Hugging Face directory)",
-    )
-    add(
-        "--table",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="instead of evaluating: one table over finished evaluations; files of one --method are its runs",
-    )
+    about = "JSON of the scores; FILE.problems.jsonl has all completions (default: in the run directory, or here)"
+    add("--out", type=Path, metavar="FILE", help=about)
+    add("--table", nargs="+", type=Path, metavar="FILE", help="only print one table over finished evaluations")
     return parser

@@ -39,37 +39,30 @@ _NO_PRESETS = ("__init__", "base")
 _OVERRIDE = "config."
 
 
-@dataclasses.dataclass(frozen=True)
-class Arguments:
-    """A parsed command line.
-
-    Attributes:
-        config: the settings, checked.
-        dry_run: print the plan and stop.
-        print_config: print the config and stop.
-    """
-
-    config: Config
-    dry_run: bool
-    print_config: bool
-
-
-def parse(argv: Sequence[str]) -> Arguments:
-    """Read the command line into a checked config.
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line of a run.
 
     Args:
         argv: list like `sys.argv`: the program's name, then `--config=FILE[:ARGUMENT]`, overrides
             `--config.section.name=value`, `--dry_run` and `--print_config`.
 
+    Returns:
+        `config`, the checked `Config`; `dry_run`, print the plan and stop; `print_config`, print the config and stop.
+
     Raises:
         UserError: in one line, for a misspelled or ill-typed flag, a config file that is missing or fails, or a
             setting that `from_config_dict` refuses.
     """
-    config, parsed = parse_with(_parser(), argv)
-    return Arguments(config, parsed.dry_run, parsed.print_config)
+    about = (
+        "Train a policy; the same command resumes a run. dcmdp settings lists settings, --config.section.name=value."
+    )
+    parser = Parser("train", description=about)
+    parser.add_argument("--dry_run", action="store_true", help="check everything, print the plan, and stop")
+    parser.add_argument("--print_config", action="store_true", help="print every setting, mark what differs, and stop")
+    return parse_with(parser, argv)
 
 
-def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, argparse.Namespace]:
+def parse_with(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Read a command line that has a config and other arguments.
 
     Args:
@@ -77,7 +70,7 @@ def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, argparse.Na
         argv: see `parse`.
 
     Returns:
-        The checked config, and the other arguments.
+        The other arguments, and `config`, the checked config.
 
     Raises:
         UserError: see `parse`.
@@ -88,7 +81,8 @@ def parse_with(parser: Parser, argv: Sequence[str]) -> tuple[Config, argparse.Na
     parsed = parse_rest(parser, rest)
     if parsed.config is None:
         raise UserError("--config is missing; for example --config=demo")
-    return load_config(parsed.config, overrides), parsed
+    parsed.config = load_config(parsed.config, overrides)
+    return parsed
 
 
 def load_config(given: str, overrides: Mapping[str, Any] = MappingProxyType({})) -> Config:
@@ -122,21 +116,6 @@ def load_values(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
     for name, value in overrides.items():
         replace_value(values, name, value)
     return values
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "train",
-        description="Train a policy. --config.section.name=value overrides a setting (dcmdp settings lists them); the "
-        "same command resumes a run.",
-    )
-    parser.add_argument(
-        "--dry_run", action="store_true", help="check everything, print the plan (shapes, memory, steps), and stop"
-    )
-    parser.add_argument(
-        "--print_config", action="store_true", help="print every setting, mark what differs from the default, and stop"
-    )
-    return parser
 
 
 def parse_rest(parser: Parser, words: Sequence[str], **options: Any) -> argparse.Namespace:

@@ -23,7 +23,7 @@ COMMANDS = MappingProxyType(
         "probe": "how far two engines disagree, and why",
         "sweep": "a grid of configs and seeds, compared",
         "plan": "memory of a run on hardware that is not here, by its compiler",
-        "convert": "check, copy and write Hugging Face directories",
+        "convert": "check and write Hugging Face directories",
         "toy": "the paper's one-state toy",
         "settings": "every setting, or those whose name holds a word",
         "env": "versions and machine, for a bug report",
@@ -32,19 +32,23 @@ COMMANDS = MappingProxyType(
 """Module of this folder -> what it does."""
 
 
-def console() -> NoReturn:
-    """Run the command that `sys.argv` names, and leave the process with its exit code."""
+def console(name: str = "") -> NoReturn:
+    """Run a command, and leave the process with its exit code.
+
+    Args:
+        name: the command; empty for the one that `sys.argv` names.
+    """
     # Before what they import makes threads.
-    for started_as in ("dcmdp", "dcmdp_jax"):
-        keep_freed_memory(started_as)
-        hide_torch(started_as)
+    keep_freed_memory()
+    hide_torch()
     command_starts()
     # A reward, remedy or engine may be named `module:name`. `python -m` has this directory first.
     sys.path.append("")
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in COMMANDS:
-        run_main(_without_command)
-    sys.argv = [f"dcmdp {name}", *sys.argv[2:]]
+    if not name:
+        name = sys.argv[1] if len(sys.argv) > 1 else ""
+        if name not in COMMANDS:
+            run_main(_without_command)
+        sys.argv = [f"dcmdp {name}", *sys.argv[2:]]
     command = importlib.import_module(f"dcmdp_jax.commands.{name}")
     run_main(command.main, expected=getattr(command, "EXPECTED", ()))
 

@@ -13,6 +13,7 @@ Prints memory by kind and what fits; docs/plan.md explains it. What the programs
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 from dcmdp_jax.atomic_write import atomic_write
@@ -32,19 +33,14 @@ from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_top
 def main(argv: list[str]) -> int:
     """Parse the arguments (program name first), compile, print; exit code 1 if the run does not fit."""
     parser = Parser("plan", description="Memory of a run at full size, by the compiler.")
-    parser.add_argument("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
-    parser.add_argument("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
-    parser.add_argument(
-        "--search", action="store_true", help="compile the step for other meshes and micro-batches; list what fits"
-    )
-    parser.add_argument(
-        "--lengths",
-        metavar="LENGTHS",
-        default="",
-        help="padding and operations at these lengths of completions too: lognormal(MEDIAN,CAP), or a run's directory",
-    )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
-    config, arguments = parse_with(parser, argv)
+    add = parser.add_argument
+    add("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
+    add("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
+    add("--search", action="store_true", help="try other meshes and micro-batches of the step; list what fits")
+    add("--lengths", default="", help="padding at these lengths too: lognormal(MEDIAN,CAP), or a run's directory")
+    add("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
+    arguments = parse_with(parser, argv)
+    config = arguments.config
     if arguments.topology is None:
         raise UserError(f"--topology is missing; known are {known_topologies()}")
     if arguments.lengths and arguments.search:
@@ -62,10 +58,7 @@ def main(argv: list[str]) -> int:
     check_run(searched, platform_of(arguments.topology), devices)
     set_environment()
     topology = load_topology(arguments.topology)
-
-    def tell(line: str) -> None:
-        print(line, flush=True)
-
+    tell = functools.partial(print, flush=True)
     if arguments.search:
         found = search(config, topology, tell=tell)
         record, code = found.record(), 0 if found.fitting else 1

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.commands import probe_recordings
-from dcmdp_jax.commands.arguments import output_directory, real, temperature, whole
+from dcmdp_jax.commands.arguments import output_directory, real, whole
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.commands.flags import load_config, parse_rest, split_overrides
 from dcmdp_jax.config.engine import settings_of
@@ -92,23 +92,13 @@ def add_engines(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the arguments of `open_session`."""
     group = parser.add_argument_group("engines")
     live = group.add_argument
-    live(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="Hugging Face directory, OWNER/NAME[@REVISION] on the Hub, run directory, or checkpoint",
-    )
+    live("--model", type=Path, metavar="DIR", help="model directory, OWNER/NAME on the Hub, run or checkpoint")
     live("--config", metavar="FILE[:ARGUMENT]", help="a config file: its model.path or last checkpoint, task, engine")
-    live(
-        "--a",
-        action="append",
-        type=_engine,
-        metavar="ENGINE",
-        help="samples; may be given several times (default: a run's own)",
-    )
+    live("--a", action="append", type=_engine, metavar="ENGINE", help="samples; several times for several engines")
     live("--b", type=_engine, default=parse_spec("trainer"), metavar="ENGINE", help="scores (default: trainer)")
     live("--prompts", type=whole(1), default=32, metavar="N", help="problems to ask (default: %(default)s)")
-    live("--score-temperature", type=temperature, metavar="T", help="that b scores at (default: as sampled)")
+    # Below, log-probs reach their clamp; above, all tokens are about equally likely.
+    live("--score-temperature", type=real(0.01, 100), metavar="T", help="that b scores at (default: as sampled)")
     live("--top-p", type=real(0, 1), default=1.0, metavar="P", help="nucleus mass of sampling (default: %(default)s)")
     live("--earlier", action="append", type=Path, metavar="DIR", help="weights that a may still hold, all or in part")
     return group

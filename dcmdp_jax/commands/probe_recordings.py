@@ -31,13 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say what was recorded, and where."""
     recording = parser.add_argument_group("a recording").add_argument
     formats = ("auto", *(name for name in FORMATS if name != "recorder"), *_RECORDED_BY)
-    recording(
-        "recording", nargs="*", metavar="PATH", help="files, directories, globs of one framework, or a run directory"
-    )
-    recording(
-        "--format", default="auto", choices=formats, metavar="NAME",
-        help=f"refuse others than: {', '.join(formats[1:])} (default: %(default)s, told by the columns)",
-    )  # fmt: skip
+    recording("recording", nargs="*", metavar="PATH", help="files, directories, globs, or a run directory")
+    about = f"refuse others than: {', '.join(formats[1:])} (default: %(default)s)"
+    recording("--format", default="auto", choices=formats, metavar="NAME", help=about)
     recording("--allow-gaps", action="store_true", help="go on where steps or ranks are missing in the middle")
     recording("--token-column", default=_TOKEN_COLUMN, metavar="NAME", help="lists of token ids (default: %(default)s)")
     recording("--train-column", metavar="NAME", help="lists of the training stack's log-probs, nats")
@@ -46,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     recording("--entropy-column", default="", metavar="NAME", help="the training stack's entropies (default: none)")
     recording("--lag-column", default="", metavar="NAME", help="age in steps of the weights that sampled")
     recording("--top-column", default="", metavar="NAME", help="the engine's likeliest tokens, as Recorder packs them")
-    recording(
-        "--max-tokens", type=whole(1), default=_MAX_TOKENS, metavar="N", help="above it, an even share of the rows"
-    )
+    recording("--max-tokens", type=whole(1), default=_MAX_TOKENS, metavar="N", help="read an even share above it")
     recording("--tokenizer", metavar="DIR", help="shows tokens as text (default: ids)")
 
 
@@ -67,9 +61,7 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
     files = find_files(paths, left_out)
     framework = files[0].framework
     if arguments.format not in ("auto", framework):
-        raise UserError(
-            f"--format={arguments.format}: {files[0].path} was recorded by {framework}; leave --format out, or name it"
-        )
+        raise UserError(f"--format={arguments.format}: {files[0].path} was recorded by {framework}; leave --format out")
     run = _own_run(files)
     metrics = without_placeholder(read_metrics(run), read_config(run).algorithm.measured_steps) if run else None
     asked = {name: getattr(arguments, name) for name in ("max_tokens", "allow_gaps", "tolerance")}
@@ -107,9 +99,7 @@ def _by_columns(arguments: argparse.Namespace, paths: list[str]) -> Measured:
         if not getattr(arguments, f"{option}_column"):
             raise UserError(f"--{option}-column is missing: name the column of the {content}")
     if len(paths) > 1:
-        raise UserError(
-            f"{len(paths)} paths with --train-column: give one file; several are read by their format alone"
-        )
+        raise UserError(f"{len(paths)} paths with --train-column: give one file; several need a known format")
     columns = Columns(**{name: getattr(arguments, f"{name}_column") for name in _column_options()})
     path = Path(paths[0])
     recording = read_recording(path, columns, max_tokens=arguments.max_tokens)

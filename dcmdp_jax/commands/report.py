@@ -16,15 +16,10 @@ from dcmdp_jax.observe.report import write_report
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the report, print where it is."""
-    parser = Parser(
-        "report", description="Plots (PNG) and a self-contained HTML page of one run, or of several, overlaid."
-    )
+    parser = Parser("report", description="Plots and a self-contained HTML page of one run, or of several, overlaid.")
     parser.add_argument("run_dirs", nargs="+", metavar="RUNDIR", help="a run directory, written by train")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where to write (default: the run's own directory; report/ for several)"
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the run's own; report/ for several")
     arguments = parser.parse_args(argv[1:])
-    default = Path(arguments.run_dirs[0]) if len(arguments.run_dirs) == 1 else Path("report")
-    out_dir = default if arguments.out is None else arguments.out
+    out_dir = arguments.out or (Path(arguments.run_dirs[0]) if len(arguments.run_dirs) == 1 else Path("report"))
     report = write_report(arguments.run_dirs, out_dir)
     print(f"wrote {report} and {out_dir / PLOTS_DIRECTORY}/*.png")

@@ -32,14 +32,7 @@ from dcmdp_jax.fields import flatten
 from dcmdp_jax.lab.studies.arms import Values, arm_table, check_arm
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.study import SET_BY_THE_STUDY, Arm, Study, StudyRun, check_collisions, runs_of
-from dcmdp_jax.lab.studies.study_runs import (
-    EVALUATION,
-    STOPPED,
-    compare,
-    evaluation_words,
-    finish_run,
-    write_results,
-)
+from dcmdp_jax.lab.studies.study_runs import EVALUATION, STOPPED, compare, evaluation_words, finish_run, write_results
 from dcmdp_jax.run.directory import check_run_directory
 
 _OVERRIDE = "--config."
@@ -111,7 +104,9 @@ def chosen(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Stu
     study = load_study(arguments.study)
     if arguments.seeds is not None:
         study = dataclasses.replace(study, seeds=arguments.seeds)
-    return arguments, study, arguments.out or Path("runs") / "studies" / _directory_name(arguments.study), overrides
+    location, _, argument = arguments.study.partition(":")
+    name = Path(location).stem + (f"_{argument}" if argument else "")
+    return arguments, study, arguments.out or Path("runs/studies") / name, overrides
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -120,11 +115,6 @@ def _seeds(text: str) -> tuple[int, ...]:
     if len(set(seeds)) < len(seeds):
         raise argparse.ArgumentTypeError(f"got {text!r}, every seed must be there once")
     return seeds
-
-
-def _directory_name(given: str) -> str:
-    location, _, argument = given.partition(":")
-    return Path(location).stem + (f"_{argument}" if argument else "")
 
 
 def load_study(given: str) -> Study:
@@ -162,19 +152,18 @@ def resolve(
         runs = [run for arm in arms for run in runs if run.arm == arm]
     base, paper = default_values(), arm_values(Arm(_PAPERS_CONFIG))
     given = {word.removeprefix(_OVERRIDE).partition("=")[0] for word in overrides}
-    configs, checked = [], set()
+    configs = []
     for run in runs:
         try:
             configs.append(parse_run(["train", *run.arguments]).config)
         except UserError as error:
             raise UserError(f"study: {run.label}: {error}") from None
-        if run.arm not in checked:
-            checked.add(run.arm)
-            arm = study.arms[run.arm]
-            try:
-                check_arm(run.arm, arm, arm_values(arm, overrides), {*arm.settings, *given}, base, paper)
-            except UserError as error:
-                raise UserError(f"study: {error}") from None
+    for label in dict.fromkeys(run.arm for run in runs):
+        arm = study.arms[label]
+        try:
+            check_arm(label, arm, arm_values(arm, overrides), {*arm.settings, *given}, base, paper)
+        except UserError as error:
+            raise UserError(f"study: {error}") from None
     check_collisions(runs, [to_dict(config) for config in configs])
     return runs, configs
 

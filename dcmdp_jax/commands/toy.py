@@ -21,21 +21,12 @@ _DPI = 130
 _LARGEST_BUDGET = 1e6
 
 
-class ToyFailed(RuntimeError):
-    """The paper's takeaway contradicts the table."""
-
-
-EXPECTED = (ToyFailed,)
-"""Failures whose message is enough."""
-
-
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), solve, draw, print, check."""
     parser = Parser("toy", description="The paper's one-state toy: table, two figures, a check.")
     defaults = ",".join(f"{budget:g}" for budget in BUDGETS)
-    parser.add_argument(
-        "--budgets", type=_budgets, default=BUDGETS, metavar="C,C,...", help=f"mismatch budgets (default: {defaults})"
-    )
+    about = f"mismatch budgets (default: {defaults})"
+    parser.add_argument("--budgets", type=_budgets, default=BUDGETS, metavar="C,C,...", help=about)
     parser.add_argument("--out", type=Path, default=Path("runs/toy"), metavar="DIR", help="default: %(default)s")
     arguments = parser.parse_args(argv[1:])
     try:
@@ -65,6 +56,6 @@ def _check_order(shares: dict[tuple[str, float], dict[str, float] | None]) -> No
     for where, found in met.items():
         values = list(found.values())
         if not values[0] > values[1] > values[2]:
-            raise ToyFailed(f"{where}: a6 is not ordered diff > log > ratio: {found}")
+            raise UserError(f"{where}: a6 is not ordered diff > log > ratio: {found}")
     told = f"every budget that all three meet: {', '.join(met)}" if met else "no budget: none is met by all three"
     print(f"check: a6 is ordered diff > log > ratio at {told}")

@@ -42,9 +42,7 @@ def main(argv: list[str]) -> None:
     add("paths", nargs="+", metavar="PATH", help="run directories, recordings, or an evaluation's lines")
     add("--out", type=output_directory, metavar="DIR", help="where to write (default: a run's own; else view/)")
     add("--tokenizer", metavar="DIR", help="shows tokens as text (default: a run's own, else ids)")
-    add(
-        "--completions", type=whole(1), default=_MOST, metavar="N", help="at most, an even share (default: %(default)s)"
-    )
+    add("--completions", type=whole(1), default=_MOST, metavar="N", help="at most, evenly (default: %(default)s)")
     arguments = parser.parse_args(argv[1:])
     paths = [each for path in arguments.paths for each in _evaluations_in(Path(path)) or [Path(path)]]
     runs = [path for path in paths if (path / METRICS_FILE).is_file()]
@@ -53,20 +51,19 @@ def main(argv: list[str]) -> None:
     out = arguments.out or (runs[0] if len(runs) == 1 else Path("view"))
     if out.suffix == ".html":
         raise UserError(f"--out: got {out}, a directory is written; name one, {_PAGE_FILE} goes into it")
-    found = []
     if runs:
         labels = labels_of([path.resolve() for path in runs]) if len(runs) > 1 else [None]
-        found = [each for run, label in zip(runs, labels, strict=True) for each in _of_run(run, label, arguments)]
+        sources = [_of_run(run, label, arguments.tokenizer) for run, label in zip(runs, labels, strict=True)]
     elif all(path.name.endswith(_EVALUATION) for path in paths):
-        found = list(_kept(_evaluated(paths), arguments.completions))
-        if not found:
-            raise UserError(f"{paths[0]}: holds no completions yet")
+        sources = [_evaluated(paths)]
     else:
-        found = list(_kept(_recorded(arguments.paths, None, _Words(arguments.tokenizer)), arguments.completions))
+        sources = [_recorded(arguments.paths, None, _Words(arguments.tokenizer))]
+    found = [each for source in sources for each in _kept(source, arguments.completions)]
+    if not found:
+        raise UserError(f"{paths[0]}: holds no completions yet")
     data = completions_data(found)
     title = " / ".join(path.resolve().name for path in paths)
-    scripts = ["completions.js"] if data["rows"] else []
-    page = render_page(_PAGE_FILE, scripts=scripts, title=title[:200], completions=data)
+    page = render_page(_PAGE_FILE, scripts=["completions.js"], title=title[:200], completions=data)
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / _PAGE_FILE, page)
     print(f"wrote {out / _PAGE_FILE}: {len(data['rows']) + data['left_out']:,} completions")
@@ -78,12 +75,11 @@ def _evaluations_in(path: Path) -> list[Path]:
     return [] if is_run else sorted(path.glob(f"*{_EVALUATION}"))
 
 
-def _of_run(path: Path, label: str | None, arguments: Any) -> list[Completion]:
+def _of_run(path: Path, label: str | None, tokenizer: str | None) -> Iterator[Completion]:
     if any((path / ROLLOUTS_DIRECTORY).glob("*.parquet")):
         own = path / "tokenizer"
-        words = _Words(arguments.tokenizer or (str(own) if own.is_dir() else None))
-        return list(_kept(_recorded([str(path)], label, words), arguments.completions))
-    return list(_kept(_samples(path, label), arguments.completions))
+        return _recorded([str(path)], label, _Words(tokenizer or (str(own) if own.is_dir() else None)))
+    return _samples(path, label)
 
 
 def _samples(path: Path, label: str | None) -> Iterator[Completion]:
@@ -182,7 +178,4 @@ def _text(value: Any) -> str:
 def _number(value: Any) -> float | None:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    try:
-        return None if value is None or isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        return None
+    return float(value) if isinstance(value, int | float | np.number) else None

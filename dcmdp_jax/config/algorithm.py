@@ -23,7 +23,7 @@ from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import setting
 from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
-from dcmdp_jax.user_code import callback_error, error_place, load_function
+from dcmdp_jax.user_code import callback_error, error_place, load_object
 
 _TRACING = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.UnexpectedTracerError)
 _CENTERING = "score_centering"
@@ -128,7 +128,7 @@ class AlgorithmSettings:
     multiplier: float = setting(0.1, unit="advantage per discrepancy")
     budget: str = setting("mean", choices=("mean", *QUANTILES))
     tolerance: float = setting(0.0037, unit="of the measure", minimum=0)
-    tolerance_steps: int = setting(0, unit="steps", minimum=0, limit=(10_000, "lambda rests in all of them"))
+    tolerance_steps: int = setting(0, unit="steps", minimum=0, maximum=10_000)
     tolerance_factor: float = setting(BUDGET_ROOM, minimum=1e-6)
     dual_learning_rate: float = setting(1.0, minimum=0)
     multiplier_max: float = setting(MULTIPLIER_MAX)
@@ -147,9 +147,7 @@ class AlgorithmSettings:
     normalize_std: bool = setting(True)
     mask_truncated: bool = setting(False)
     kl_coefficient: float = setting(0.0, minimum=0)
-    kl_estimator: str = setting(
-        "k3", choices=("k2", "k3"), why="k1 is an estimate and no loss: its expected gradient is 0"
-    )
+    kl_estimator: str = setting("k3", choices=("k2", "k3"), why="the expected gradient of k1 is 0")
     router_aux_loss: float = setting(0.0, minimum=0)
 
     def calls(self, name: str) -> list[Call]:
@@ -272,28 +270,22 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
         yield "algorithm", "two functions have this name, as their metrics would; rename one", twice[0]
     (loss,) = algorithm.calls("loss")
     if loss.own and algorithm.trust_region != "clip":
-        why = "which bounds the surrogate alone; leave one of them out"
-        yield "algorithm.loss", f"with trust_region={algorithm.trust_region}, {why}"
+        yield "algorithm.loss", "takes no trust_region, which bounds the surrogate alone; leave one of them out"
     if "trust_region" in loss.parameters and not loss.own:
         yield "algorithm.loss", "takes no parameters; set them in trust_region"
     denominator = algorithm.ratio_denominator
     for call in algorithm.calls("corrections") if denominator in ("rollout", "bypass") else []:
         if call.function in {**TRUNCATIONS, **MASKS}:
-            why = f"with ratio_denominator={denominator}, whose ratio weighs by p_train / p_rollout already"
-            yield "algorithm.corrections", f"must be left out {why}", call.function
-    mixed = (call for call in algorithm.calls("corrections") if call.own or call.function in OF_PREFIXES)
-    for call in mixed if algorithm.centers else ():
-        why = "which needs a weight that is a token's own, or one for all tokens of a completion; leave one of them out"
-        yield "algorithm.corrections", f"with score_centering, {why}", call.function
-    if algorithm.centers and (region := algorithm.calls("trust_region")[0]).function == "vespo":
-        why = "which needs a trust region of single tokens; vespo weighs whole completions"
-        yield "algorithm.trust_region", f"with score_centering, {why}", region.function
-    if algorithm.level == "reward" and denominator == "bypass":
-        why = "leaves out the pass that it needs; set ratio_denominator=rollout or level=token"
-        yield "algorithm.level", f"ratio_denominator=bypass {why}"
-    if algorithm.level == "reward" and ":" in algorithm.method:
-        why = "a function of tokens, of which a reward has none; set a method of ours or level=sequence"
-        yield "algorithm.level", f"method={algorithm.method} is {why}"
+            why = f"ratio_denominator={denominator} weighs by p_train / p_rollout already; leave it out"
+            yield "algorithm.corrections", why, call.function
+    for call in algorithm.calls("corrections") if algorithm.centers else ():
+        if call.own or call.function in OF_PREFIXES:
+            why = "with score_centering, which needs a weight of each token or completion; leave one of them out"
+            yield "algorithm.corrections", why, call.function
+    if algorithm.centers and algorithm.calls("trust_region")[0].function == "vespo":
+        yield "algorithm.trust_region", "weighs whole completions, score_centering single tokens; leave one of them out"
+    if algorithm.level == "reward" and (denominator == "bypass" or ":" in algorithm.method):
+        yield "algorithm.level", "goes with no ratio_denominator=bypass and no method of yours; set level=token"
     if algorithm.state_charge and algorithm.level != "token":
         yield "algorithm.level", f"with method={algorithm.method}, which charges states; leave it at token"
     if algorithm.refill_rounds and not algorithm.drop_equal_groups:
@@ -319,7 +311,7 @@ def _bind(name: str, call: Call) -> Function:
     if not call.own:
         return functools.partial(_REMEDIES[name][1][call.function], **call.parameters)
     with _said(name):
-        function = load_function(call.function)
+        function = load_object(call.function, "function")
         check_parameters(call, function)
     return OwnRemedy(call.name, function, call.parameters)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from dcmdp_jax.config.algorithm import algorithm_rules
 from dcmdp_jax.config.arguments import as_settings
 from dcmdp_jax.config.engine import check_engine, find_trainable, forward_scheme
-from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE
+from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.registry import find_engine
@@ -60,20 +59,16 @@ def _refuse(config: Config, broken: Broken) -> None:
     """Raise for the first broken rule."""
     for name, said, *value in broken:
         found = value[0] if value else get_value(config, name)
-        raise UserError(
-            f"config.{name}: empty; {said}" if found == "" else f"config.{name}: got {shorten(found)}, {said}"
-        )
+        raise UserError(f"config.{name}: " + ("empty; " if found == "" else f"got {shorten(found)}, ") + said)
 
 
 def _check_each(config: Config, engine: EngineKind, names: Collection[str]) -> None:
     settings = [one for name, one in declared(Config).items() if name in names]
     for one in settings:
-        # An engine by path has choices of its own.
-        if not one.about.engine_choices or engine in TRAINABLE.values():
-            check_choice(one.name, get_value(config, one.name), one.about.choices, one.about.why)
+        check_choice(one.name, get_value(config, one.name), one.about.choices, one.about.why)
+    with_engine = f" with rollout.engine={config.rollout.engine}"
     for name, allowed in engine.choices.items():
-        with_engine = f" with rollout.engine={config.rollout.engine}"
-        check_choice(f"rollout.{name}", get_value(config.rollout, name), allowed, "", with_engine)
+        check_choice(f"rollout.{name}", getattr(config.rollout, name), allowed, "", with_engine)
     for one in settings:
         check_range(one, get_value(config, one.name), one.name)
 
@@ -90,8 +85,7 @@ def may_change(name: str, config: Config) -> bool:
 
 def _task_rules(config: Config) -> Broken:
     if 0 < config.evaluation.temperature < LOWEST_TEMPERATURE:
-        why = "below it log-probs reach their clamp at -10000 nats"
-        yield "evaluation.temperature", f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE} ({why})"
+        yield "evaluation.temperature", f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE}"
     environment = config.task.environment
     if environment and not environment.rpartition(":")[0]:
         yield "task.environment", "allowed are module:Class and path.py:Class"
@@ -100,10 +94,9 @@ def _task_rules(config: Config) -> Broken:
 
 
 def _step_rules(config: Config) -> Broken:
-    training, algorithm = config.training, config.algorithm
+    training, algorithm, rollout = config.training, config.algorithm, config.rollout
     if (config.model.lora_rank or config.model.adapter) and config.model.forward_precision != "full":
-        why = "the engine alone rounds the sum of base and adapters"
-        yield "model.forward_precision", f"must be full with adapters ({why})"
+        yield "model.forward_precision", "must be full with adapters, whose sum with the base the engine alone rounds"
     if training.prompts_per_step % training.prompts_per_mini_batch:
         yield "training.prompts_per_mini_batch", f"must divide training.prompts_per_step={training.prompts_per_step}"
     if not 0 <= algorithm.multiplier <= algorithm.multiplier_max:
@@ -122,16 +115,12 @@ def _step_rules(config: Config) -> Broken:
     if not config.task.train:
         yield "task.train", "name a .jsonl or .parquet file, a Hub dataset, or arithmetic:..."
     if config.task.environment and config.rollout.router_replay:
-        why = "a later turn reads earlier tokens again, with other experts"
-        yield "rollout.router_replay", f"must be False with task.environment ({why})"
+        yield "rollout.router_replay", "must be False with task.environment: a later turn reads tokens by other experts"
     if config.evaluation.every_steps and not config.evaluation.task:
         yield "evaluation.task", "name a task or set evaluation.every_steps=0"
-    if algorithm.centers and not config.rollout.top_logprobs:
-        why = "score_centering needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more"
-        yield "algorithm.corrections", why, algorithm.corrections
-    if algorithm.state_charge and not config.rollout.top_logprobs:
-        yield "algorithm.method", "needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more"
-    rollout = config.rollout
+    if algorithm.differentiates_head and not rollout.top_logprobs:
+        name = "method" if algorithm.state_charge else "corrections"
+        yield f"algorithm.{name}", "needs the engine's likeliest tokens; set rollout.top_logprobs=32 or more"
     if rollout.cuts and rollout.top_logprobs < max(1, rollout.top_k):
         name = "top_k" if rollout.top_k else "top_p"
         yield f"rollout.{name}", "the trainer needs all tokens that it keeps; set rollout.top_logprobs to their number"
@@ -146,12 +135,7 @@ def _size_rules(config: Config) -> Broken:
     width = max(shape.intermediate_size, shape.num_experts * (shape.moe_intermediate_size + 1))
     parameters = shape.num_layers * (attention + 3 * shape.hidden_size * width)
     if not config.model.path and parameters > _MOST_PARAMETERS:
-        why = "1.6 TB of parameters, gradients and Adam's moments"
-        yield (
-            "model.architecture",
-            f"must have at most {_MOST_PARAMETERS:,} parameters in its layers ({why})",
-            parameters,
-        )
+        yield "model.architecture", f"must have at most {_MOST_PARAMETERS:,} parameters in its layers", parameters
     prompts, tokens = training.prompts_per_step, config.max_total_tokens
     warmup = config.warmup.batch_size if config.warmup.steps else 0
     unit = "tokens of prompt and completion"
@@ -189,10 +173,8 @@ def _reward_rules(config: Config) -> Broken:
         place, _, function = name.rpartition(":")
         if name in BUILT_IN_REWARDS or (place and function.isidentifier()):
             continue
-        near = difflib.get_close_matches(name, BUILT_IN_REWARDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
         allowed = f"{', '.join(BUILT_IN_REWARDS)}, module:function and path.py:function"
-        yield "rewards.functions", f"allowed are {allowed}{hint}", name
+        yield "rewards.functions", f"allowed are {allowed}", name
     if len(set(names)) < len(names):
         yield "rewards.functions", "must name each once; raise its weight instead"
     if weights and len(weights) != len(names):
@@ -200,7 +182,4 @@ def _reward_rules(config: Config) -> Broken:
     if weights and not any(weights):
         yield "rewards.weights", "nothing would be learned; one must be another number than 0"
     if 0 < config.rewards.memory_limit < _LEAST_MEMORY_GIB:
-        yield (
-            "rewards.memory_limit",
-            f"must be 0 (no limit) or at least {_LEAST_MEMORY_GIB} GiB, in which Python starts",
-        )
+        yield "rewards.memory_limit", f"must be 0 (no limit) or at least {_LEAST_MEMORY_GIB} GiB: Python starts in it"

@@ -16,6 +16,9 @@ from dcmdp_jax.inputs import json_object
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.user_code import is_place
 
+_ARGUMENTS = ("precision", "compute_dtype", "kv_cache_dtype", "max_rows", "min_rows", "top_logprobs", "lag")
+"""Arguments of an engine that are settings of the rollout."""
+
 
 def check_name(name: str) -> None:
     """Refuse a name that does not denote a trainable engine. Nothing is imported.
@@ -81,17 +84,10 @@ def engine_arguments(
     rollout = config.rollout
     kind = kind or find_trainable(rollout.engine)
     directory = (kind.name if kind in TRAINABLE.values() else "engine") + (f"_{host}" if host else "")
-    known = {
-        "precision": rollout.precision,
-        "compute_dtype": rollout.compute_dtype,
-        "kv_cache_dtype": rollout.kv_cache_dtype,
+    known = {name: getattr(rollout, name) for name in _ARGUMENTS} | {
         "max_total_tokens": config.max_total_tokens,
-        "max_rows": rollout.max_rows,
-        "min_rows": rollout.min_rows,
         "settings": settings_of(rollout, kind),
         "routed_experts": rollout.router_replay,
-        "top_logprobs": rollout.top_logprobs,
-        "lag": rollout.lag,
         "directory": Path(config.run_dir) / directory,
     }
     return kind, EngineArguments(**known | found)
@@ -111,9 +107,7 @@ def check_engine(config: Config, kind: EngineKind | None = None) -> None:
     with as_settings({"temperature": "evaluation.temperature"}):
         kind.check_temperature(config.evaluation.temperature)
     if config.rollout.router_replay and not kind.routes:
-        raise UserError(
-            f"config.rollout.router_replay: got True, {kind.name} can't return the experts of each token; set False"
-        )
+        raise UserError(f"config.rollout.router_replay: got True, {kind.name} can't return experts; set False")
 
 
 def forward_scheme(config: Config, platform: str = "", **found: Any) -> Scheme:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from ml_collections import ConfigDict
 
 from dcmdp_jax.config.algorithm import canonical, spelled_out
 from dcmdp_jax.config.checks import validate, validate_sampling
@@ -18,9 +20,6 @@ from dcmdp_jax.config.settings import Config, setting_names, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import build, declared, flatten, nearest_name, parse_text, replace_value
 from dcmdp_jax.inputs import shorten
-
-if TYPE_CHECKING:
-    from ml_collections import ConfigDict
 
 VERSION = 7
 """Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""

@@ -9,15 +9,11 @@ from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.fields import setting
 
-MOST_TOKENS = (2**20, "models read up to a million tokens")
+MOST_TOKENS = 2**20
 LOWEST_TEMPERATURE = 0.01
-HIGHEST_TEMPERATURE = (100, "beyond it every token is about as likely")
+HIGHEST_TEMPERATURE = 100
 TRAINABLE = {name: kind for name, kind in ENGINES.items() if kind.pushes}
 """The built-in engines that take the trainer's weights, by the value of `rollout.engine`."""
-
-
-def _by_engine(argument: str) -> dict[str, tuple[str, ...]]:
-    return {name: kind.choices[argument] for name, kind in TRAINABLE.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +24,14 @@ class RolloutSettings:
         engine: Inference engine. local: in JAX, in the trainer's process. vllm: stock vLLM in its own process. Or
             one of yours, package.module:NAME or path.py:NAME (docs/extending.md).
         engine_args: Settings of an engine of yours as a JSON object, such as {"server": "http://..."}.
-        precision: Weights of the engine. exact: the training stack recomputes the log-probs, so the discrepancy is
-            0. int8, int4, int3, int2 (in a byte), fp8 of the local engine: weights alone, quantized per output
-            channel at each push; products are in compute_dtype, and a CPU dequantizes all weights in each program,
-            which takes more memory than bfloat16. int8 of vLLM: W8A8, per channel and token. fp8 of vLLM, on GPUs:
-            W8A8, per matrix and token; fp8_per_block: per block of 128.
-        compute_dtype: Activations of the engine, and in vLLM all weights that are not quantized.
-        kv_cache_dtype: Key-value cache. auto: compute_dtype. fp8: float8_e4m3fn.
+        precision: Weights of the engine. float32, bfloat16, float16: rounded to it. exact (local): the training stack
+            recomputes the log-probs, so the discrepancy is 0. int8, int4, int3, int2 (in a byte), fp8 of the local
+            engine: weights alone, quantized per output channel at each push; products are in compute_dtype, and a CPU
+            dequantizes all weights in each program, which takes more memory than bfloat16. int8 of vLLM: W8A8, per
+            channel and token. fp8 of vLLM, on GPUs: W8A8, per matrix and token; fp8_per_block: per block of 128.
+        compute_dtype: float32, bfloat16 or float16: activations of the engine, and in vLLM all weights that are not
+            quantized.
+        kv_cache_dtype: Key-value cache. auto: compute_dtype. fp8: float8_e4m3fn; vLLM has fp8_e5m2 too.
         max_rows: Completions decoded at the same time, by all replicas; further ones wait.
         min_rows: Embedded engine: when half of a batch is done, the rest moves to a batch of half the size, down to
             this size. The program of each size is compiled once. 0: 16 on a CPU, 32 elsewhere.
@@ -58,24 +55,21 @@ class RolloutSettings:
 
     engine: str = setting("local")
     engine_args: str = setting("", free=True)
-    precision: str = setting("bfloat16", engine_choices=_by_engine("precision"))
-    compute_dtype: str = setting("bfloat16", engine_choices=_by_engine("compute_dtype"))
-    kv_cache_dtype: str = setting("auto", engine_choices=_by_engine("kv_cache_dtype"))
+    precision: str = setting("bfloat16")
+    compute_dtype: str = setting("bfloat16")
+    kv_cache_dtype: str = setting("auto")
     max_rows: int = setting(256, unit="completions", minimum=1, free=True)
     min_rows: int = setting(0, unit="completions", minimum=0, free=True)
     group_size: int = setting(8, unit="completions", minimum=2, why="one completion has no group to be compared with")
-    max_completion_tokens: int = setting(8192, unit="tokens", minimum=1, limit=MOST_TOKENS)
+    max_completion_tokens: int = setting(8192, unit="tokens", minimum=1, maximum=MOST_TOKENS)
     temperature: float = setting(
-        1.0,
-        minimum=LOWEST_TEMPERATURE,
-        limit=HIGHEST_TEMPERATURE,
-        why="below it log-probs reach their clamp at -10000 nats, and at 0 all completions are the same",
+        1.0, minimum=LOWEST_TEMPERATURE, maximum=HIGHEST_TEMPERATURE, why="below it log-probs reach their clamp"
     )
-    top_logprobs: int = setting(0, unit="tokens", minimum=0, limit=(2**20, "no vocabulary is larger"))
+    top_logprobs: int = setting(0, unit="tokens", minimum=0, maximum=2**20)
     top_p: float = setting(1.0, minimum=1e-6, maximum=1)
-    top_k: int = setting(0, unit="tokens", minimum=0, limit=(2**20, "no vocabulary is larger"))
+    top_k: int = setting(0, unit="tokens", minimum=0, maximum=2**20)
     on_non_finite: str = setting("error", choices=("error", "drop"), free=True)
-    lag: int = setting(0, unit="steps", minimum=0, limit=(64, "the policy of so long ago is another one"))
+    lag: int = setting(0, unit="steps", minimum=0, maximum=64)
     router_replay: bool = setting(False)
     local: LocalSettings = LocalSettings()
     vllm: VllmSettings = VllmSettings()

@@ -17,7 +17,7 @@ from dcmdp_jax.fields import declared, setting
 from dcmdp_jax.models.config import ALL_LINEAR, Lora
 from dcmdp_jax.models.families import FAMILIES
 
-_MOST_SAMPLES = 4096, "avg@4096 of one problem has a standard error of 0.008 at most"
+_MOST_SAMPLES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +146,13 @@ class TaskSettings:
     train: str = setting("")
     prompt_suffix: str = setting("\nPlease reason step by step, and put your final answer within \\boxed{}.")
     chat_template_kwargs: str = setting("")
-    max_prompt_tokens: int = setting(1024, unit="tokens", minimum=1, limit=MOST_TOKENS)
+    max_prompt_tokens: int = setting(1024, unit="tokens", minimum=1, maximum=MOST_TOKENS)
     environment: str = setting("")
-    max_turns: int = setting(4, unit="turns", minimum=1, limit=(1024, "each turn is a call of the engine"))
-    max_turn_tokens: int = setting(0, unit="tokens", minimum=0, limit=MOST_TOKENS)
+    max_turns: int = setting(4, unit="turns", minimum=1, maximum=1024)
+    max_turn_tokens: int = setting(0, unit="tokens", minimum=0, maximum=MOST_TOKENS)
     on_bad_row: str = setting("error", choices=("error", "skip"))
     on_changed_data: str = setting("error", choices=("error", "continue"), free=True)
-    verifier_workers: int = setting(2, unit="processes", minimum=1, limit=(1024, "each is a process"), free=True)
+    verifier_workers: int = setting(2, unit="processes", minimum=1, maximum=1024, free=True)
     verifier_timeout: float = setting(5.0, unit="seconds", minimum=0.01)
     verifier_budget: float = setting(120.0, unit="seconds", minimum=0, free=True)
 
@@ -180,7 +180,7 @@ class RewardSettings:
     """
 
     functions: str = setting("math")
-    weights: tuple[float, ...] = setting((), limit=(1e6, "advantages are float32"))
+    weights: tuple[float, ...] = setting((), maximum=1e6)
     timeout: float = setting(300.0, unit="seconds", minimum=0.01, free=True)
     memory_limit: float = setting(0.0, unit="GiB", minimum=0.0, free=True)
     on_error: str = setting("error", choices=("error", "none"), free=True)
@@ -268,7 +268,7 @@ class MeshSettings:
     fsdp: int = setting(-1, unit="devices", free=True)
     tensor: int = setting(1, unit="devices", free=True)
     expert: int = setting(1, unit="devices", free=True)
-    cpu_devices: int = setting(0, unit="devices", minimum=0, limit=(256, "each takes threads of its own"), free=True)
+    cpu_devices: int = setting(0, unit="devices", minimum=0, maximum=256, free=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,8 +323,8 @@ class EvaluationSettings:
 
     task: str = setting("", free=True)
     every_steps: int = setting(0, unit="steps", minimum=0, free=True)
-    samples: tuple[int, ...] = setting((), unit="completions", minimum=1, limit=_MOST_SAMPLES, free=True)
-    temperature: float = setting(0.7, minimum=0, limit=HIGHEST_TEMPERATURE, free=True)
+    samples: tuple[int, ...] = setting((), unit="completions", minimum=1, maximum=_MOST_SAMPLES, free=True)
+    temperature: float = setting(0.7, minimum=0, maximum=HIGHEST_TEMPERATURE, free=True)
     max_problems: int = setting(0, unit="problems", minimum=0, free=True)
 
 

@@ -69,7 +69,7 @@ def _sections(kind: type, prefix: str) -> typing.Iterator[str]:
         yield "| setting | default | allowed | what it does | default from |\n|---|---|---|---|---|\n"
         for one in settings:
             mark = " *" if one.about.free else ""
-            cells = [f"`{one.name}`{mark}", _code(one), _allowed(one), one.about.doc, one.about.source]
+            cells = [f"`{one.name}`{mark}", f"`{one.default!r}`", _allowed(one), one.about.doc, one.about.source]
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
@@ -77,23 +77,16 @@ def _sections(kind: type, prefix: str) -> typing.Iterator[str]:
             yield from _sections(section, f"{prefix}{field.name}.")
 
 
-def _code(one: Declared) -> str:
-    return f"`{one.default!r}`" if one.type is str else f"`{one.default}`"
-
-
 def _allowed(one: Declared) -> str:
     """Choices or range, and the unit."""
     about = one.about
-    if about.engine_choices:
-        return "; ".join(f"{engine}: {', '.join(choices)}" for engine, choices in about.engine_choices.items())
     if about.choices:
         return ", ".join(about.choices)
     if one.type is bool:
         return "true, false"
     if one.type is str:
         return ""
-    high = about.maximum if about.maximum is not None else about.limit[0] if about.limit else None
-    low = about.minimum
+    low, high = about.minimum, about.maximum
     bounds = f"{_number(low)} .. {_number(high)}" if None not in (low, high) else ""
     if not bounds:
         bounds = f"at least {_number(low)}" if low is not None else f"at most {_number(high)}" if high else ""

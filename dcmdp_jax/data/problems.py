@@ -21,7 +21,7 @@ from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.rewards.math.answers import is_sentence
 from dcmdp_jax.rewards.protocol import Problem, shown
-from dcmdp_jax.user_code import describe_error, load_function
+from dcmdp_jax.user_code import describe_error, load_object
 
 _LOG = logging.getLogger(__name__)
 _FILE_SUFFIXES = (".jsonl", ".parquet")
@@ -134,7 +134,7 @@ def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | 
 def _function_rows(location: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Rows of a user's function, called with the location's settings by name; a value is JSON, or else text."""
     name, _, settings = location.partition(",")
-    function, arguments = load_function(name), task_arguments(location, settings)
+    function, arguments = load_object(name, "function"), task_arguments(location, settings)
     try:
         for index, row in enumerate(function(**{key: _json_or_text(text) for key, text in arguments.items()})):
             if not isinstance(row, Mapping):

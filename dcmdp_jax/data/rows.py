@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import describe_digit, foreign_digit, shorten, shorten_name
+from dcmdp_jax.inputs import shorten, shorten_name
 from dcmdp_jax.rewards.math.answers import answer_defect
 from dcmdp_jax.rewards.math.notation import last_boxed, split_elements, unwrap_text
 from dcmdp_jax.rewards.math.numbers import parse_number
@@ -33,6 +33,8 @@ _STATED = re.compile(
     r"(?:(?:so|thus|hence|therefore),?\s++)?+(?:(?:the|my|our|final|correct|right)\s++)*+answer\s*+(?:is\b|[:=])[\s:]*+(.*)",
     re.DOTALL | re.IGNORECASE,
 )
+# Python's numbers take the digits of every script; models, other verifiers and most readers do not.
+_FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 PANDAS_INDEX = "__index_level_0__"
 """The column in which pandas numbers rows."""
 
@@ -178,8 +180,8 @@ def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
     defect = answer_defect(answer)
     if defect is not None:
         raise UserError(f"the answer {defect}: {shorten(answer)}")
-    if (digit := foreign_digit(answer)) is not None:
-        raise UserError(f"the answer {shorten(answer)} has the digit {describe_digit(digit)}")
+    if digit := _FOREIGN_DIGIT.search(answer):
+        raise UserError(f"the answer {shorten(answer)} has the digit {digit[0]!r}, write {int(digit[0])}")
     return answer, solution
 
 
@@ -269,7 +271,7 @@ def _olympiad_answer(row: Mapping[str, Any]) -> Any:
         # ", " keeps 2500,750 from reading as a number of digit groups
         answer = ", ".join(split_elements(answer.replace("$", ""), ",", digit_groups=False))
     if row.get("error"):
-        if foreign_digit(str(row["error"])) or parse_number(str(row["error"])) is None:
+        if _FOREIGN_DIGIT.search(str(row["error"])) or parse_number(str(row["error"])) is None:
             raise UserError(f"field 'error' is {shorten(row['error'])}, not a number")
         answer += rf"\tolerance{{{row['error']}}}"
     return answer

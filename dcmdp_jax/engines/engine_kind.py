@@ -18,8 +18,8 @@ from dcmdp_jax.models.scheme import Scheme, weights_alone
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from dcmdp_jax.engines.machine import Machine, MemoryPart
     from dcmdp_jax.engines.protocol import Engine
-    from dcmdp_jax.machine import Machine, MemoryPart
     from dcmdp_jax.models.config import ModelConfig
     from dcmdp_jax.models.row_logprobs import Probe
     from dcmdp_jax.parallel.sharding import Lowerable

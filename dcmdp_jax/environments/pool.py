@@ -24,7 +24,7 @@ from typing import Any
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
 from dcmdp_jax.rewards.protocol import RewardError, plain_value, shown
-from dcmdp_jax.user_code import describe_error, load_function
+from dcmdp_jax.user_code import describe_error, load_object
 
 _LONGEST_OBSERVATION = 100_000
 _LARGEST = 1e9
@@ -191,7 +191,7 @@ def load_environment(name: str, columns: Sequence[str]) -> Callable[[], Any]:
         RewardError: in one line, if it can't be imported, or has no `reset` or `step` that can be called so.
     """
     try:
-        made = load_function(name, "class")
+        made = load_object(name, "class")
     except UserError as error:
         raise RewardError(f"environment {error}") from error
     if inspect.isclass(made):

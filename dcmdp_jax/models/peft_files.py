@@ -15,9 +15,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from dcmdp_jax.array_checksum import array_checksum
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.inputs import read_json_object
+from dcmdp_jax.models.array_checksum import array_checksum
 from dcmdp_jax.models.config import ALL_LINEAR, Lora, ModelConfig
 from dcmdp_jax.models.hf_weights import whole_directory
 from dcmdp_jax.models.lora import adapted_layers, adapter_declarations

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.user_code import load_function
+from dcmdp_jax.user_code import load_object
 
 MATH = "math"
 """The reward of `rewards.math.verifier`, computed in the trainer's process and the verifier's workers."""
@@ -208,7 +208,7 @@ def load_reward(function: str, columns: Sequence[str]) -> RewardFunction:
     """
     name = function.rpartition(":")[2]
     try:
-        loaded = load_function(BUILT_IN_REWARDS.get(function, function))
+        loaded = load_object(BUILT_IN_REWARDS.get(function, function), "function")
     except UserError as error:
         raise RewardError(f"reward {error}") from error
     try:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from dcmdp_jax.array_checksum import array_checksum
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.models.array_checksum import array_checksum
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.lora import SavedAdapters
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts

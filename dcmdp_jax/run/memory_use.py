@@ -24,9 +24,9 @@ from dcmdp_jax.data.episode import COLUMNS, column_shapes
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
+from dcmdp_jax.engines.machine import LOGITS_HELD, MEMORY_PHASES, MORE_DEVICES, Machine, MemoryPart, certain, exact
 from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.machine import LOGITS_HELD, MEMORY_PHASES, MORE_DEVICES, Machine, MemoryPart, certain, exact
 from dcmdp_jax.models.attention import has_scores, statistics_kept
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.declare import Declaration

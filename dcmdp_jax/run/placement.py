@@ -16,8 +16,8 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.episode import column_shapes
 from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
+from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.machine import Machine
 from dcmdp_jax.models.attention import choose_kernel
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute

@@ -22,6 +22,8 @@ from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(_ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+# So that a forked command does not start again.
+_ENVIRONMENT |= {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}
 
 # Reads {name: arguments}, writes {name: [exit code, stdout, stderr]}.
 _FORKS = """

@@ -180,7 +180,7 @@ def test_a_name_that_is_no_engine_is_one_line(name, said):
         ({"engine_args": '{"server": 1}'}, "config.rollout.engine_args.server: got 1 (int), must be str"),
         ({"engine_args": '{"buffer_mib": 0}'}, "config.rollout.engine_args.buffer_mib: got 0, must be at least 1"),
         ({"precision": "fp8"}, "config.rollout.precision: got 'fp8', allowed with rollout.engine="),
-        ({"router_replay": "true"}, "config.rollout.router_replay: got True, stub can't return the experts"),
+        ({"router_replay": "true"}, "config.rollout.router_replay: got True, stub can't return experts"),
         ({"engine": "local"}, "config.rollout.engine_args: only valid for user-defined engines; local has config.roll"),
     ],
 )

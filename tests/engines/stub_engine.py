@@ -8,9 +8,9 @@ import numpy as np
 
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.engines.engine_kind import EngineKind
+from dcmdp_jax.engines.machine import exact
 from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting
-from dcmdp_jax.machine import exact
 
 
 @dataclasses.dataclass(frozen=True)

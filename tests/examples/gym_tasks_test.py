@@ -8,7 +8,7 @@ import reasoning_gym as gym
 
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.rewards.reward_pool import Returned, RewardPool
-from dcmdp_jax.user_code import load_function
+from dcmdp_jax.user_code import load_object
 
 _FILE = str(Path(__file__).resolve().parents[2] / "examples" / "plugins" / "gym_tasks.py")
 _GYM = f"{_FILE}:gym"
@@ -20,7 +20,7 @@ def _load(location, **options):
 
 
 def _score(**arguments):
-    return load_function(f"{_FILE}:gym_score")(**arguments)
+    return load_object(f"{_FILE}:gym_score")(**arguments)
 
 
 def test_problems_are_those_of_the_dataset():
@@ -59,7 +59,7 @@ def test_a_dataset_that_makes_other_problems_is_told():
 
 
 def test_the_answer_is_the_last_one_given():
-    answer_of = load_function(f"{_FILE}:answer_of")
+    answer_of = load_object(f"{_FILE}:answer_of")
     assert answer_of("<answer>1</answer> no, <answer> 2\n</answer>") == "2"
     assert answer_of(r"\boxed{1} then \boxed{x}") == "x"
     assert answer_of("3") is None

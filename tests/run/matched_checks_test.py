@@ -7,8 +7,8 @@ import pytest
 from configs import base, qwen3_8b
 from dcmdp_jax.config.engine import engine_arguments, forward_scheme
 from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.machine import Machine
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.run.model_checks import forward_scheme_on

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcmdp_jax.machine import Machine, MemoryPart, exact
+from dcmdp_jax.engines.machine import Machine, MemoryPart, exact
 from dcmdp_jax.run.memory_use import MemoryUse
 
 _GIB = 2**30

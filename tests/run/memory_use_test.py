@@ -16,8 +16,8 @@ from configs import base, demo, qwen3_8b, qwen3_30b_a3b
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings
+from dcmdp_jax.engines.machine import Machine, MemoryPart
 from dcmdp_jax.engines.registry import ENGINES
-from dcmdp_jax.machine import Machine, MemoryPart
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_config import from_hf
 from dcmdp_jax.models.params import num_params
@@ -325,7 +325,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path,
 
 _RUN = """
 from dcmdp_jax.process_memory import keep_freed_memory
-keep_freed_memory("dcmdp_jax")
+keep_freed_memory()
 import json, sys
 from pathlib import Path
 from configs import base
@@ -334,7 +334,7 @@ from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings
 from dcmdp_jax.engines.registry import ENGINES
-from dcmdp_jax.machine import Machine
+from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.weights import Weights

@@ -6,8 +6,8 @@ import dataclasses
 import pytest
 
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
+from dcmdp_jax.engines.machine import Machine, exact
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.machine import Machine, exact
 from dcmdp_jax.rewards.protocol import MATH, Reward
 from dcmdp_jax.run.memory_use import EngineSetup, MemoryUse
 from dcmdp_jax.run.services import start_services

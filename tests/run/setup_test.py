@@ -10,8 +10,8 @@ import pytest
 
 from configs import demo, demo_moe, qwen3_8b
 from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.machine import Machine
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import directory as run_directory

@@ -11,8 +11,8 @@ from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting
 
 if TYPE_CHECKING:
+    from dcmdp_jax.engines.machine import Machine, MemoryPart
     from dcmdp_jax.engines.protocol import Engine
-    from dcmdp_jax.machine import Machine, MemoryPart
 
 _QUANTIZED = ("int8", "int4", "int3", "int2", "fp8")
 """Precisions of `models.quantize`, which imports JAX."""

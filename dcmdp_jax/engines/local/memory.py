@@ -15,7 +15,7 @@ from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import sizes
 from dcmdp_jax.engines.local.layout import TENSOR, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes
-from dcmdp_jax.machine import LOGITS_HELD, PREEMPTED, Machine, MemoryPart, certain, exact
+from dcmdp_jax.engines.machine import LOGITS_HELD, PREEMPTED, Machine, MemoryPart, certain, exact
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.quantize import QuantizedKernel
 

@@ -16,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.array_checksum import array_checksum
 from dcmdp_jax.engines.local.layout import EXPERT, TENSOR, weight_specs
 from dcmdp_jax.models import quantize
+from dcmdp_jax.models.array_checksum import array_checksum
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import fuse_projections, output_kernel
 from dcmdp_jax.models.params import param_shapes, quantized_leaves

@@ -12,8 +12,8 @@ from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.models.scheme import Scheme
 
 if TYPE_CHECKING:
+    from dcmdp_jax.engines.machine import Machine, MemoryPart
     from dcmdp_jax.engines.protocol import Engine
-    from dcmdp_jax.machine import Machine, MemoryPart
 
 _DTYPES = ("float32", "float16", "bfloat16")
 _QUANTIZED = ("int8", "fp8", "fp8_per_block")

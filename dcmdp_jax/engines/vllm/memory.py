@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.machine import Machine, MemoryPart, exact
 from dcmdp_jax.engines.sidecar.weights import WeightBridge
 from dcmdp_jax.engines.vllm.launch import engine_arguments
-from dcmdp_jax.machine import Machine, MemoryPart, exact
 
 
 def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPart]:

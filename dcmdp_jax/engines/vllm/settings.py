@@ -43,6 +43,4 @@ class VllmSettings:
     cpu_threads: int = setting(1, unit="threads", minimum=1, free=True)
     engine_args: str = setting("")
     start_timeout_s: float = setting(600.0, unit="seconds", minimum=1, free=True)
-    probe_tolerance: float = setting(
-        0.0, unit="nats", minimum=0, limit=(20, "log-ratios are clamped to 20 nats"), free=True
-    )
+    probe_tolerance: float = setting(0.0, unit="nats", minimum=0, maximum=20, free=True)

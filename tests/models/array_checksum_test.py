@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.array_checksum import array_checksum
+from dcmdp_jax.models.array_checksum import array_checksum
 
 
 def test_by_hand():
