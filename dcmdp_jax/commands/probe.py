@@ -97,8 +97,6 @@ def add_engines(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     live("--a", action="append", type=_engine, metavar="ENGINE", help="samples; several times for several engines")
     live("--b", type=_engine, default=parse_spec("trainer"), metavar="ENGINE", help="scores (default: trainer)")
     live("--prompts", type=whole(1), default=32, metavar="N", help="problems to ask (default: %(default)s)")
-    # Below, log-probs reach their clamp; above, all tokens are about equally likely.
-    live("--score-temperature", type=real(0.01, 100), metavar="T", help="that b scores at (default: as sampled)")
     live("--top-p", type=real(0, 1), default=1.0, metavar="P", help="nucleus mass of sampling (default: %(default)s)")
     live("--earlier", action="append", type=Path, metavar="DIR", help="weights that a may still hold, all or in part")
     return group
@@ -159,16 +157,12 @@ def open_session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) ->
     for kind, spec in {spec.record: spec for spec in (*first, arguments.b) if spec.record}.items():
         count = max(spec.record is kind for spec in first) + (arguments.b.record is kind)
         kind.reserve_device_share(settings_of(settings_for(spec, rollout), kind), count)
-    if rollout.temperature == 0 and arguments.score_temperature is None:
-        raise UserError(
-            "config.rollout.temperature: got 0 (greedy), whose log-probs are those at 1; give --score-temperature=1"
-        )
     run = Policy.of(saved, config)
     session = Session(
         run=run,
         problems=load_problems(config.task.train, limit=arguments.prompts, answers="unused"),
         sampling=dataclasses.replace(run.sampling, top_p=arguments.top_p),
-        score_temperature=rollout.temperature if arguments.score_temperature is None else arguments.score_temperature,
+        score_temperature=rollout.temperature or 1.0,  # what is sampled greedily has its log-probs at 1
         earlier=[find_model(path) for path in arguments.earlier or ()],
         load=functools.cache(lambda path: Policy.of(find_model(path), config)),
         rescore=not arguments.no_rescoring,
