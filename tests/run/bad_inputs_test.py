@@ -99,7 +99,7 @@ _DIRECTORIES = {
     "text": (_text('"qwen3"'), ["config.json: holds a string, must hold a JSON object"]),
     "null": (_text("null"), ["config.json: holds null, must hold a JSON object"]),
     "number": (_text("17"), ["config.json: holds a number, must hold a JSON object"]),
-    "too_deep": (_text('{"a":' + "[" * 100_000), ["config.json: not readable as JSON, it is nested too deeply"]),
+    "too_deep": (_text('{"a":' + "[" * 100_000), ["config.json: not valid JSON (maximum recursion depth exceeded"]),
     "digits_without_end": (_text('{"hidden_size": ' + "9" * 10_000 + "}"), ["config.json: not valid JSON", "4300"]),
     "absent": (lambda directory: (directory / "config.json").unlink(), ["no config.json, not a Hugging Face model"]),
     # Its fields.
@@ -183,7 +183,7 @@ _DIRECTORIES = {
         ["model.safetensors: truncated or not a safetensors file"],
     ),
     "no_tensors": (_header({}), ["holds no tensor model.layers.0..."]),
-    "index_deep": (_index('{"a":' * 100_000), ["index.json: not readable as JSON, it is nested too deeply"]),
+    "index_deep": (_index('{"a":' * 100_000), ["index.json: not valid JSON (maximum recursion depth exceeded"]),
     "index_list": (_index("[]"), ["index.json: holds a list, must hold a JSON object"]),
     "index_empty": (_index("{}"), ["index.json: has no weight_map"]),
     "index_numbers": (_index('{"weight_map": {"a": 1}}'), ["weight_map must map tensor names to file names"]),
@@ -249,7 +249,7 @@ def test_values_that_are_not_finite_are_named_by_every_reader(whole, tmp_path, n
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[" * 100_000, "generation_config.json: not readable as JSON, it is nested too deeply"),
+        ("[" * 100_000, "generation_config.json: not valid JSON (maximum recursion depth exceeded"),
         ("{", "generation_config.json: not valid JSON"),
         ("[]", "generation_config.json: holds a list, must hold a JSON object"),
         ('{"eos_token_id": "3"}', "eos_token_id is '3', must be a token id or a list of them"),
