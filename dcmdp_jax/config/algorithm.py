@@ -285,7 +285,8 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
     if algorithm.centers and algorithm.calls("trust_region")[0].function == "vespo":
         yield "algorithm.trust_region", "weighs whole completions, score_centering single tokens; leave one of them out"
     if algorithm.level == "reward" and (denominator == "bypass" or ":" in algorithm.method):
-        yield "algorithm.level", "goes with no ratio_denominator=bypass and no method of yours; set level=token"
+        why = "needs a method of ours and not ratio_denominator=bypass; set ratio_denominator=rollout or level=token"
+        yield "algorithm.level", why
     if algorithm.state_charge and algorithm.level != "token":
         yield "algorithm.level", f"with method={algorithm.method}, which charges states; leave it at token"
     if algorithm.refill_rounds and not algorithm.drop_equal_groups:

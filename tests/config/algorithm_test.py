@@ -53,7 +53,7 @@ def test_the_text_becomes_a_correction(text, weights, keep):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"level": "reward", "ratio_denominator": "bypass"}, "algorithm.level: got 'reward', ratio_denominator=bypass"),
+        ({"level": "reward", "ratio_denominator": "bypass"}, "algorithm.level: got 'reward', needs a method of ours"),
         ({"level": "reward", "ratio_denominator": "bypass"}, "set ratio_denominator=rollout or level=token"),
     ],
 )
