@@ -160,7 +160,7 @@ def test_what_is_no_kind_of_engine_is_one_line(more, attribute, said, tmp_path):
         ("vlm", "got 'vlm', allowed are local, vllm, module:NAME and path.py:NAME; did you mean 'vllm'?"),
         ("http", "got 'http', allowed are local, vllm, module:NAME and path.py:NAME"),
         ("none.py:ENGINE", "none.py:ENGINE: can't import none.py: FileNotFoundError"),
-        ("tests/engines/stub_engine.py:KIND", "tests/engines/stub_engine.py:KIND: no 'KIND' there; it has "),
+        ("tests/engines/stub_engine.py:KIND", "stub_engine.py has no object 'KIND'; it has "),
         ("tests/engines/stub_engine.py:Settings", "Settings'>, must be a dcmdp_jax.engines.engine_kind.EngineKind"),
     ],
 )

@@ -282,7 +282,7 @@ _LONG = "7" * 10**6
         ({"prompt": "p", "final_answer": ["2"], "error": "x" * 10**6}, "... (1,000,000 characters), not a number"),
         ({"prompt": "p", "answer": "５"}, "the answer '５' has the digit '５', write 5"),
         ({"prompt": "p", "answer": "1٣"}, "the answer '1٣' has the digit '٣', write 3"),
-        ({"prompt": "p", "answer": r"\frac{१}{2}"}, "DEVANAGARI DIGIT ONE"),
+        ({"prompt": "p", "answer": r"\frac{१}{2}"}, "write 1"),
         ({"prompt": "p", "final_answer": ["2"], "error": "０.１"}, "field 'error' is '０.１', not a number"),
     ],
 )

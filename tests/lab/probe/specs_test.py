@@ -36,7 +36,7 @@ def test_a_name_says_which_engine(text, expected):
     [
         ("torch", "engine 'torch': engine 'torch', allowed are trainer, hf, local, vllm, http"),
         ("tests/engines/stub_engine.py:ENGINE:fp8", "precision 'fp8', allowed are float32"),
-        ("tests/engines/stub_engine.py:MISSING", "stub_engine.py:MISSING: no 'MISSING' there; it has"),
+        ("tests/engines/stub_engine.py:MISSING", "stub_engine.py has no object 'MISSING'; it has"),
         ("local:fp4", "precision 'fp4', allowed are exact, float32"),
         ("vllm:bfloat16,cache=int4", "cache 'int4', allowed are auto, fp8"),
         ("trainer,cache=fp8", "option 'cache', allowed are model"),
