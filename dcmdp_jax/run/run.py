@@ -66,7 +66,7 @@ class Run:
         shardings = model_shardings(task.model, config.model.param_dtype, placement.mesh)
         return cls(task, placement, Weights(task, shardings))
 
-    def start(self, *, shared: contextlib.ExitStack | None = None, lent: Services | None = None) -> Services:
+    def start(self) -> Services:
         """Start the run's services, see `start_services`."""
         output = Path(self.task.config.run_dir) / rewards_log(self.placement.hosts.index)
-        return start_services(self.task, self.placement.engine, output=output, shared=shared, lent=lent)
+        return start_services(self.task, self.placement.engine, output=output)

@@ -32,7 +32,7 @@ class Services:
         scorer: scores completions, with the reward functions.
         turns: samples in turns with the environment of `task.environment`; None without one.
         tokenizer: turns token ids into the texts that are scored.
-        closing: closes all of them but for what several runs share.
+        closing: closes all of them.
     """
 
     engine: Engine
@@ -49,35 +49,22 @@ class Services:
         self.closing.close()
 
 
-def start_services(
-    task: Task,
-    setup: EngineSetup,
-    *,
-    output: Path | None = None,
-    shared: contextlib.ExitStack | None = None,
-    lent: Services | None = None,
-) -> Services:
+def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None) -> Services:
     """Start the engine, the verifier, the reward functions and the environment; no weights are loaded.
 
     Args:
         task: rewards, data columns, tokenizer.
         setup: the engine, and the memory that it is started in.
         output: file that gets what reward functions and environments print; None discards it.
-        shared: owner of the engine and the verifier when several runs share them; None closes them with the services.
-        lent: services of an earlier run, whose engine and verifier are used again.
 
     Raises:
         UserError, EngineError, MemoryError: in one line, if the engine does not start.
     """
     config = task.config
     with contextlib.ExitStack() as stack:
-        owner = stack if shared is None else shared
-        if lent is None:
-            engine = _start_engine(config, setup)
-            owner.callback(engine.close)
-            verifier = owner.enter_context(make_verifier(config))
-        else:
-            engine, verifier = lent.engine, lent.verifier
+        engine = _start_engine(config, setup)
+        stack.callback(engine.close)
+        verifier = stack.enter_context(make_verifier(config))
         scorer = stack.enter_context(contextlib.closing(make_scorer(task, verifier, output=output)))
         turns = None
         if config.task.environment:

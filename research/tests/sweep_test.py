@@ -1,5 +1,6 @@
 """Which parts runs of a study share: the step of one kind, the engine of like kinds."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -14,6 +15,7 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
 from dcmdp_jax.observe.metrics_io import read_metrics
+from dcmdp_jax.run.services import Services
 from research import sweep
 from tests.support.waiting import HANGS_S
 
@@ -23,23 +25,25 @@ def made(monkeypatch):
     """What is made, trained and closed, in order; an engine is its number."""
     events = []
 
-    def start(shared, lent):
-        if lent is None:
-            events.append("engine")
-            shared.callback(events.append, "closed")
-        return lent or SimpleNamespace(engine=len(events))
+    def start():
+        events.append("engine")
+        closing = contextlib.ExitStack()
+        closing.callback(events.append, "closed")
+        return Services(len(events), None, None, None, None, closing)
 
     def programs(config, *rest):
         events.append("step")
         return f"programs of {config.algorithm.multiplier_max}"
 
     def train(task, placement, weights, start, *, show, programs):
-        events.append((start().engine, programs))
+        with start() as services:
+            events.append((services.engine, programs))
 
     task = SimpleNamespace(model=None, lora=None)
     run = SimpleNamespace(task=task, placement=None, weights=None, start=start)
     monkeypatch.setattr(sweep.Run, "check", lambda config: run)
     monkeypatch.setattr(sweep, "make_step_programs", programs)
+    monkeypatch.setattr(sweep, "make_scorer", lambda task, verifier: contextlib.ExitStack())
     monkeypatch.setattr(sweep, "train", train)
     return events
 

@@ -1,6 +1,5 @@
 """What a run starts, and who closes it."""
 
-import contextlib
 import dataclasses
 
 import pytest
@@ -45,18 +44,6 @@ def test_services_close_their_engine():
     kind = _Kind()
     with start_services(_task(), _setup(kind)) as services:
         assert (kind.started, kind.closed) == (1, 0) and services.turns is None
-    assert kind.closed == 1
-
-
-def test_runs_that_share_an_engine_leave_it_to_its_owner():
-    kind, task = _Kind(), _task()
-    with contextlib.ExitStack() as owner:
-        with start_services(task, _setup(kind), shared=owner) as first:
-            pass
-        with start_services(task, _setup(kind), shared=owner, lent=first) as second:
-            assert second.engine is first.engine and second.verifier is first.verifier
-            assert second.scorer is not first.scorer
-        assert (kind.started, kind.closed) == (1, 0)
     assert kind.closed == 1
 
 

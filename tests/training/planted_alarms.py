@@ -173,8 +173,10 @@ def main(directory, *names):
             run = Run.check(config)
 
             def planted(run=run, settings=settings, engine=engine):
-                shared[settings] = services = run.start(shared=end, lent=shared.get(settings))
-                return dataclasses.replace(services, engine=engine(services.engine))
+                if settings not in shared:
+                    shared[settings] = end.enter_context(run.start())
+                services = shared[settings]
+                return dataclasses.replace(services, engine=engine(services.engine), closing=contextlib.ExitStack())
 
             handler = logging.FileHandler(directory / f"{name}.log", mode="w")
             logging.getLogger().addHandler(handler)
