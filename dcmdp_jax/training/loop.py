@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -78,13 +79,8 @@ class Trainer:
         self.services, self.task, self.config, self.programs = services, task, task.config, programs
         self.hosts, self.checkpoints, self.frozen, self.compiled = placement.hosts, checkpoints, frozen, compiled
         self._finished: tuple[TrainState, int] | None = None
-        # Until the first step is done programs compile; later on the step that runs would be lost.
-        first = self.checkpoints.latest_step or 0
-        stop.all_saved = lambda: (
-            self.hosts.count == 1 and (not self._finished or self._finished[1] == first and checkpoints.has(first))
-        )
         self._prompts_taken = taken
-        self._exit = CollectiveExit(self.hosts, stop, self._save_and_wait)
+        self._exit = CollectiveExit(self.hosts, stop, functools.partial(self._save, wait=True))
         made_of = services, placement, task, programs, checkpoints.behind, self._exit
         self.batches = Batches(*made_of, taken=taken, frozen=frozen if task.lora else None)
 
@@ -113,9 +109,7 @@ class Trainer:
             alive = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
             if saved != step and alive and self.hosts.count == 1:
                 try:
-                    self._save()
-                    self.checkpoints.wait()
-                    saved = step
+                    saved = self._save(wait=True)
                 except Exception as failure:  # whatever it is, the first error is the one to report
                     logger.warning("step %d was not saved: %s", step, failure)
         return "nothing was saved" if saved is None else f"saved after step {saved}: the same command resumes there"
@@ -159,7 +153,7 @@ class Trainer:
             metrics |= alarms.record(step, metrics, completions)
             if writer.records(step):
                 exact = self.programs.rescore is not None
-                given = rollout, self.task.train.problems, made.rows, *jax.device_get(recorded)
+                given = rollout, self.task.train.problems, made.rows, jax.device_get(recorded)
                 tokens = recorded_completions(*given, exact=exact)
                 metrics |= leg_metrics(tokens, rollout.rows, {} if exact else made.scored)
             writer.write(step, metrics)
@@ -173,9 +167,8 @@ class Trainer:
             skipped.check(metrics)
             due, [stops] = self._evaluation_is_due(step), self.hosts.largest(alarms.ends_the_run)
             if due or stops or step == config.training.steps or step % config.checkpoint.every_steps == 0:
-                self._save()
+                self._save(wait=bool(stops))
             if stops:
-                self.checkpoints.wait()
                 alarms.stop(step)
             if due:
                 self._evaluate(writer)
@@ -185,10 +178,7 @@ class Trainer:
         """The state with c from the metrics of the steps so far, which are written."""
         measured = -1.0
         if self.hosts.is_writer:
-            series = read_metrics(self.config.run_dir)
-            floors = series.get("mismatch/noise_floor", ((), ()))
-            algorithm = self.config.algorithm
-            measured = measure_tolerance(algorithm, series[algorithm.bounded_metric], floors)
+            measured = measure_tolerance(self.config.algorithm, read_metrics(self.config.run_dir))
         [tolerance] = self.hosts.largest(float(measured))
         tolerance = to_global(np.float32(tolerance), self.programs.shardings.dual.tolerance)
         return state._replace(dual=state.dual._replace(tolerance=tolerance))
@@ -205,19 +195,14 @@ class Trainer:
         """
         state, step = self._finished
         self.batches.push(state.params, step, PhaseTimer())
-        results = [self._evaluate_task(step, task, prompts) for task, prompts in self.task.held_out]
-        named = zip(results, self.task.held_out, strict=True)
-        name = " ".join(
-            f"{result.task}/avg@{result.samples} {task.location} ({digest_of(prompts)})"
-            for result, (task, prompts) in named
-        )
-        score = PolicyScore(f"{name} temperature={self.config.evaluation.temperature:g}", plain_average(results))
-        self.checkpoints.add_score(step, score)
-        metrics: dict[str, float] = {}
-        for result in results:
+        results, samples, name, metrics = [], [], "", {}
+        for task, prompts in self.task.held_out:
+            results.append(result := self._evaluate_task(step, task, prompts))
+            name += f"{result.task}/avg@{result.samples} {task.location} ({digest_of(prompts)}) "
             metrics |= held_out_metrics(result)
-        asked = zip(results, (prompts for _, prompts in self.task.held_out), strict=True)
-        samples = [record for each in asked for record in held_out_samples(*each, self.task.tokenizer)]
+            samples += held_out_samples(result, prompts, self.task.tokenizer)
+        name += f"temperature={self.config.evaluation.temperature:g}"
+        self.checkpoints.add_score(step, PolicyScore(name, plain_average(results)))
         writer.write_held_out(step, samples)
         writer.write(step, metrics)
 
@@ -238,19 +223,15 @@ class Trainer:
             )
         return join(self.hosts.gather(result, EvaluationResult))
 
-    def _save(self) -> int:
-        """Save the state after the last finished step; return that step."""
+    def _save(self, *, wait: bool = False) -> int:
+        """Save the state after the last finished step, and wait for the disk if asked; return that step."""
         state, step = self._finished
         release_freed_memory(above=KEPT_BYTES)
         with activity("saving a checkpoint"):
             behind = self.batches.behind(step)
             self.checkpoints.save(step, state, model=self.task.model, prompts_taken=self._prompts_taken, behind=behind)
-        return step
-
-    def _save_and_wait(self) -> int:
-        """Save the state after the last finished step; return that step once it is on disk."""
-        step = self._save()
-        self.checkpoints.wait()
+        if wait:
+            self.checkpoints.wait()
         return step
 
 
@@ -281,7 +262,6 @@ def train(
         ValueError, OSError, EngineError: in one line, what is wrong with input, files or engine.
     """
     config, hosts, stop = task.config, placement.hosts, StopSignal()
-    stop.all_saved = lambda: hosts.count == 1
     with contextlib.ExitStack() as stack:
         hosts.check_same(lambda: data_facts(task), "give all hosts the same files")
         stack.enter_context(claimed(config, hosts))

@@ -47,15 +47,7 @@ def shown_samples(task: Task, step: int, rollout: StepRollout, discrepancy: np.n
 
 
 def recorded_completions(
-    rollout: StepRollout,
-    problems: Sequence[Problem],
-    rows: Sequence[Rows],
-    train_logprobs: Sequence[np.ndarray],
-    start_logprobs: Sequence[np.ndarray] | None,
-    advantages: np.ndarray,
-    top_logprobs: Sequence[np.ndarray] | None = None,
-    *,
-    exact: bool,
+    rollout: StepRollout, problems: Sequence[Problem], rows: Sequence[Rows], recorded: Sequence[Any], *, exact: bool
 ) -> list[dict[str, Any]]:
     """The completions of a batch, one dict each; completions without a used token are left out.
 
@@ -63,21 +55,21 @@ def recorded_completions(
         rollout: the step's completions and rewards.
         problems: the training problems.
         rows: the packed batch, [M, A, R, L] for each bucket.
-        train_logprobs: log p of its tokens, like `rows`.
-        start_logprobs: where the batch lags, log p of the weights at the start of the step; else None.
-        advantages: [M * N] float32.
-        top_logprobs: log p of the engine's likeliest tokens, [M, A, R, L, k] for each bucket; None without them.
+        recorded: the arrays of `step_metrics.RECORDED`, None for one that the step does not return: log p of the
+            tokens, like `rows`; that of the weights at the start of the step; advantages, [M * N] float32; log p of
+            the engine's likeliest tokens, [M, A, R, L, k] for each bucket.
         exact: the rollout log-probs were replaced by the training stack's own.
 
     Returns:
         Columns as in `observe.rollouts`, without `step`.
     """
     size, chosen = len(rollout.episodes) // len(rollout.problems), rollout.rows.tolist()
-    found = []
-    trained = _by_completion(rows, train_logprobs, len(chosen))
-    started, listed = (
-        None if each is None else _by_completion(rows, each, len(chosen)) for each in (start_logprobs, top_logprobs)
+    train_logprobs, start_logprobs, advantages, top_logprobs = recorded
+    trained, started, listed = (
+        None if each is None else _by_completion(rows, each, len(chosen))
+        for each in (train_logprobs, start_logprobs, top_logprobs)
     )
+    found = []
     for place, (row, train) in enumerate(zip(chosen, trained, strict=True)):
         if not len(train):
             continue

@@ -6,6 +6,7 @@ AdamW with its schedule and gradient clipping, from optax; the scale of a float1
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,16 +22,15 @@ from dcmdp_jax.config.settings import OptimizerSettings
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.params import declared_axes, declared_shapes
-from dcmdp_jax.models.products import PRECISE
+from dcmdp_jax.models.products import euclidean_norm
 from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings
 from dcmdp_jax.types import Array, Batch, DualState, LossScale, Params, Rows, TrainState
 
 
 def initial_dual(settings: AlgorithmSettings) -> DualState:
     """lambda_0 and c; for methods without a moving multiplier the constant they use, for the record."""
-    if (fixed := settings.fixed_multiplier) is not None:
-        return dual_init(fixed, minimum=fixed, maximum=fixed, tolerance=settings.tolerance)
-    return dual_init(settings.multiplier, minimum=0.0, maximum=settings.multiplier_max, tolerance=settings.tolerance)
+    fixed = settings.fixed_multiplier
+    return dual_init(settings.multiplier if fixed is None else fixed, tolerance=settings.tolerance)
 
 
 def update_dual(settings: AlgorithmSettings, dual: DualState, step: jax.Array, bounded: jax.Array) -> DualState:
@@ -53,17 +53,15 @@ def update_dual(settings: AlgorithmSettings, dual: DualState, step: jax.Array, b
     return dual._replace(multiplier=moved)
 
 
-def measure_tolerance(
-    settings: AlgorithmSettings, discrepancies: tuple[Array, Array], noise_floors: tuple[Array, Array]
-) -> np.float32:
+def measure_tolerance(settings: AlgorithmSettings, series: Mapping[str, tuple[Array, Array]]) -> np.float32:
     """c from the first steps, see `measured_tolerance`; `tolerance` if none of them has a finite discrepancy.
 
     Args:
         settings: the rule.
-        discrepancies: steps, and what c bounds in each: the mean discrepancy or a quantile.
-        noise_floors: steps that measured one, and the floors; the latest counts until the next, 0 before the first.
+        series: metric -> steps, and its values. Of the noise floor the latest counts until the next, 0 before the
+            first.
     """
-    (steps, means), (at, floors) = discrepancies, noise_floors
+    (steps, means), (at, floors) = series[settings.bounded_metric], series.get("mismatch/noise_floor", ((), ()))
     if not np.any(np.isfinite(means)):
         return np.float32(settings.tolerance)
     latest = np.append(0.0, floors)[np.searchsorted(at, steps, side="right")]
@@ -156,7 +154,7 @@ def apply_update(
         The state after it, the gradient's norm, and whether the update was made.
     """
     divisor = jnp.where(divisor > 0, divisor, 1.0)
-    grad_norm = _norm(gradient) / divisor
+    grad_norm = euclidean_norm(gradient) / divisor
     finite &= jnp.isfinite(grad_norm)
 
     def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
@@ -172,16 +170,6 @@ def apply_update(
     return state, grad_norm, finite
 
 
-def _norm(grads: Params) -> jax.Array:
-    """The Euclidean norm of all leaves together. Dot products: a sum of squares would write the squares first."""
-
-    def squared(leaf: jax.Array) -> jax.Array:
-        axes = tuple(range(leaf.ndim))
-        return lax.dot_general(leaf, leaf, ((axes, axes), ((), ())), precision=PRECISE)
-
-    return jnp.sqrt(sum(squared(leaf) for leaf in jax.tree.leaves(grads)))
-
-
 def updates_made(opt_state: optax.OptState) -> jax.Array:
     """Number of updates the optimizer has made. Skipped ones don't count, for its schedule either."""
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
@@ -190,15 +178,7 @@ def updates_made(opt_state: optax.OptState) -> jax.Array:
 def _clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """g min(1, max_norm / |g|): `optax.clip_by_global_norm` would compute |g| a second time."""
 
-    def update(
-        updates: Params,
-        state: optax.OptState,
-        params: Params | None = None,
-        *,
-        grad_norm: Array | None = None,
-        **_: Any,
-    ) -> tuple[Params, optax.OptState]:
-        del params
+    def update(updates: Params, state: Any, _: Any = None, *, grad_norm: Array | None = None, **__: Any) -> Any:
         norm = optax.tree.norm(updates) if grad_norm is None else grad_norm
         factor = max_norm / jnp.maximum(norm, max_norm)
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
@@ -210,8 +190,6 @@ INITIAL_SCALE = 2.0**10
 GROWTH_INTERVAL = 2000
 _LARGEST = 2.0**24
 _SMALLEST = 1.0
-WARMUP_SCALE = 2.0**10
-"""Fixed, for the supervised warm-up, whose loss is a mean over tokens."""
 
 
 def initial_loss_scale(compute_dtype: str) -> LossScale | None:

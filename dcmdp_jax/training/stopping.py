@@ -33,7 +33,6 @@ WINDOW = 20
 
 _TWICE_S = 1.0
 """Signals that come within this time are one."""
-_UNSEEN_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -126,41 +125,26 @@ class ThreadExit(CollectiveExit):
             raise ExitRequested
         self._exit.check()
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Run a block; nothing collective is called."""
-        yield
+    scope = staticmethod(contextlib.nullcontext)
+    """Run a block; nothing collective is called."""
 
 
 class StopSignal:
     """Records SIGTERM, SIGINT and SIGHUP; the run polls for them at safe points.
 
     The first is answered on the console at once, also while a compiled program runs. A second one, more than a second
-    later (`timeout` sends one twice), leaves at once: what was saved stays, and nothing more is. So does the first one
-    after two seconds in which the run did not look for it, as it compiles, where `all_saved` says that nothing is lost.
+    later (`timeout` sends one twice), leaves at once: what was saved stays, and nothing more is.
+
+    Attributes:
+        received: the signal; None before one came.
     """
 
     def __init__(self) -> None:
-        self._received: int | None = None
-        self._looked = False
-        self.all_saved: Callable[[], bool] = lambda: False
-
-    @property
-    def received(self) -> int | None:
-        """The signal, for the run to look at; None before one came."""
-        self._looked = self._received is not None
-        return self._received
+        self.received: int | None = None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._received = number
-
-    def _leave_unseen(self, number: int) -> None:
-        if not self._looked and self.all_saved():
-            _say(
-                "it compiles, and nothing is lost: leaves at once; the same command goes on from the newest checkpoint"
-            )
-            os._exit(128 + number)
+        self.received = number
 
     def _answer(self, pipe: int, numbers: list[int]) -> None:
         """Answer signals as the interpreter's own handler puts them into the pipe, until its other end is closed."""
@@ -174,9 +158,6 @@ class StopSignal:
                 _say(f"{name} again: leaves at once; the same command resumes from the newest checkpoint")
                 os._exit(128 + received[0])
             answered = time.monotonic()
-            timer = threading.Timer(_UNSEEN_S, self._leave_unseen, (received[0],))
-            timer.daemon = True
-            timer.start()
             _say(f"{name}: ends what it is doing, saves and leaves; a second {name} leaves at once")
 
     @contextlib.contextmanager
@@ -214,6 +195,12 @@ def _say(line: str) -> None:
         os.write(2, f"\n{line}\n".encode())
 
 
+def _recorded(config: Config, step: int) -> list[dict[str, Any]]:
+    """The recorded metrics of the finished steps; damaged lines are left out."""
+    lines = jsonl.readable(Path(config.run_dir) / METRICS_FILE, jsonl.is_number)
+    return [record for record in lines if record.get("step", step + 1) <= step]
+
+
 class TrainingStopped(RuntimeError):
     """Training gave up: too many updates had no finite gradient."""
 
@@ -228,14 +215,9 @@ class SkippedUpdates:
             config: when to give up, the updates of a step, and where the metrics are.
             step: finished steps.
         """
-        self._updates = config.mini_batches
-        skipped = {
-            record.get("step"): record["optimizer/skipped_updates"] or 0
-            for record in jsonl.readable(Path(config.run_dir) / METRICS_FILE, jsonl.is_number)
-            if "optimizer/skipped_updates" in record
-        }
-        steps = range(max(0, step - WINDOW), step)
-        self._last = deque((skipped[s + 1] for s in steps if s + 1 in skipped), maxlen=WINDOW)
+        self._updates, name = config.mini_batches, "optimizer/skipped_updates"
+        before = _recorded(config, step)
+        self._last = deque((record[name] or 0 for record in before if name in record), maxlen=WINDOW)
 
     def record(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Count a step's skipped updates; warn of them on the console.
@@ -258,19 +240,17 @@ class SkippedUpdates:
         Raises:
             TrainingStopped: after `_MOST_IN_ROW` skipped updates, or over a fifth of the updates of `WINDOW` steps.
         """
+        share, found = metrics["optimizer/skipped_share"], ""
+        if len(self._last) == WINDOW and share > _MOST_SKIPPED:
+            limit = f" (at most {_MOST_SKIPPED:.0%} may)"
+            found = f"{share:.0%} of the updates of the last {WINDOW} steps had a gradient that is not finite{limit}"
         if int(metrics["optimizer/skipped_in_row"]) >= _MOST_IN_ROW:
             found = f"{_MOST_IN_ROW} updates in a row had a gradient that is not finite"
-        elif len(self._last) == WINDOW and metrics["optimizer/skipped_share"] > _MOST_SKIPPED:
-            found = (
-                f"{metrics['optimizer/skipped_share']:.0%} of the updates of the last {WINDOW} steps had a gradient "
-                f"that is not finite (at most {_MOST_SKIPPED:.0%} may)"
+        if found:
+            raise TrainingStopped(
+                f"{found}; export a checkpoint (dcmdp convert export) and start from it (model.path) with a lower "
+                "optimizer.learning_rate"
             )
-        else:
-            return
-        raise TrainingStopped(
-            f"{found}; export a checkpoint (dcmdp convert export) and start from it (model.path) with a lower "
-            "optimizer.learning_rate"
-        )
 
 
 class AlarmWatch:
@@ -285,9 +265,8 @@ class AlarmWatch:
         """
         self._stops, self._measured = config.observe.on_alarm == "stop", config.algorithm.measured_steps
         self._history: dict[str, tuple[list[int], list[float]]] = {name: ([], []) for name in WATCHED}
-        for record in jsonl.readable(Path(config.run_dir) / METRICS_FILE, jsonl.is_number):
-            if record.get("step", step + 1) <= step:
-                self._add(record["step"], record)
+        for record in _recorded(config, step):
+            self._add(record["step"], record)
         self._raised = {alarm.name for alarm in self._alarms()}
         self._news: list[Alarm] = []
 

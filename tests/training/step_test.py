@@ -375,9 +375,10 @@ def test_lambda_rests_in_the_steps_that_c_is_measured_on():
 def test_c_of_each_first_step_takes_the_latest_noise_floor():
     """Of 1, 2, 3, 8 with a floor of 4 from step 2 to 3 and of 6 from step 4: the median of 1, 4, 4, 8, times 1.25."""
     settings = dataclasses.replace(ALGORITHM, tolerance_steps=4, tolerance_factor=1.25)
-    means = np.arange(1, 5), np.array([1.0, 2.0, 3.0, 8.0])
-    assert measure_tolerance(settings, means, (np.array([2, 4]), np.array([4.0, 6.0]))) == 5.0
-    assert measure_tolerance(settings, means, ((), ())) == 3.125
+    series = {"discrepancy/mean": (np.arange(1, 5), np.array([1.0, 2.0, 3.0, 8.0]))}
+    floors = np.array([2, 4]), np.array([4.0, 6.0])
+    assert measure_tolerance(settings, series | {"mismatch/noise_floor": floors}) == 5.0
+    assert measure_tolerance(settings, series) == 3.125
 
 
 def test_the_step_takes_c_from_the_state():
