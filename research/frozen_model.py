@@ -195,7 +195,7 @@ def state_measures_of(tokens: Tokens) -> dict[str, np.ndarray]:
         "head_mass",
     )
     found = state_measures(tokens.top_train, tokens.top_rollout, present)
-    return {name: np.asarray(found[name], np.float64) for name in names}
+    return {name: np.asarray(found[f"distribution/{name}"], np.float64) for name in names}
 
 
 def _digits(x: float) -> float:

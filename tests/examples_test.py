@@ -220,7 +220,7 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
         mesh=None,
     )
     step = make_train_step(parts)
-    dual = dual_init(0.3, minimum=0.0, maximum=1.0, tolerance=minimal.TOLERANCE)
+    dual = dual_init(0.3, tolerance=minimal.TOLERANCE)
     state, metrics = step(new_state(jax.tree.map(jnp.copy, params), transform, dual), batch, None)
     assert float(metrics["policy/loss"]) == pytest.approx(np.mean(losses_found), abs=1e-6)
     assert float(metrics["discrepancy/mean"]) == pytest.approx(mean, rel=1e-5) and mean > 0.01

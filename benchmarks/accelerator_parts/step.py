@@ -23,7 +23,7 @@ from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.plan.run_plan import plan_step, planned_run
 from dcmdp_jax.training.build import make_step_programs
-from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state
+from dcmdp_jax.training.state import batch_shardings, initial_dual
 
 
 def step_config(size: Size, *, segments: int, remat: str) -> Config:
@@ -76,7 +76,7 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     programs = make_step_programs(config, model, run.placement)
     dual = initial_dual(config.algorithm)
     create = jax.jit(
-        lambda key: new_state(init_params(model, key), programs.optimizer, dual, programs.loss_scale),
+        lambda key: programs.create(init_params(model, key), dual),
         out_shardings=programs.shardings,
     )
     state = jax.block_until_ready(create(jax.random.key(0)))

@@ -52,7 +52,7 @@ def group_advantages(
     _require_group_ids(group_ids)
     valid = jnp.ones(jnp.shape(rewards), bool) if valid is None else valid
     table = group_statistics(rewards, group_ids, valid, ddof=ddof)
-    outside = jnp.asarray(valid, bool) & ((jnp.asarray(group_ids) < 0) | (jnp.asarray(group_ids) >= len(table.mean)))
+    outside = jnp.asarray(valid, bool) & ((jnp.asarray(group_ids) < 0) | (jnp.asarray(group_ids) >= len(table.size)))
     group_ids = jnp.asarray(group_ids, jnp.int32)
     signal = jnp.asarray(valid, bool) & ~table.all_equal[group_ids]
     scale = jnp.where(signal, table.std[group_ids] + epsilon, 1.0) if normalize_std else 1.0

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from dcmdp_jax.algorithm.masked import completion_counts, completion_maxima, completion_sums, gather_to_tokens
+from dcmdp_jax.algorithm.masked import completion_maxima, completion_means, completion_sums, gather_to_tokens
 from dcmdp_jax.algorithm.numerics import (
     MAX_LOG_RATIO,
     KlEstimator,
@@ -180,7 +180,7 @@ def geometric_rejection(tokens: Tokens, *, low: float = 0.999, high: float = 1.0
     slime: `rs_level=geometric`; NeMo-RL's `seq-mask-tis` (0.999 to 1.002) weighs kept tokens by r_t too, without bound:
     add `tis(high=...)`.
     """
-    mean = _gathered_mean(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
+    mean = _gathered(tokens, completion_means, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
     ratio = jnp.exp(clamp(mean, MAX_LOG_RATIO))
     return _kept(tokens, ratio, _inside(ratio, low, high))
 
@@ -193,7 +193,7 @@ def sequence_error(tokens: Tokens, *, high: float = 1.5) -> Corrected:
     (PR #2270) do the same.
     """
     require_number("high", high, minimum=1)
-    mean = _gathered_mean(tokens, jnp.exp(jnp.abs(_token_log_ratio(tokens))))
+    mean = _gathered(tokens, completion_means, jnp.exp(jnp.abs(_token_log_ratio(tokens))))
     return _kept(tokens, mean, ~(mean > high))
 
 
@@ -218,7 +218,7 @@ def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
     """
     require_number("high", high, minimum=0, open_minimum=True)
     log_ratio = _token_log_ratio(tokens)
-    mean = _gathered_mean(tokens, jnp.abs(jnp.expm1(log_ratio)))
+    mean = _gathered(tokens, completion_means, jnp.abs(jnp.expm1(log_ratio)))
     return _kept(tokens, mean, ~((jnp.asarray(tokens.advantages) * log_ratio > 0) & (mean > high)))
 
 
@@ -257,7 +257,7 @@ def off_policy_mask(tokens: Tokens, *, high: float = 0.5) -> Corrected:
     place of the engine's q: policy drift alone.
     """
     require_number("high", high, minimum=0, open_minimum=True)
-    mean = _gathered_mean(tokens, log_difference(tokens.rollout_logprobs, tokens.train_logprobs))
+    mean = _gathered(tokens, completion_means, log_difference(tokens.rollout_logprobs, tokens.train_logprobs))
     return _kept(tokens, mean, ~((jnp.asarray(tokens.advantages) < 0) & (mean > high)))
 
 
@@ -277,12 +277,11 @@ def kl_rejection(tokens: Tokens, *, high: float, estimator: KlEstimator = "k3", 
     require_option("over", over, get_args(KlOver))
     difference = _inside_mask(tokens, log_difference(tokens.old_logprobs, tokens.rollout_logprobs))
     values = kl_estimate(difference if estimator == "k1" else clamp(difference, MAX_LOG_RATIO), estimator)
-    if over == "mean":
-        values = _gathered_mean(tokens, values)
-    elif over == "sum":
-        values = _gathered(tokens, completion_sums, values)
-    elif over == "max":
-        values = _gathered(tokens, completion_maxima, jnp.abs(values))
+    if over == "max":
+        values = jnp.abs(values)
+    if over != "token":
+        reduce = {"mean": completion_means, "sum": completion_sums, "max": completion_maxima}[over]
+        values = _gathered(tokens, reduce, values)
     return _kept(tokens, values, ~(jnp.abs(values) > high))
 
 
@@ -367,11 +366,6 @@ def _inside_mask(tokens: Tokens, values: Float[Array, "R L"]) -> Float[jax.Array
 def _gathered(tokens: Tokens, reduce: Callable[..., Any], values: Float[Array, "R L"]) -> Float[jax.Array, "R L"]:
     """A reduction over each completion's sampled tokens, given to its tokens; 0 outside the mask."""
     return _inside_mask(tokens, gather_to_tokens(reduce(values, tokens.where), tokens.completion_index))
-
-
-def _gathered_mean(tokens: Tokens, values: Float[Array, "R L"]) -> Float[jax.Array, "R L"]:
-    lengths = gather_to_tokens(jnp.maximum(completion_counts(tokens.where), 1), tokens.completion_index)
-    return _inside_mask(tokens, _gathered(tokens, completion_sums, values) / lengths)
 
 
 def _prefix_sums(tokens: Tokens) -> tuple[Float[jax.Array, "R L"], Float[jax.Array, "R L"]]:

@@ -216,8 +216,8 @@ def mismatch_statistics(
 
     The tokens were sampled by the rollout engine q; p is the training stack; d = log p - log q clamped to [-20, 20].
 
-        kl_k1                  mean of -d             unbiased estimate of KL(q || p), may be negative
-        kl_k3                  mean of e^d - 1 - d    the same KL, never negative, smaller variance
+        k1                     mean of -d             unbiased estimate of KL(q || p), may be negative
+        k3                     mean of e^d - 1 - d    the same KL, never negative, smaller variance
         pearson                correlation of p and q over tokens; 0 where it is undefined
         effective_sample_size  (sum w)^2 / (n sum w^2) with w = p / q, in (0, 1]: the share of the tokens that
                                importance weights to p would leave; 1 on agreement
@@ -231,8 +231,8 @@ def mismatch_statistics(
         mask: true on sampled tokens.
 
     Returns:
-        The four named float32 values. All 0 on an empty mask. `pearson` is undefined, hence 0, when either side's
-        probabilities are all equal (one token, greedy sampling). No gradient flows.
+        The four float32 values, by these names after `mismatch/`. All 0 on an empty mask. `pearson` is undefined,
+        hence 0, when either side's probabilities are all equal (one token, greedy sampling). No gradient flows.
 
     Raises:
         ValueError: if the shapes differ.
@@ -250,10 +250,10 @@ def mismatch_statistics(
     square_sum = jnp.sum(weights**2)
     size = jnp.sum(weights) ** 2 / jnp.where(count > 0, count * square_sum, 1.0)
     return {
-        "kl_k1": masked_mean(-log_ratio, mask),
-        "kl_k3": masked_mean(exp_minus_linear(log_ratio), mask),
-        "pearson": _pearson(jnp.exp(jnp.minimum(train, 0.0)), jnp.exp(jnp.minimum(rollout, 0.0)), mask),
-        "effective_sample_size": jnp.minimum(size, 1.0),
+        "mismatch/k1": masked_mean(-log_ratio, mask),
+        "mismatch/k3": masked_mean(exp_minus_linear(log_ratio), mask),
+        "mismatch/pearson": _pearson(jnp.exp(jnp.minimum(train, 0.0)), jnp.exp(jnp.minimum(rollout, 0.0)), mask),
+        "mismatch/effective_sample_size": jnp.minimum(size, 1.0),
     }
 
 

@@ -5,9 +5,7 @@ No optimizer, decay or gradient clipping touches it.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,7 @@ from dcmdp_jax.algorithm.masked import masked_quantile
 from dcmdp_jax.algorithm.require import require_number, require_rank, require_same_shape
 from dcmdp_jax.types import Array, DualState, Scalar
 
-QUANTILES: Mapping[str, float] = MappingProxyType({"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99})
+QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 """Quantiles of the tokens' discrepancy that a budget may be on."""
 
 BUDGET_ROOM = 1.25
@@ -27,21 +25,17 @@ MULTIPLIER_MAX = 1.0
 """Upper end of lambda where none is given. The paper states none, and its lambda rises above its lambda_0 of 0.1."""
 
 
-def dual_init(multiplier: float, *, minimum: float, maximum: float, tolerance: float) -> DualState:
+def dual_init(multiplier: float, *, tolerance: float) -> DualState:
     """The state before the first step.
 
     Args:
-        multiplier: lambda_0, within [minimum, maximum].
-        minimum: lambda_min >= 0; a negative multiplier would reward discrepancy.
-        maximum: lambda_max, finite.
+        multiplier: lambda_0 >= 0; a negative multiplier would reward discrepancy.
         tolerance: c >= 0.
 
     Raises:
         ValueError: if a value is out of its range or not finite.
     """
-    require_number("minimum", minimum, minimum=0)
-    require_number("maximum", maximum, minimum=minimum)
-    require_number("multiplier", multiplier, minimum=minimum, maximum=maximum)
+    require_number("multiplier", multiplier, minimum=0)
     require_number("tolerance", tolerance, minimum=0)
     return DualState(jnp.asarray(multiplier, jnp.float32), jnp.asarray(tolerance, jnp.float32))
 
@@ -78,13 +72,12 @@ def dual_update(
         ValueError: if multiplier or mean are no scalars, a number is negative or not finite (not seen under jit), or
             `maximum` is below `minimum`.
     """
-    require_rank("multiplier", multiplier, 0)
     require_rank("mean_discrepancy", mean_discrepancy, 0)
     require_number("multiplier", multiplier, minimum=0)
     require_number("tolerance", tolerance, minimum=0)
     require_number("learning_rate", learning_rate, minimum=0)
     require_number("minimum", minimum, minimum=0)
-    require_number("maximum", maximum, minimum=minimum if isinstance(minimum, numbers.Real) else 0)
+    require_number("maximum", maximum, minimum=0 if isinstance(minimum, jax.Array) else minimum)
     dtype = jnp.result_type(jnp.float32, multiplier, mean_discrepancy)
     multiplier, mean_discrepancy, tolerance, learning_rate = jax.lax.stop_gradient(
         tuple(jnp.asarray(x, dtype) for x in (multiplier, mean_discrepancy, tolerance, learning_rate))

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.require import require_integer, require_number, require_rank, require_same_shape
-from dcmdp_jax.algorithm.stats import Mean
+from dcmdp_jax.algorithm.stats import Max, Mean
 from dcmdp_jax.types import Array
 
 _SUM_BLOCK = 256
@@ -89,9 +89,8 @@ def masked_max(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Float[
         ValueError: if the shapes differ.
     """
     require_same_shape(values=values, mask=mask)
-    mask = jnp.asarray(mask, bool)
-    largest = jnp.max(jnp.where(mask, jnp.asarray(values, jnp.float32), -jnp.inf), initial=-jnp.inf)
-    return jnp.where(jnp.any(mask), largest, 0.0)
+    values = jnp.where(jnp.asarray(mask, bool), jnp.asarray(values, jnp.float32), -jnp.inf)
+    return Max(jnp.max(values, initial=-jnp.inf)).value()
 
 
 def masked_quantile(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"], q: float) -> Float[jax.Array, ""]:
@@ -223,14 +222,12 @@ class GroupStatistics(NamedTuple):
 
     Attributes:
         deviation: of each completion, not of each group: r_i - mean_g; 0 where it is not valid.
-        mean: of the valid members.
         std: exactly 0 when all valid members are equal, and when there are not more than `ddof`.
         size: valid members.
         all_equal: by comparing smallest and largest exactly; true for a group of one valid member.
     """
 
     deviation: Float[jax.Array, " N"]
-    mean: Float[jax.Array, " N"]
     std: Float[jax.Array, " N"]
     size: Int[jax.Array, " N"]
     all_equal: Bool[jax.Array, " N"]
@@ -239,7 +236,7 @@ class GroupStatistics(NamedTuple):
 def group_statistics(
     rewards: Float[Array, " N"], group_ids: Int[Array, " N"], valid: Bool[Array, " N"], *, ddof: int
 ) -> GroupStatistics:
-    """Mean, standard deviation, size and equality of the rewards of each group.
+    """Deviations from the mean, standard deviation, size and equality of the rewards of each group.
 
         mean_g = sum r / n,    std_g = sqrt(sum (r - mean_g)^2 / (n - ddof)),    over the valid members of g.
 
@@ -247,13 +244,13 @@ def group_statistics(
     costs no precision. Members need not be adjacent.
 
     Args:
-        rewards: a NaN under `valid` makes its group's mean and std NaN.
+        rewards: a NaN under `valid` makes its group's deviations and std NaN.
         group_ids: in 0 .. N-1.
         valid: false: padding or dropped, ignored.
         ddof: 0 divides by n, 1 by n - 1.
 
     Returns:
-        `GroupStatistics`, indexed by group id. `table.mean[group_ids]` is the mean of each completion's group.
+        `GroupStatistics`, indexed by group id. `table.std[group_ids]` is that of each completion's group.
 
     Raises:
         ValueError: if the shapes differ, are not [N], or `ddof` is neither 0 nor 1.
@@ -276,9 +273,4 @@ def group_statistics(
     deviation = jnp.where(valid & ~all_equal[group_ids], above - average[group_ids], 0.0)
     squares = jax.ops.segment_sum(deviation**2, group_ids, num_segments=slots)
     std = jnp.sqrt(squares / jnp.maximum(size - ddof, 1))
-    return GroupStatistics(deviation, jnp.where(size > 0, smallest + average, 0.0), std, size, all_equal)
-
-
-def all_equal_groups(statistics: GroupStatistics) -> Mean:
-    """Number of groups whose rewards are all equal, over the number of groups: no signal but the penalty there."""
-    return masked_sum(statistics.all_equal, statistics.size > 0)
+    return GroupStatistics(deviation, std, size, all_equal)

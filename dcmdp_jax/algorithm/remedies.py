@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.algorithm.masked import CompletionIndex
-from dcmdp_jax.algorithm.require import require_same_shape, require_scalars
+from dcmdp_jax.algorithm.require import require_rank, require_same_shape
 from dcmdp_jax.algorithm.stats import Statistic
 from dcmdp_jax.types import Array
 
@@ -86,9 +86,9 @@ def require_tokens(tokens: Tokens) -> None:
         ValueError: naming every array with its shape.
     """
     arrays = tokens._asdict()
-    scalars = {name: arrays.pop(name) for name in ("multiplier", "tolerance", "num_completions")}
+    for name in ("multiplier", "tolerance", "num_completions"):
+        require_rank(name, arrays.pop(name), 0)
     require_same_shape(**{name: array for name, array in arrays.items() if array is not None})
-    require_scalars(**{name: value for name, value in scalars.items() if value is not None})
 
 
 class Corrected(NamedTuple):
@@ -118,11 +118,11 @@ class Region(NamedTuple):
     high: Bool[jax.Array, "R L"] | bool = False
 
 
-Terms = Any
-Function = Callable[[Tokens], Terms | tuple[Terms, Statistics]]
+Function = Callable[[Tokens], Any]
+"""From tokens to terms, or (terms, statistics)."""
 
 
-def split(result: Terms | tuple[Terms, Statistics]) -> tuple[Terms, Mapping[str, Any]]:
+def split(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """Terms and statistics of a remedy's result; no statistics for terms alone.
 
     Raises:
@@ -152,7 +152,7 @@ class OwnRemedy:
     function: Callable[..., Any]
     parameters: Mapping[str, Any]
 
-    def __call__(self, tokens: Tokens) -> tuple[Terms, dict[str, Any]]:
+    def __call__(self, tokens: Tokens) -> tuple[Any, dict[str, Any]]:
         terms, statistics = split(self.function(tokens, **self.parameters))
         return terms, {f"remedy/{self.name}/{key}": value for key, value in statistics.items()}
 
@@ -174,8 +174,8 @@ def check_terms(kind: str, function: Function) -> None:
         found: list[Any] = []
         jax.eval_shape(lambda arrays: found.append(function(Tokens(**arrays, num_completions=count))), arrays)  # noqa: B023
         terms, statistics = split(found[0])
-        for name, value, dtypes in _named(kind, terms):
-            _check_array(name, value, shape, dtypes)
+        for name, value in _named(kind, terms).items():
+            _check_array(name, value, shape, "b" if name in _FLAGS else "f")
         for name, statistic in statistics.items():
             if not isinstance(name, str) or not isinstance(statistic, Statistic):
                 raise ValueError(f"returned the statistic {name!r} as {type(statistic).__name__}; {_STATISTICS}")
@@ -197,7 +197,7 @@ def check_values(kind: str, function: Function) -> None:
 
     def terms(moving: dict[str, jax.Array], others: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
         made, statistics = split(function(Tokens(**moving, **others, num_completions=count)))
-        named = {name: value for name, value, _ in _named(kind, made)}
+        named = _named(kind, made)
         first = next(iter(named.values()))
         return jnp.sum(jnp.where(mask, first, 0.0)), (named, {key: one.value() for key, one in statistics.items()})
 
@@ -231,28 +231,21 @@ def _check_array(name: str, value: Any, shape: tuple[int, ...], kinds: str) -> N
         raise ValueError(f"returned {name} in {dtype}; must be {allowed}")
 
 
-# Kind of remedy -> the type of its terms, an array if None, and the kind of each term's dtype.
-_KINDS: Mapping[str, tuple[Any, Mapping[str, str]]] = {
-    "penalty": (None, {"advantages": "f"}),
-    "correction": (Corrected, {"weights": "f", "keep": "b", "truncated": "b"}),
-    "trust region": (Region, {"objective": "f", "low": "b", "high": "b"}),
-    "loss": (None, {"losses": "f"}),
-}
+# Kind of remedy -> the type of its terms, or the name of the array that they are.
+_KINDS = {"penalty": "advantages", "correction": Corrected, "trust region": Region, "loss": "losses"}
+_FLAGS = ("keep", "truncated", "low", "high")
 
 
-def _named(kind: str, terms: Any) -> list[tuple[str, Any, str]]:
-    """Name, array and kind of dtype of each term of a remedy; flags that are False are no arrays."""
-    wanted, dtypes = _KINDS[kind]
-    if wanted is not None and not isinstance(terms, wanted):
+def _named(kind: str, terms: Any) -> dict[str, Any]:
+    """Name and array of each term of a remedy; flags that are False are no arrays."""
+    wanted = _KINDS[kind]
+    if isinstance(wanted, str):
+        return {wanted: terms}
+    if not isinstance(terms, wanted):
         fields = ", ".join(wanted._fields)
         found = "an array" if isinstance(terms, jax.Array) else type(terms).__name__
         raise ValueError(f"returned {found}; must be {wanted.__name__}({fields}) of dcmdp_jax.algorithm.remedies")
-    values = (terms,) if wanted is None else terms
-    return [
-        (name, value, dtype)
-        for (name, dtype), value in zip(dtypes.items(), values, strict=True)
-        if value is not False or name == "keep"
-    ]
+    return {name: value for name, value in terms._asdict().items() if value is not False or name == "keep"}
 
 
 def _arrays(tokens: Tokens) -> tuple[dict[str, np.ndarray], int]:
@@ -272,17 +265,7 @@ def _probe(rows: int = 2, length: int = 12) -> Tokens:
     train[1, 1], old[1, 1], rollout[1, 1] = -15.0, -0.01, 0.0
     mask = np.arange(length) < np.array([length, *range(length - 2, length - 2 * rows, -2)])[:, None]
     advantages = np.where(np.arange(length) % 3 == 0, 0.0, np.array([1.0, -0.7] * rows)[:rows, None]).astype(np.float32)
-    return Tokens(
-        train_logprobs=train,
-        old_logprobs=old,
-        rollout_logprobs=rollout,
-        advantages=advantages,
-        discrepancy=np.where(mask, np.abs(np.exp(old) - np.exp(rollout)), 0).astype(np.float32),
-        completion_mask=mask,
-        completion_index=np.repeat(np.arange(rows, dtype=np.int32)[:, None], length, axis=1),
-        num_completions=rows + 1,
-        multiplier=np.float32(0.5),
-        tolerance=np.float32(0.01),
-        anchor_logprobs=rollout,
-        ratio=np.exp(train - rollout),
-    )
+    delta = np.where(mask, np.abs(np.exp(old) - np.exp(rollout)), 0).astype(np.float32)
+    index = np.repeat(np.arange(rows, dtype=np.int32)[:, None], length, axis=1)
+    state = rows + 1, np.float32(0.5), np.float32(0.01)
+    return Tokens(train, old, rollout, advantages, delta, mask, index, *state, rollout, np.exp(train - rollout))

@@ -56,17 +56,6 @@ def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
         raise ValueError(f"{name} is nowhere below 0 on sampled tokens; must be log-probs, not probabilities")
 
 
-def require_scalars(**values: Any) -> None:
-    """Raise unless all named values are single numbers, so that none broadcasts over the tokens.
-
-    Raises:
-        ValueError: naming the value and its shape.
-    """
-    for name, value in values.items():
-        if np.shape(value):
-            raise ValueError(f"{name} has shape {np.shape(value)}; must be one number, of shape ()")
-
-
 def require_rank(name: str, array: Any, rank: int) -> None:
     """Raise unless `array` has `rank` axes.
 
@@ -111,7 +100,7 @@ def require_number(
     Raises:
         ValueError: naming the argument, its value and the range.
     """
-    require_scalars(**{name: value})
+    require_rank(name, value, 0)
     if isinstance(value, jax.Array | np.ndarray):
         known = concrete(value)
         if known is None:

@@ -28,15 +28,6 @@ class Sum(NamedTuple):
 
     total: Any
 
-    def merge(self, other: Sum) -> Sum:
-        """The sum over both. Added in the dtype of `self`, so that a float32 sum of bfloat16 parts stays float32."""
-        _require_alike(self, other)
-        return Sum(jax.tree.map(lambda a, b: a + jnp.asarray(b).astype(jnp.result_type(a)), self.total, other.total))
-
-    def empty(self) -> Sum:
-        """Return zeros, floats in float32."""
-        return Sum(jax.tree.map(_zeros, self.total))
-
     def value(self) -> Any:
         """The total."""
         return self.total
@@ -52,15 +43,6 @@ class Mean(NamedTuple):
 
     total: Array
     weight: Array
-
-    def merge(self, other: Mean) -> Mean:
-        """The mean over both."""
-        _require_alike(self, other)
-        return Mean(self.total + other.total, self.weight + other.weight)
-
-    def empty(self) -> Mean:
-        """Return zeros."""
-        return Mean(_zeros(self.total), _zeros(self.weight))
 
     def value(self) -> jax.Array:
         """total / weight, 0 where the weight is 0 (an empty mask)."""
@@ -78,19 +60,6 @@ class Max(NamedTuple):
 
     largest: Array
 
-    def merge(self, other: Max) -> Max:
-        """The largest of both."""
-        _require_alike(self, other)
-        return Max(jnp.maximum(self.largest, other.largest))
-
-    def across(self, axis_name: str) -> Max:
-        """The largest of the devices along a mesh axis. Gathered: a backend's own maximum may skip a NaN."""
-        return Max(jnp.max(lax.all_gather(self.largest, axis_name), axis=0))
-
-    def empty(self) -> Max:
-        """Return -inf, below every value."""
-        return Max(jnp.full(jnp.shape(self.largest), -jnp.inf, jnp.float32))
-
     def value(self) -> jax.Array:
         """The largest; 0 without any value."""
         return jnp.where(self.largest == -jnp.inf, 0.0, self.largest)
@@ -105,19 +74,6 @@ class Min(NamedTuple):
 
     smallest: Array
 
-    def merge(self, other: Min) -> Min:
-        """The smallest of both."""
-        _require_alike(self, other)
-        return Min(jnp.minimum(self.smallest, other.smallest))
-
-    def across(self, axis_name: str) -> Min:
-        """The smallest of the devices along a mesh axis."""
-        return Min(jnp.min(lax.all_gather(self.smallest, axis_name), axis=0))
-
-    def empty(self) -> Min:
-        """Return inf, above every value."""
-        return Min(jnp.full(jnp.shape(self.smallest), jnp.inf, jnp.float32))
-
     def value(self) -> jax.Array:
         """The smallest; 0 without any value."""
         return jnp.where(self.smallest == jnp.inf, 0.0, self.smallest)
@@ -125,10 +81,26 @@ class Min(NamedTuple):
 
 Statistic = Sum | Mean | Max | Min
 
+# What joins two parts, and an array of parts.
+_JOIN = {Sum: jnp.add, Mean: jnp.add, Max: jnp.maximum, Min: jnp.minimum}
+_EXTREME = {Max: jnp.max, Min: jnp.min}
+_EMPTY = {Max: -jnp.inf, Min: jnp.inf}
+
 
 def merge(a: Any, b: Any) -> Any:
-    """Merge two trees of statistics, leaf by leaf, each by its type."""
-    return jax.tree.map(lambda x, y: x.merge(y), a, b, is_leaf=_is_statistic)
+    """Merge two trees of statistics, leaf by leaf, each by its type.
+
+    In the dtype of `a`, so that a float32 sum of bfloat16 parts stays float32.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+
+    def join(kind: type, one: Array, other: Array) -> jax.Array:
+        require_same_shape(one=one, other=other)
+        return _JOIN[kind](one, jnp.asarray(other).astype(jnp.result_type(one)))
+
+    return _map(lambda x, y: jax.tree.map(functools.partial(join, type(x)), x, y), a, b)
 
 
 def merge_stacked(tree: Any) -> Any:
@@ -141,7 +113,7 @@ def merge_stacked(tree: Any) -> Any:
 def across(tree: Any, axis_name: str | None) -> Any:
     """Merge a tree of statistics over the devices along a mesh axis; call it inside `jax.shard_map`.
 
-    All sums and means travel in one `psum`.
+    All sums and means travel in one `psum`. Extremes are gathered: a backend's own maximum may skip a NaN.
 
     Args:
         tree: a tree of statistics.
@@ -150,34 +122,34 @@ def across(tree: Any, axis_name: str | None) -> Any:
     if axis_name is None:
         return tree
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_statistic)
-    summed = iter(lax.psum([x for x in leaves if isinstance(x, Sum | Mean)], axis_name))
-    merged = [next(summed) if isinstance(x, Sum | Mean) else x.across(axis_name) for x in leaves]
+    summed = iter(lax.psum([x for x in leaves if type(x) not in _EXTREME], axis_name))
+    merged = [
+        type(x)(_EXTREME[type(x)](lax.all_gather(x[0], axis_name), axis=0)) if type(x) in _EXTREME else next(summed)
+        for x in leaves
+    ]
     return jax.tree.unflatten(structure, merged)
 
 
 def empty(tree: Any) -> Any:
-    """Return the neutral element of each statistic, from which a loop starts.
+    """Return the neutral element of each statistic, from which a loop starts; floats in float32.
 
     Args:
         tree: a tree of statistics, whose arrays may be `jax.ShapeDtypeStruct`s.
     """
-    return jax.tree.map(lambda x: x.empty(), tree, is_leaf=_is_statistic)
+    return _map(lambda x: jax.tree.map(functools.partial(_filled, _EMPTY.get(type(x), 0)), x), tree)
 
 
 def values(tree: Any) -> Any:
     """The number of every statistic of a tree."""
-    return jax.tree.map(lambda x: x.value(), tree, is_leaf=_is_statistic)
+    return _map(lambda x: x.value(), tree)
 
 
-def _require_alike(a: Any, b: Any) -> None:
-    """Raise unless two statistics have the same shapes, leaf by leaf."""
-    jax.tree.map(lambda x, y: require_same_shape(one=x, other=y), a, b)
+def _filled(start: float, leaf: Any) -> jax.Array:
+    return jnp.full(leaf.shape, start, jnp.float32 if start or jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
 
 
 def _is_statistic(node: Any) -> bool:
     return isinstance(node, Statistic)
 
 
-def _zeros(leaf: Any) -> jax.Array:
-    dtype = jnp.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
-    return jnp.zeros(leaf.shape, dtype)
+_map = functools.partial(jax.tree.map, is_leaf=_is_statistic)

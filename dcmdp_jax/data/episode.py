@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -263,3 +264,21 @@ def collect(groups: Iterable[Iterable[Episode]]) -> list[Episode]:
 def in_prompt_order(episodes: Iterable[Episode]) -> list[Episode]:
     """Sort episodes by prompt, then member: in what order they finished must not change what is learned."""
     return sorted(episodes, key=lambda episode: (episode.group, episode.member))
+
+
+def identical_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Share of completions that equal another one of the same prompt, and its expectation for independent samples.
+
+    Given a completion of probability q under the engine, one of G - 1 independent others is equal with probability
+    1 - (1 - q)^(G - 1), so the means of both have one expectation, whatever the policy.
+    """
+    texts = [episode.token_ids.tobytes() for episode in episodes]
+    prompts = [episode.token_ids[: episode.prompt_length].tobytes() for episode in episodes]
+    same, others = Counter(texts), Counter(prompts)
+    logs = [float(episode.rollout_logprobs[episode.sampled_mask].sum(dtype=np.float64)) for episode in episodes]
+    counts = np.array([others[prompt] for prompt in prompts])
+    chances = 1 - (1 - np.minimum(np.exp(logs), 1.0)) ** (counts - 1)
+    return {
+        "completion/identical_fraction": float(np.mean([same[text] > 1 for text in texts])),
+        "completion/identical_chance": float(np.nanmean(chances)) if np.isfinite(chances).any() else 0.0,
+    }

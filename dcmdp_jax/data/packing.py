@@ -155,3 +155,15 @@ def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
 def _abstract(shape: Shape, fill: float, dtype: type) -> jax.ShapeDtypeStruct:
     del fill
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
+    """Steps between the policy that is trained and those that sampled the batch's tokens; 0 in a synchronous run.
+
+    Args:
+        batch: packed, before it goes to the devices.
+        policy_version: the training step of the parameters that the batch trains.
+    """
+    versions = [rows.columns["policy_versions"][rows.completion_mask] for rows in batch.rows]
+    lag = policy_version - np.concatenate(versions)
+    return {"rollout/staleness_mean": float(lag.mean()), "rollout/staleness_max": float(lag.max())}

@@ -43,6 +43,22 @@ def broken_tokens(episode: Episode) -> np.ndarray:
     return episode.sampled_mask & (~np.isfinite(logprobs) | (logprobs > 1e-3))
 
 
+def check_versions(episodes: Sequence[Episode], version: int) -> None:
+    """Refuse tokens sampled by other weights than were pushed for them.
+
+    Raises:
+        EngineError: naming both versions.
+    """
+    for row, episode in enumerate(episodes):
+        found = episode.policy_versions[episode.sampled_mask]
+        if (found != version).any():
+            other = int(found[found != version][0])
+            raise EngineError(
+                f"completion {row} has tokens of version {other}, version {version} was pushed for them; with "
+                "rollout.lag the weights of each step are those that were announced"
+            )
+
+
 def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int, *, whole: bool = False) -> None:
     """Refuse likeliest tokens that can't be the engine's: measures of whole distributions would be wrong, silently.
 

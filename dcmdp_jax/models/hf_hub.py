@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from dcmdp_jax.activity import activity
@@ -16,6 +17,7 @@ from dcmdp_jax.models.gguf_convert import PACKAGE, package_model
 
 _FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES)
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+_ENDS_BYTES = 1 << 16
 _FOLDERS = ("models", "runs")
 """First parts of relative directories that configs name: never an owner on the Hub."""
 
@@ -106,3 +108,16 @@ def push(directory: Path, name: str, *, message: str) -> str:
             f"--push={name}: not pushed ({said}). The export is whole in {directory}; "
             f"`hf upload {name} {directory}` pushes it"
         ) from error
+
+
+def ends_of_files(directory: Path) -> Iterator[bytes]:
+    """Name, size and both ends of each file: all of a small one, the table and the last values of a large one."""
+    for path in sorted(directory.iterdir()):
+        if path.suffix not in (".json", ".safetensors"):
+            continue
+        size = path.stat().st_size
+        yield f"{path.name} {size}".encode()
+        with path.open("rb") as file:
+            yield file.read(_ENDS_BYTES)
+            file.seek(max(0, size - _ENDS_BYTES))
+            yield file.read()

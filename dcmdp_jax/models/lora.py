@@ -158,6 +158,13 @@ def merge_rounding(base: Params, adapters: Params, lora: Lora, precision: str) -
     return jnp.where(whole > 0, jnp.sqrt(bent / jnp.where(whole > 0, whole, 1.0)), 0.0)
 
 
+def merged_and_measured(
+    base: Params, adapters: Params, lora: Lora, precision: str
+) -> tuple[Params, dict[str, jax.Array]]:
+    """`merged`, and `merge_rounding` as a metric. Arguments as of `merge_rounding`."""
+    return merged(base, adapters, lora), {"mismatch/merge_rounding": merge_rounding(base, adapters, lora, precision)}
+
+
 def merged_as_rounded(base: Params, adapters: Params, lora: Lora, precision: str) -> Params:
     """W + Q(W + D) - Q(W), float32: `merged` with the change as an engine's rounding lets it arrive.
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from dcmdp_jax.types import Params
+
 _T = TypeVar("_T")
 
 PRECISE = jax.lax.Precision.HIGHEST
@@ -44,3 +46,13 @@ def in_compute_dtype(function: Callable[..., _T]) -> Callable[..., _T]:
 def precision_of(dtype: jnp.typing.DTypeLike) -> jax.lax.Precision | None:
     """`precision` of a product of two arrays of `dtype`, for code that is traced outside of `products_in`."""
     return PRECISE if jnp.dtype(dtype) == jnp.float32 else None
+
+
+def euclidean_norm(tree: Params) -> jax.Array:
+    """The norm of all leaves together. Dot products: a sum of squares would write the squares first."""
+
+    def squared(leaf: jax.Array) -> jax.Array:
+        axes = tuple(range(leaf.ndim))
+        return jax.lax.dot_general(leaf, leaf, ((axes, axes), ((), ())), precision=PRECISE)
+
+    return jnp.sqrt(sum(squared(leaf) for leaf in jax.tree.leaves(tree)))

@@ -60,7 +60,7 @@ completion/truncated_fraction | fraction | completions cut by the length limit
 completion/beyond_vocabulary_fraction | fraction | sampled tokens beyond the tokenizer's vocabulary; they have no text
 environment/turns_mean | 1 | turns of the policy in a completion, mean
 environment/done_fraction | fraction | completions that the environment ended, not a limit
-@training/rollout_metrics.py:identical_metrics
+@data/episode.py:identical_metrics
 completion/identical_fraction | fraction | completions that equal another one of their prompt token by token
 completion/identical_chance | fraction | the same as expected of independent samples of the engine's probabilities
 @training/rollout_metrics.py:rollout_metrics
@@ -69,7 +69,7 @@ completion/source/{source}/length_mean | tokens | mean length of the completions
 rollout/sampled_prompts | prompts | prompts sampled by dynamic sampling, replaced groups included
 rollout/refill_rounds | calls | further calls of the engine by dynamic sampling
 rollout/unfilled_groups | prompts | groups of all-equal rewards that dynamic sampling found no other for
-@training/rollout_metrics.py:staleness_metrics
+@data/packing.py:staleness_metrics
 rollout/staleness_mean | steps | mean age of the sampled tokens: the trained policy's step minus theirs
 rollout/staleness_max | steps | age of the oldest sampled token
 @training/batches.py:Batches
@@ -93,6 +93,7 @@ displacement/abs_mean | nats | mean of its absolute value, which confidence does
 displacement/abs_p50 | nats | 50th percentile of its absolute value
 displacement/abs_p95 | nats | 95th percentile of its absolute value
 displacement/abs_p99 | nats | 99th percentile of its absolute value
+@algorithm/discrepancy.py:mismatch_statistics
 mismatch/k1 | nats | mean of rollout - train log-probs: KL(rollout || train), unbiased, may be negative
 mismatch/k3 | nats | the same KL by the non-negative low-variance estimator
 mismatch/pearson | correlation | Pearson correlation of train and rollout token probabilities
@@ -125,10 +126,10 @@ mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is 
 mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the other leg has the rest
 @engines/vllm/engine.py:VllmEngine.push_weights
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
-@training/build.py:_merge
+@models/lora.py:merged_and_measured
 mismatch/merge_rounding | fraction | with adapters: what the engine's rounding of the merged matrices adds to or takes
     from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base
-@training/step_metrics.py:arrival
+@models/quantize.py:arrival
 mismatch/push_changed | fraction | weights of the engine's matrices that the step's update changes; not with adapters
 mismatch/push_rounding | 1 | norm of what the engine's rounding adds to or takes from the step's update, over
     that of the update; 0: none, 1: none of the update arrives, above 1: the rounding is larger than the update

@@ -14,27 +14,22 @@ import jax
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.models.hf_hub import model_directory
+from dcmdp_jax.models.hf_hub import ends_of_files, model_directory
 from dcmdp_jax.run.task import Task
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "transformers")
 _DIGITS = 16
-_ENDS_BYTES = 1 << 16
 
 
 def settings_and_code(config: Config) -> dict[str, str]:
     """Every setting except `hosts.*`, a digest of this package's code, and the versions of its libraries."""
-    settings = {f"config.{name}": repr(value) for name, value in flatten(to_dict(config)).items()}
+    settings = flatten(to_dict(config)).items()
+    same = {f"config.{name}": repr(value) for name, value in settings if not name.startswith("hosts.")}
     versions = {f"version of {name}": importlib.metadata.version(name) for name in _LIBRARIES}
     package = Path(__file__).parents[1]
     files = sorted(package.rglob("*.py"))
     code = _digest(part for path in files for part in (str(path.relative_to(package)).encode(), path.read_bytes()))
-    return {
-        **{name: value for name, value in settings.items() if not name.startswith("config.hosts.")},
-        **versions,
-        "version of Python": platform.python_version(),
-        "code of dcmdp_jax (digest)": code,
-    }
+    return same | versions | {"version of Python": platform.python_version(), "code of dcmdp_jax (digest)": code}
 
 
 def data_facts(task: Task) -> dict[str, str]:
@@ -51,7 +46,7 @@ def data_facts(task: Task) -> dict[str, str]:
             ids.tobytes() for pair in zip(*task.worked_solutions, strict=True) for ids in pair
         )
     if task.config.model.path:
-        facts["files of model.path (digest)"] = _digest(_ends_of_files(model_directory(task.config.model.path)))
+        facts["files of model.path (digest)"] = _digest(ends_of_files(model_directory(task.config.model.path)))
     return facts
 
 
@@ -64,19 +59,6 @@ def digest_of(problems: EncodedPrompts) -> str:
             yield json.dumps([problem.answer, problem.columns], sort_keys=True, default=str).encode()
 
     return f"{len(problems.problems)}, {_digest(parts())}"
-
-
-def _ends_of_files(directory: Path) -> Iterable[bytes]:
-    """Name, size and both ends of each file: all of a small one, the table and the last values of a large one."""
-    for path in sorted(directory.iterdir()):
-        if path.suffix not in (".json", ".safetensors"):
-            continue
-        size = path.stat().st_size
-        yield f"{path.name} {size}".encode()
-        with path.open("rb") as file:
-            yield file.read(_ENDS_BYTES)
-            file.seek(max(0, size - _ENDS_BYTES))
-            yield file.read()
 
 
 def _digest(parts: Iterable[bytes]) -> str:

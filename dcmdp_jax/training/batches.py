@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,19 +19,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.algorithm.discrepancy import token_discrepancy
+from dcmdp_jax.algorithm.dual import QUANTILES
 from dcmdp_jax.config.arguments import PACKING, in_settings
-from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.data.lengths import padding_advice
-from dcmdp_jax.data.packing import pack
-from dcmdp_jax.engines.protocol import EngineError
+from dcmdp_jax.data.packing import pack, staleness_metrics
+from dcmdp_jax.engines.noise_floor import NOISE_FLOOR_STEPS, noise_floor
+from dcmdp_jax.engines.validation import check_versions
 from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.training.build import StepPrograms
-from dcmdp_jax.training.noise_floor import NOISE_FLOOR_STEPS, NoiseFloor
+from dcmdp_jax.training.loss_terms import measure_of
 from dcmdp_jax.training.phase_timer import PhaseTimer
-from dcmdp_jax.training.rollout_metrics import staleness_metrics
 from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
 from dcmdp_jax.training.state import batch_shardings
 from dcmdp_jax.training.stopping import CollectiveExit, ThreadExit
@@ -66,7 +68,7 @@ class StepBatch:
         batch: on the devices.
         rows: the rows on the host.
         metrics: metrics of sampling and packing.
-        scored: number of a completion -> its log-probs in one pass of the engine, see `NoiseFloor.measure`.
+        scored: number of a completion -> its log-probs in one pass of the engine, see `noise_floor`.
     """
 
     rollout: StepRollout
@@ -111,7 +113,8 @@ class Batches:
         self._exchanges = self._thread is not None and self._hosts.count > 1
         own = self._thread or leave
         self._rollouts = StepRollouts(services, task, self._hosts, own, collective=not self._exchanges)
-        self._noise_floor = NoiseFloor(services.engine, task)
+        # Compiled as one: each operation alone would be a program of its own.
+        self._discrepancy = jax.jit(functools.partial(token_discrepancy, **measure_of(task.config.algorithm)))
         self._in_flight: dict[int, Future[Sampled]] = {}
         # In the parameters' own dtype: a push of a copy in another one would not give the engine the same weights.
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=programs.shardings.params)
@@ -216,14 +219,21 @@ class Batches:
             if self._lag:
                 check_versions(rollout.episodes, version)
             first = self._hosts.share(rollout.batch_groups).start if self._exchanges else 0
+            config, sampling = self._config, self._task.sampling
+            numbers = {"seed": config.training.seed, "step": step, "first": first * sampling.group_size}
             with timer.phase("noise_floor"):
-                first *= self._task.sampling.group_size
-                measured = self._noise_floor.measure(rollout.episodes, step, first=first)
+                given = self._engine, rollout.episodes, sampling, self._distance
+                measured = noise_floor(*given, **numbers, drop=config.rollout.on_non_finite == "drop")
             return Sampled(rollout, *measured, timer)
         except BaseException:
             if self._thread:
                 self._thread.cancelled.set()
             raise
+
+    def _distance(self, again: np.ndarray, sampled: np.ndarray) -> float:
+        """The discrepancy of log-probs, by the statistic that c bounds."""
+        values, share = self._discrepancy(again, sampled), QUANTILES.get(self._config.algorithm.budget)
+        return float(np.mean(values) if share is None else np.quantile(values, share))
 
     def _pack(self, rollout: StepRollout, step: int) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
         """The batch on the devices, its rows on the host, and metrics."""
@@ -263,19 +273,3 @@ class Batches:
         oldest = max(0, step + 1 - self._lag)
         self._kept = {version: kept for version, kept in self._kept.items() if version >= oldest}
         self._kept[step] = self._copy(params)
-
-
-def check_versions(episodes: list[Episode], version: int) -> None:
-    """Refuse tokens sampled by other weights than were pushed for them.
-
-    Raises:
-        EngineError: naming both versions.
-    """
-    for row, episode in enumerate(episodes):
-        found = episode.policy_versions[episode.sampled_mask]
-        if (found != version).any():
-            other = int(found[found != version][0])
-            raise EngineError(
-                f"completion {row} has tokens of version {other}, version {version} was pushed for them; with "
-                "rollout.lag the weights of each step are those that were announced"
-            )

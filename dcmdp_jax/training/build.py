@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
-import optax
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.models.config import Lora, ModelConfig
-from dcmdp_jax.models.lora import merge_rounding, merged, trained
+from dcmdp_jax.models.lora import merged_and_measured, trained
 from dcmdp_jax.models.params import declared_shapes, quantized_leaves
+from dcmdp_jax.models.quantize import arrival, watched_columns
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.sharding import sharded
@@ -26,7 +26,6 @@ from dcmdp_jax.run.task import Task
 from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (
-    WARMUP_SCALE,
     batch_shardings,
     initial_dual,
     initial_loss_scale,
@@ -36,10 +35,10 @@ from dcmdp_jax.training.state import (
     train_state_shardings,
 )
 from dcmdp_jax.training.step import StepParts, make_train_step
-from dcmdp_jax.training.step_metrics import Metrics, arrival, watched_columns
+from dcmdp_jax.training.step_metrics import Metrics
 from dcmdp_jax.training.stopping import Interrupted, StopSignal
 from dcmdp_jax.training.warmup import warm_up
-from dcmdp_jax.types import Batch, LossScale, Params, TrainState
+from dcmdp_jax.types import Batch, DualState, Params, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class StepPrograms(NamedTuple):
     """A training step and what it starts from.
 
     Attributes:
-        optimizer, loss_scale: parts of a fresh state.
+        create: (parameters, dual state) -> a fresh state.
         arguments: state and batch of the step: shapes, dtypes and shardings.
         shardings: shardings of the state.
         train_step: (state, batch, frozen parameters) -> (state, metrics), compiled at its first call.
@@ -60,8 +59,7 @@ class StepPrograms(NamedTuple):
         merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see `lora`.
     """
 
-    optimizer: optax.GradientTransformationExtraArgs
-    loss_scale: LossScale | None
+    create: Callable[[Params, DualState], TrainState]
     arguments: tuple[TrainState, Batch]
     shardings: TrainState
     train_step: Callable
@@ -118,40 +116,31 @@ def make_step_programs(
         record_tokens=config.observe.rollouts_every_steps > 0,
         lora=lora,
     )
-    shapes = declared_shapes(trained(model, lora), dtype)
-    state = jax.eval_shape(lambda params: new_state(params, optimizer, dual, loss_scale), shapes)
+    create = jax.jit(lambda params, dual: new_state(params, optimizer, dual, loss_scale), out_shardings=shardings)
+    state = jax.eval_shape(create, declared_shapes(trained(model, lora), dtype), dual)
     batch = abstract_batch(packing, placement.columns)
     return StepPrograms(
-        optimizer,
-        loss_scale,
+        create,
         (sharded(state, shardings), sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))),
         shardings,
         make_train_step(parts, shardings),
         make_rescore(row_logprobs, mesh=mesh) if exact else None,
         make_old_logprobs(row_logprobs, mesh=mesh) if config.rollout.lag else None,
         policy=parts.policy,
-        merged=_merge(config, lora),
-        **_watch(config, model, lora),
+        **_engine_programs(config, model, lora),
     )
 
 
-def _watch(config: Config, model: ModelConfig, lora: Lora | None) -> dict[str, Callable]:
+def _engine_programs(config: Config, model: ModelConfig, lora: Lora | None) -> dict[str, Callable]:
+    """The programs of what an engine gets: `merged`, `watched` and `arrival`."""
+    precision = config.rollout.precision
     if lora is not None:
-        return {"watched": lambda _: [], "arrival": lambda *_: {}}
+        merge = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision))
+        return {"merged": merge, "watched": lambda _: [], "arrival": lambda *_: {}}
     marks = {"quantized": quantized_leaves(model)}
-    measure = functools.partial(arrival, **marks, precision=config.rollout.precision)
-    return {"watched": jax.jit(functools.partial(watched_columns, **marks)), "arrival": jax.jit(measure)}
-
-
-def _merge(config: Config, lora: Lora | None) -> Callable[[Params, Params | None], tuple[Params, Metrics]]:
-    if lora is None:
-        return lambda params, _: (params, {})
-
-    def merge(params: Params, base: Params) -> tuple[Params, Metrics]:
-        rounding = merge_rounding(base, params, lora, config.rollout.precision)
-        return merged(base, params, lora), {"mismatch/merge_rounding": rounding}
-
-    return jax.jit(merge)
+    watch, measure = functools.partial(watched_columns, **marks), functools.partial(arrival, **marks)
+    programs = {"watched": jax.jit(watch), "arrival": jax.jit(functools.partial(measure, precision=precision))}
+    return programs | {"merged": lambda params, _: (params, {})}
 
 
 def start(
@@ -182,13 +171,8 @@ def start(
         CheckpointError: if there are checkpoints and none can be read.
     """
     config, shardings, abstract = task.config, programs.shardings, programs.arguments[0]
-    create = jax.jit(
-        lambda params: new_state(params, programs.optimizer, initial_dual(config.algorithm), programs.loss_scale),
-        out_shardings=shardings,
-    )
-    with activity(
-        "restoring the newest checkpoint" if checkpoints.latest_step is not None else "looking for checkpoints"
-    ):
+    dual = initial_dual(config.algorithm)
+    with activity("restoring the newest checkpoint"):
         state = checkpoints.restore(abstract, task.model)
     if state is not None:
         step = int(state.step)
@@ -196,8 +180,7 @@ def start(
             if getattr(state, name) is None and getattr(abstract, name) is not None:
                 given = step, name, needed_by(name)
                 logger.warning("checkpoint %d has no %s (%s): it begins as in a new run", *given)
-                initial = jax.jit(lambda params, name=name: getattr(create(params), name))
-                state = state._replace(**{name: jax.device_put(initial(state.params), getattr(shardings, name))})
+                state = state._replace(**{name: getattr(programs.create(state.params, dual), name)})
         checkpoints.check_problems(step, may_change=config.task.on_changed_data == "continue")
         show(f"resuming {config.run_dir} after step {step}")
         taken = checkpoints.prompts_taken(step)
@@ -205,24 +188,16 @@ def start(
     with activity(f"loading the weights of {config.model.path}" if config.model.path else "drawing fresh weights"):
         params = weights.initial()
     if config.warmup.steps:
-        scale = WARMUP_SCALE if programs.loss_scale is not None else 1.0
-        params = _warm_up(task, placement, params, stop, show, loss_scale=scale)
+        params = _warm_up(task, placement, params, stop, show)
     if weights.saves_initial:
         with activity("saving the initial policy"):
             weights.save_initial(params, placement.hosts)
     with activity("making the optimizer's state"):
-        return create(weights.initial_adapters(shardings.params) if task.lora else params), False, 0
+        params = weights.initial_adapters(shardings.params) if task.lora else params
+        return programs.create(params, dual), False, 0
 
 
-def _warm_up(
-    task: Task,
-    placement: Placement,
-    params: Params,
-    stop: StopSignal,
-    show: Callable[[str], None],
-    *,
-    loss_scale: float,
-) -> Params:
+def _warm_up(task: Task, placement: Placement, params: Params, stop: StopSignal, show: Callable[[str], None]) -> Params:
     settings, mesh, compute = task.config.warmup, placement.mesh, placement.compute
     show(f"warm-up: {settings.steps} supervised steps on {settings.task}")
     # The sampling temperature belongs to sampling: solutions are fitted by the model as it is.
@@ -240,7 +215,7 @@ def _warm_up(
     with activity("warming up (it compiles first)", settings.steps, "steps") as doing:
         return warm_up(
             params, *task.worked_solutions, row_logprobs, settings, seed=task.config.training.seed, mesh=mesh,
-            length_multiple=128 if compute.attention == "splash" else 8, on_step=on_step, loss_scale=loss_scale,
+            length_multiple=128 if compute.attention == "splash" else 8, on_step=on_step,
         )  # fmt: skip
 
 

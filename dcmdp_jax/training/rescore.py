@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from dcmdp_jax.algorithm import masked
+from dcmdp_jax.algorithm import masked, stats
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
-from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TOP_LOGPROBS
 from dcmdp_jax.models.row_logprobs import RowLogprobs
 from dcmdp_jax.parallel.backend import compiler_options
@@ -58,11 +57,11 @@ def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[P
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def rescore(params: Params, batch: Batch) -> tuple[Batch, jax.Array]:
         rescored = with_logprobs(params, batch, row_logprobs, mesh, "rollout_logprobs", TOP_LOGPROBS)
-        differences = Mean(jnp.float32(0), jnp.float32(0))
-        for bucket, train in zip(batch.rows, rescored.rows, strict=True):
-            delta = token_discrepancy(train.rollout_logprobs, bucket.rollout_logprobs, measure="diff", sided="two")
-            differences = differences.merge(masked.masked_sum(delta, bucket.completion_mask))
-        return rescored, differences.value()
+        differences = [
+            masked.masked_sum(token_discrepancy(train.rollout_logprobs, rows.rollout_logprobs), rows.completion_mask)
+            for rows, train in zip(batch.rows, rescored.rows, strict=True)
+        ]
+        return rescored, functools.reduce(stats.merge, differences).value()
 
     return rescore
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.data.episode import Episode, identical_metrics
 from dcmdp_jax.data.lengths import QUANTILES
 from dcmdp_jax.observe.legs import legs_of
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.scoring import reward_metrics
 from dcmdp_jax.training.rollout_sampler import StepRollout
-from dcmdp_jax.types import Batch
 
 
 def rollout_metrics(rollout: StepRollout, discrepancy: np.ndarray, *, refills: bool) -> dict[str, float]:
@@ -50,24 +48,6 @@ def rollout_metrics(rollout: StepRollout, discrepancy: np.ndarray, *, refills: b
     return metrics
 
 
-def identical_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Share of completions that equal another one of the same prompt, and its expectation for independent samples.
-
-    Given a completion of probability q under the engine, one of G - 1 independent others is equal with probability
-    1 - (1 - q)^(G - 1), so the means of both have one expectation, whatever the policy.
-    """
-    texts = [episode.token_ids.tobytes() for episode in episodes]
-    prompts = [episode.token_ids[: episode.prompt_length].tobytes() for episode in episodes]
-    same, others = Counter(texts), Counter(prompts)
-    logs = [float(episode.rollout_logprobs[episode.sampled_mask].sum(dtype=np.float64)) for episode in episodes]
-    counts = np.array([others[prompt] for prompt in prompts])
-    chances = 1 - (1 - np.minimum(np.exp(logs), 1.0)) ** (counts - 1)
-    return {
-        "completion/identical_fraction": float(np.mean([same[text] > 1 for text in texts])),
-        "completion/identical_chance": float(np.nanmean(chances)) if np.isfinite(chances).any() else 0.0,
-    }
-
-
 def length_metrics(episodes: Sequence[Episode], grades: Grades | None) -> dict[str, float]:
     """Lengths, truncations, and what the verifier could not read if it was asked, by the names of metric_names.py."""
     lengths = [episode.num_sampled for episode in episodes]
@@ -89,18 +69,6 @@ def length_metrics(episodes: Sequence[Episode], grades: Grades | None) -> dict[s
         "completion/length_max": max(lengths),
         "completion/truncated_fraction": float(np.mean([episode.finish_reason == "length" for episode in episodes])),
     }
-
-
-def staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
-    """Steps between the policy that is trained and those that sampled the batch's tokens; 0 in a synchronous run.
-
-    Args:
-        batch: packed, before it goes to the devices.
-        policy_version: the training step of the parameters that the batch trains.
-    """
-    versions = [rows.columns["policy_versions"][rows.completion_mask] for rows in batch.rows]
-    lag = policy_version - np.concatenate(versions)
-    return {"rollout/staleness_mean": float(lag.mean()), "rollout/staleness_max": float(lag.max())}
 
 
 def leg_metrics(

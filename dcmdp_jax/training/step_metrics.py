@@ -15,10 +15,9 @@ from dcmdp_jax.algorithm.dual import QUANTILES
 from dcmdp_jax.algorithm.stats import Mean, Statistic
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.moe import Aux, router_metrics
-from dcmdp_jax.models.quantize import in_float32, is_quantized, stored
 from dcmdp_jax.training.rescore import lags
 from dcmdp_jax.training.state import updates_made
-from dcmdp_jax.types import Array, Batch, Params, Rows, TrainState
+from dcmdp_jax.types import Array, Batch, Rows, TrainState
 
 Metrics = dict[str, jax.Array]
 
@@ -113,7 +112,7 @@ def batch_metrics(
     index = flat(batch.rows, "completion_index") + offsets
     where = masked.CompletionIndex(mask, index, mini_batches * completions)
     over = completions_over_tolerance(delta, where, tolerance=tolerance)
-    mismatch, displacement = mismatch_statistics(train, rollout, mask), displacement_statistics(train, rollout, mask)
+    displacement = displacement_statistics(train, rollout, mask)
     engine_share = Mean(jnp.sum(jnp.where(mask & (rollout > train), delta, 0.0)), jnp.sum(jnp.where(mask, delta, 0.0)))
 
     rewards, valid = batch.rewards.reshape(-1), batch.valid.reshape(-1)
@@ -123,19 +122,16 @@ def batch_metrics(
     mean_above = masked.masked_mean(rewards - least, valid)
     share = QUANTILES.get(settings.budget)
     bounded = {} if share is None else {settings.bounded_metric: masked.masked_quantile(delta, mask, share)}
+    bounded |= mismatch_statistics(train, rollout, mask)
     return bounded | {
         "reward/mean": least + mean_above,
         "reward/std": jnp.sqrt(masked.masked_mean((rewards - least - mean_above) ** 2, valid)),
-        "reward/all_equal_groups": masked.all_equal_groups(groups).value(),
+        "reward/all_equal_groups": masked.masked_mean(groups.all_equal, groups.size > 0),
         "discrepancy/p50": masked.masked_quantile(delta, mask, 0.5),
         "discrepancy/p99": masked.masked_quantile(delta, mask, 0.99),
         "discrepancy/max": masked.masked_max(delta, mask),
         "discrepancy/engine_share": engine_share.value(),
         "discrepancy/completions_over_tolerance": over.value(),
-        "mismatch/k1": mismatch["kl_k1"],
-        "mismatch/k3": mismatch["kl_k3"],
-        "mismatch/pearson": mismatch["pearson"],
-        "mismatch/effective_sample_size": mismatch["effective_sample_size"],
         "displacement/mean": displacement["mean"],
         "displacement/abs_mean": displacement["abs_mean"],
         "displacement/abs_p50": displacement["abs_p50"],
@@ -178,45 +174,3 @@ def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Me
         "gap/log_ratio_abs_mean": masked.masked_mean(jnp.abs(gap), mask),
         "gap/log_ratio_max": masked.masked_max(jnp.abs(gap), mask),
     }
-
-
-_NUMBERS = 1 << 18
-"""Numbers that are looked at of each parameter; the mean of so many has an error below 0.1%."""
-
-
-def watched_columns(params: Params, quantized: Params) -> list[jax.Array]:
-    """Columns [..., in, some of out] of each matrix that `quantized` (see `params.quantized_leaves`) marks.
-
-    Whole columns, since these share a scale; evenly chosen, 2^18 numbers of each matrix or one column at least.
-    """
-    return [
-        leaf[..., :: -(-leaf.shape[-1] // max(1, _NUMBERS * leaf.shape[-1] // leaf.size))]
-        for leaf, chosen in zip(jax.tree.leaves(params), jax.tree.leaves(quantized), strict=True)
-        if chosen
-    ]
-
-
-def arrival(before: list[jax.Array], params: Params, quantized: Params, precision: str) -> Metrics:
-    """Share of the engine's weights that an update D = W' - W changes, and what rounding Q does to it.
-
-        mismatch/push_changed = mean [Q(W') != Q(W)],    mismatch/push_rounding = ||Q(W') - Q(W) - D|| / ||D||
-
-    0 for an engine that gets D as it is, 1 where none of it arrives, more where the few weights that change jump by
-    more than all of D; 0 where D is 0. Without D's errors of rounding adding up: Q(W') is always nearest to W'.
-
-    Args:
-        before: `watched_columns` of the parameters W before the step.
-        params: those after it.
-        quantized: see `watched_columns`.
-        precision: the engine's, see `quantize.stored`.
-    """
-    changed = bent = whole = 0.0
-    for old, new in zip(before, watched_columns(params, quantized), strict=True):
-        old, new = old.astype(jnp.float32), new.astype(jnp.float32)
-        held = [stored(w, precision) for w in (old, new)]
-        values = [x.values if is_quantized(x) else x for x in held]
-        changed += jnp.sum(values[0] != values[1], dtype=jnp.float32)
-        bent += jnp.sum((in_float32(held[1]) - in_float32(held[0]) - (new - old)) ** 2)
-        whole += jnp.sum((new - old) ** 2)
-    rounding = jnp.where(whole > 0, jnp.sqrt(bent / jnp.where(whole > 0, whole, 1.0)), 0.0)
-    return {"mismatch/push_changed": changed / sum(x.size for x in before), "mismatch/push_rounding": rounding}

@@ -23,6 +23,9 @@ from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.types import Params, Rows
 
+_LOSS_SCALE = 2.0**10
+"""Factor of the loss while its gradient is taken, against underflow in float16; exact in every dtype."""
+
 
 def warm_up(
     params: Params,
@@ -35,7 +38,6 @@ def warm_up(
     mesh: Mesh | None,
     length_multiple: int,
     on_step: Callable[[int, float], None],
-    loss_scale: float = 1.0,
 ) -> Params:
     """Minimize the mean negative log-likelihood of the solutions' tokens given their prompts.
 
@@ -52,7 +54,6 @@ def warm_up(
         mesh: the devices; None for one. A batch is a multiple of the number of devices that rows are split over.
         length_multiple: rows have a multiple of this length, for the kernel.
         on_step: called with (finished steps, loss in nats per token) every 50 steps and at the end; may raise to stop.
-        loss_scale: factor of the loss while its gradient is taken, a power of two.
 
     Returns:
         Trained parameters.
@@ -72,7 +73,7 @@ def warm_up(
     placed = _placement(params, optimizer, mesh)
     opt_state = jax.jit(optimizer.init, out_shardings=placed[1])(params)
     step = jax.jit(
-        functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer, mesh=mesh, loss_scale=loss_scale),
+        functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer, mesh=mesh),
         donate_argnums=(0, 1),
         # With the shardings of the input, or the second step would be another program.
         out_shardings=(*placed, None),
@@ -106,12 +107,9 @@ def _placement(params: Params, optimizer: optax.GradientTransformation, mesh: Me
     """Shardings of the parameters and of the optimizer's state: moments are sharded like their parameters."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     counters = jax.tree.leaves(shardings)[0] if mesh is None else replicated(mesh)
+    shapes = jax.eval_shape(optimizer.init, params)
     state = optax.tree.map_params(
-        optimizer,
-        lambda _, sharding: sharding,
-        jax.eval_shape(optimizer.init, params),
-        shardings,
-        transform_non_params=lambda _: counters,
+        optimizer, lambda _, sharding: sharding, shapes, shardings, transform_non_params=lambda _: counters
     )
     return shardings, state
 
@@ -124,13 +122,12 @@ def _step(
     row_logprobs: RowLogprobs,
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None,
-    loss_scale: float,
 ) -> tuple[Params, optax.OptState, jax.Array]:
     def gradient(shared: tuple[Params, jax.Array], rows: Rows) -> tuple[dict[str, Sum], tuple[()]]:
         params, tokens = shared
 
         def loss(params: Params) -> jax.Array:
-            return -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total / tokens * loss_scale
+            return -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total / tokens * _LOSS_SCALE
 
         value, grads = jax.value_and_grad(loss)(params)
         return {"loss": Sum(value), "gradient": Sum(grads)}, ()
@@ -138,8 +135,8 @@ def _step(
     shared = params, jnp.sum(rows.completion_mask)
     stacked = (jax.tree.map(lambda x: x[None], rows),)
     sums, _ = accumulate(gradient, shared, stacked, jnp.ones(1, jnp.int32), mesh=mesh)
-    value = sums["loss"].value() / loss_scale
-    grads = jax.tree.map(lambda g, p: (g / loss_scale).astype(p.dtype), sums["gradient"].value(), params)
+    value = sums["loss"].value() / _LOSS_SCALE
+    grads = jax.tree.map(lambda g, p: (g / _LOSS_SCALE).astype(p.dtype), sums["gradient"].value(), params)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, value
 

@@ -201,7 +201,7 @@ def _packed_step(data, clip_high):
     )
     step = make_train_step(parts)
     params = {"table": jnp.asarray(tables["train_logprobs"])}
-    state = new_state(params, optimizer, dual_init(0.4, minimum=0.0, maximum=1.0, tolerance=0.05))
+    state = new_state(params, optimizer, dual_init(0.4, tolerance=0.05))
     state, metrics = step(state, batch, None)
     gradient = np.zeros(data["completion_mask"].shape, np.float32)
     moved = tables["train_logprobs"] - np.asarray(state.params["table"])
@@ -289,7 +289,7 @@ BAD_VALUES = {
     ),
     r"rewards is 1e\+20 at \[2\]; must be finite, below 1e\+18": _with("rewards", 2, 1e20),
     r"rewards is nan at \[2\]": _with("rewards", 2, np.nan),
-    r"completion_mask is 0 everywhere": lambda data: data.update(completion_mask=np.zeros((8, 5), bool)),
+    r"completion_mask is 0 in row 0": lambda data: data.update(completion_mask=np.zeros((8, 5), bool)),
     r"completion_mask is 0 in row 4": _with("completion_mask", 4, False),
     r"completion_mask is 0.5 at \[0, 2\]": lambda data: data.update(
         completion_mask=np.where(np.arange(40).reshape(8, 5) == 2, 0.5, 1.0)

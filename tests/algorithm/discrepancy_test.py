@@ -132,10 +132,10 @@ def test_mismatch_statistics_by_hand():
     p, q = np.array([0.8, 0.2, 0.6, 0.8, 0.1]), np.array([0.4, 0.4, 0.6, 0.2, 0.9])
     mask = np.array([True, True, True, True, False])
     statistics = d.mismatch_statistics(LOG(p), LOG(q), mask)
-    assert float(statistics["kl_k1"]) == pytest.approx(-LOG(4) / 4, rel=1e-6)
-    assert float(statistics["kl_k3"]) == pytest.approx((3.5 - LOG(4)) / 4, rel=1e-6)
-    assert float(statistics["effective_sample_size"]) == pytest.approx(56.25 / 85, rel=1e-6)
-    assert float(statistics["pearson"]) == pytest.approx(np.corrcoef(p[:4], q[:4])[0, 1], rel=1e-5)
+    assert float(statistics["mismatch/k1"]) == pytest.approx(-LOG(4) / 4, rel=1e-6)
+    assert float(statistics["mismatch/k3"]) == pytest.approx((3.5 - LOG(4)) / 4, rel=1e-6)
+    assert float(statistics["mismatch/effective_sample_size"]) == pytest.approx(56.25 / 85, rel=1e-6)
+    assert float(statistics["mismatch/pearson"]) == pytest.approx(np.corrcoef(p[:4], q[:4])[0, 1], rel=1e-5)
 
 
 def test_log_odds_by_hand_and_at_their_ends():
@@ -189,18 +189,18 @@ def test_mismatch_statistics_estimate_kl_of_rollout_from_train():
     # = 1 / (3/4 / 9 + 1/4 * 9) = 3/7.
     p, q = np.array([0.25, 0.25, 0.25, 0.75]), np.array([0.75, 0.75, 0.75, 0.25])
     statistics = jax.jit(d.mismatch_statistics)(LOG(p), LOG(q), np.ones(4, bool))
-    for name in ("kl_k1", "kl_k3"):
+    for name in ("mismatch/k1", "mismatch/k3"):
         assert float(statistics[name]) == pytest.approx(0.5 * LOG(3), rel=1e-6)
-    assert float(statistics["effective_sample_size"]) == pytest.approx(3 / 7, rel=1e-6)
-    assert float(statistics["pearson"]) == pytest.approx(-1.0, rel=1e-6)
+    assert float(statistics["mismatch/effective_sample_size"]) == pytest.approx(3 / 7, rel=1e-6)
+    assert float(statistics["mismatch/pearson"]) == pytest.approx(-1.0, rel=1e-6)
 
 
 def test_mismatch_statistics_on_agreement_are_exact():
     logprobs = -np.random.default_rng(0).exponential(size=(7, 13))
     statistics = d.mismatch_statistics(logprobs, logprobs, np.ones((7, 13), bool))
-    assert float(statistics["kl_k1"]) == float(statistics["kl_k3"]) == 0.0
-    assert float(statistics["effective_sample_size"]) == 1.0
-    assert float(statistics["pearson"]) == pytest.approx(1.0, abs=1e-6)
+    assert float(statistics["mismatch/k1"]) == float(statistics["mismatch/k3"]) == 0.0
+    assert float(statistics["mismatch/effective_sample_size"]) == 1.0
+    assert float(statistics["mismatch/pearson"]) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_small_mismatch_is_not_rounding_noise():
@@ -209,7 +209,7 @@ def test_small_mismatch_is_not_rounding_noise():
     train = (rollout + np.where(np.arange(1000) % 2, 1e-4, -1e-4)).astype(np.float32)
     exact = np.mean(np.expm1(train.astype(np.float64) - rollout) - (train.astype(np.float64) - rollout))
     statistics = d.mismatch_statistics(train, rollout, np.ones(1000, bool))
-    assert float(statistics["kl_k3"]) == pytest.approx(exact, rel=1e-5)
+    assert float(statistics["mismatch/k3"]) == pytest.approx(exact, rel=1e-5)
 
 
 def test_mismatch_statistics_edges():
@@ -217,18 +217,19 @@ def test_mismatch_statistics_edges():
     for value in d.mismatch_statistics(nan, nan, np.zeros(2, bool)).values():
         assert float(value) == 0.0
     one = d.mismatch_statistics(np.array([LOG(0.5), np.nan]), np.array([LOG(0.25), np.nan]), np.array([True, False]))
-    assert float(one["effective_sample_size"]) == 1.0
-    assert float(one["pearson"]) == 0.0  # undefined for one token; rounding noise over rounding noise would be +-1
-    assert float(one["kl_k1"]) == pytest.approx(-LOG(2), rel=1e-6)
+    assert float(one["mismatch/effective_sample_size"]) == 1.0
+    assert float(one["mismatch/pearson"]) == 0.0  # undefined for one token; rounding noise would give +-1
+    assert float(one["mismatch/k1"]) == pytest.approx(-LOG(2), rel=1e-6)
     constant = d.mismatch_statistics(LOG(np.full(50, 0.3)), LOG(np.linspace(0.1, 0.9, 50)), np.ones(50, bool))
-    assert float(constant["pearson"]) == 0.0
+    assert float(constant["mismatch/pearson"]) == 0.0
     # One token the engine thinks impossible: d = 20, weight e^20 against 1: ESS = 1 / 2, k3 = (e^20 - 21) / 2.
     overflow = d.mismatch_statistics(LOG([0.5, 0.5]), np.array([-np.inf, LOG(0.5)]), np.ones(2, bool))
-    assert float(overflow["effective_sample_size"]) == pytest.approx(0.5, rel=1e-6)
-    assert float(overflow["kl_k3"]) == pytest.approx((np.exp(20) - 21) / 2, rel=1e-6)
+    assert float(overflow["mismatch/effective_sample_size"]) == pytest.approx(0.5, rel=1e-6)
+    assert float(overflow["mismatch/k3"]) == pytest.approx((np.exp(20) - 21) / 2, rel=1e-6)
     # Probabilities near e^-60 whose squares underflow float32 still correlate.
     tiny = -60 + np.arange(10.0) / 10
-    assert float(d.mismatch_statistics(tiny, tiny, np.ones(10, bool))["pearson"]) == pytest.approx(1.0, abs=1e-5)
+    found = d.mismatch_statistics(tiny, tiny, np.ones(10, bool))
+    assert float(found["mismatch/pearson"]) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_bad_arguments_are_refused():

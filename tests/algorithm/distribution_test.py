@@ -31,8 +31,13 @@ def _exact(log_p, log_q, measure):
 def _measured(log_p, log_q, k, measure):
     order = np.argsort(-log_q, axis=-1)[:, :k]
     head = (np.take_along_axis(x, order, axis=-1).astype(np.float32) for x in (log_p, log_q))
-    measures = jax.jit(state_measures, static_argnames="measure")(*head, np.ones(order.shape, bool), measure=measure)
-    return {name: np.asarray(value, np.float64) for name, value in measures.items()}
+    return _short(
+        jax.jit(state_measures, static_argnames="measure")(*head, np.ones(order.shape, bool), measure=measure)
+    )
+
+
+def _short(measures):
+    return {name.removeprefix("distribution/"): np.asarray(value, np.float64) for name, value in measures.items()}
 
 
 @pytest.mark.parametrize("measure", ["diff", "ratio", "log", "logit"])
@@ -61,7 +66,7 @@ def test_of_a_head_the_true_value_lies_between_value_and_bound(measure, k):
 def test_by_hand_two_tokens_and_a_tail():
     """p = (0.5, 0.3, 0.1, 0.1), q = (0.4, 0.4, 0.2, 0), head of two: tails 0.2 and 0.2, in one token they agree."""
     log_p, log_q = np.log([[0.5, 0.3]]), np.log([[0.4, 0.4]])
-    found = state_measures(log_p, log_q, np.ones((1, 2), bool))
+    found = _short(state_measures(log_p, log_q, np.ones((1, 2), bool)))
     assert found["total_variation"][0] == pytest.approx(0.1, abs=1e-6)  # truly 0.2
     assert found["total_variation_bound"][0] == pytest.approx(0.2, abs=1e-6)
     assert found["expected_discrepancy"][0] == pytest.approx(0.4 * 0.1 + 0.4 * 0.1, abs=1e-6)  # truly 0.1
@@ -73,7 +78,7 @@ def test_by_hand_two_tokens_and_a_tail():
 def test_absent_entries_count_for_nothing():
     """An engine that samples from two tokens alone lists two; there is no tail of q, and p's is 0.2."""
     present = np.array([[True, True, False]])
-    found = state_measures(np.log([[0.5, 0.3, 1.0]]), np.log([[0.6, 0.4, 1.0]]), present)
+    found = _short(state_measures(np.log([[0.5, 0.3, 1.0]]), np.log([[0.6, 0.4, 1.0]]), present))
     assert found["head_mass"][0] == pytest.approx(1, abs=1e-6)
     assert found["total_variation"][0] == pytest.approx(0.2, abs=2e-6)
     assert found["total_variation_bound"][0] == pytest.approx(0, abs=2e-6)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcmdp_jax.algorithm import masked
+from dcmdp_jax.algorithm import masked, stats
 from dcmdp_jax.algorithm.stats import Mean
 
 VALUES = np.array([[1.0, 2.0, np.nan], [4.0, np.inf, np.nan]], np.float32)
@@ -57,7 +57,7 @@ def test_add_then_divide_is_not_a_mean_of_means():
     # (1 + 2 + 4) / 3 = 2.333; the mean of the means 1.5 and 4 would be 2.75.
     first = masked.masked_sum(VALUES[:1], MASK[:1])
     second = masked.masked_sum(VALUES[1:], MASK[1:])
-    assert float(first.merge(second).value()) == pytest.approx(7 / 3, rel=1e-6)
+    assert float(stats.merge(first, second).value()) == pytest.approx(7 / 3, rel=1e-6)
 
 
 def test_sums_of_a_large_batch_keep_float32_precision():
@@ -148,13 +148,13 @@ def test_group_statistics_by_hand():
     # group 0: (1, 0): mean 0.5, std sqrt(0.5 / 1) = 0.7071 unbiased, 0.5 biased; group 2: three times 0.3 and a dropped
     # NaN; group 4: one member; the other ids are not in use.
     table = masked.group_statistics(REWARDS, GROUPS, VALID, ddof=1)
-    np.testing.assert_array_equal(table.mean, np.array([0.5, 0, 0.3, 0, 5, 0, 0], np.float32))
+    np.testing.assert_array_equal(table.deviation, np.float32([0.5, 0, -0.5, 0, 0, 0, 0]))
     np.testing.assert_array_equal(table.std, np.array([np.sqrt(0.5), 0, 0, 0, 0, 0, 0], np.float32))
     np.testing.assert_array_equal(table.size, [2, 0, 3, 0, 1, 0, 0])
     np.testing.assert_array_equal(table.all_equal, [False, False, True, False, True, False, False])
     assert float(masked.group_statistics(REWARDS, GROUPS, VALID, ddof=0).std[0]) == 0.5
     # two of three groups have equal rewards; over all seven slots it would be 2/7.
-    assert [float(x) for x in masked.all_equal_groups(table)] == [2.0, 3.0]
+    assert [float(x) for x in masked.masked_sum(table.all_equal, table.size > 0)] == [2.0, 3.0]
 
 
 def test_group_std_survives_a_large_offset():
@@ -167,7 +167,7 @@ def test_group_std_survives_a_large_offset():
 def test_one_broken_reward_is_not_called_equal():
     table = masked.group_statistics(np.array([np.nan, 1.0, 1.0]), np.zeros(3, int), np.ones(3, bool), ddof=1)
     assert not bool(table.all_equal[0])
-    assert np.isnan(float(table.mean[0]))
+    assert np.isnan(table.deviation).all()
 
 
 def test_mismatched_shapes_and_values_are_refused():

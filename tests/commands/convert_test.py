@@ -127,7 +127,7 @@ def test_export_of_a_checkpoint(tmp_path, capsys):
     for step in (1, 2):
         params = init_params(CONFIG, jax.random.key(step))
         states[step] = dict(iterate_hf_tensors(params, CONFIG, "float32"))
-        dual = dual_init(0.0, minimum=0.0, maximum=1.0, tolerance=0.01)
+        dual = dual_init(0.0, tolerance=0.01)
         checkpoints.save(step, new_state(params, optax.adamw(1e-3), dual), model=CONFIG)
     checkpoints.close()
     tokenizer = load_params_only(run_dir)[3]

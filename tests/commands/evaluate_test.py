@@ -76,7 +76,7 @@ def run_dir(tmp_path_factory):
     build_tokenizer().save_pretrained(path / "tokenizer")
     checkpoints = Checkpoints(path, keep_last=2, keep_best=0)
     for step, digit in ((1, "4"), (2, "7")):
-        dual = dual_init(0.1, minimum=0.0, maximum=1.0, tolerance=0.01)
+        dual = dual_init(0.1, tolerance=0.01)
         state = new_state(coin_params(coin_model(64), digit), optax.sgd(0.1), dual)
         checkpoints.save(step, state, model=coin_model(64))
     checkpoints.close()

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, collect
-from dcmdp_jax.data.packing import pack
+from dcmdp_jax.data.packing import pack, staleness_metrics
 from dcmdp_jax.data.row_layout import RowShapes, make_row_shapes
-from dcmdp_jax.training.rollout_metrics import staleness_metrics
 from tests.support.sampling import counted_rollout
 
 

@@ -70,7 +70,8 @@ def test_statistics_are_ours():
         ours = discrepancy.mismatch_statistics(train, rollout, mask)
         theirs = module.discrepancy_statistics(*map(torch.tensor, (train, rollout, mask)))
         for name, value in ours.items():
-            assert theirs[name] == pytest.approx(float(value), rel=2e-6, abs=1e-6), name
+            key = name.removeprefix("mismatch/").replace("k1", "kl_k1").replace("k3", "kl_k3")
+            assert theirs[key] == pytest.approx(float(value), rel=2e-6, abs=1e-6), name
     empty = module.discrepancy_statistics(torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, 3))
     assert set(empty.values()) == {0.0}
 

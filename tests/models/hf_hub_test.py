@@ -131,9 +131,7 @@ def run_dir(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("hub") / "run"
     saved = checkpoint.Checkpoints(run_dir, keep_last=2, keep_best=0)
     params = init_params(model, jax.random.key(0))
-    saved.save(
-        2, new_state(params, optax.adamw(1e-3), dual_init(0.0, minimum=0.0, maximum=1.0, tolerance=0.01)), model=model
-    )
+    saved.save(2, new_state(params, optax.adamw(1e-3), dual_init(0.0, tolerance=0.01)), model=model)
     saved.close()
     save_tokenizer(build_tokenizer(), run_dir / "tokenizer", (2, 3))
     save_params(params, model, run_dir.parent / "same", dtype="float32")

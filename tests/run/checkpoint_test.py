@@ -37,7 +37,7 @@ _OPTIMIZER = optax.adamw(1e-3)
 
 @jax.jit
 def _after_an_update(step, params):
-    state = new_state(params, _OPTIMIZER, dual_init(0.1, minimum=0.0, maximum=1.0, tolerance=0.01))
+    state = new_state(params, _OPTIMIZER, dual_init(0.1, tolerance=0.01))
     updates, opt_state = _OPTIMIZER.update(params, state.opt_state, params)
     dual = state.dual._replace(multiplier=dual_update(state.dual.multiplier, 0.02 * step, tolerance=0.01))
     params = optax.apply_updates(params, updates)

@@ -11,11 +11,12 @@ from jax.sharding import SingleDeviceSharding
 
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.mixtures import prompt_order
+from dcmdp_jax.engines.validation import check_versions
 from dcmdp_jax.errors import EngineError
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.training import batches as module
 from dcmdp_jax.training import rollout_sampler
-from dcmdp_jax.training.batches import Batches, check_versions
+from dcmdp_jax.training.batches import Batches
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
 from tests.support.small_task import EchoEngine, ParityScoring, small_placement, small_services, small_task
@@ -53,20 +54,16 @@ class _Sampler:
         return share
 
 
-class _Floor:
-    """Measures 0.25 on each batch, and notes the number of its first completion."""
+def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=ONE_PROCESS, sampler=_Sampler):
+    """Each batch has a noise floor of 0.25; the number of its first completion is added to `batches.first`."""
 
-    def __init__(self, engine, task):
-        self.first = []
-
-    def measure(self, episodes, step, *, first):
-        self.first.append(first)
+    def noise_floor(*_, **numbers):
+        first.append(numbers["first"])
         return 0.25, {}
 
-
-def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=ONE_PROCESS, sampler=_Sampler):
+    first = []
     monkeypatch.setattr(module, "StepRollouts", sampler)
-    monkeypatch.setattr(module, "NoiseFloor", _Floor)
+    monkeypatch.setattr(module, "noise_floor", noise_floor)
     monkeypatch.setattr(Batches, "_pack", lambda self, rollout, step: ("batch", (), {}))
     task = small_task(group=8, rollout={"lag": lag}, training={"steps": steps})
     placement = small_placement(hosts=hosts, samples_while_training=beside)
@@ -78,7 +75,9 @@ def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, behind=(), hosts=O
         old_logprobs=lambda params, batch: float(params["a"][0]),
     )
     leave = CollectiveExit(hosts, StopSignal(), lambda: 0)
-    return Batches(small_services(_Engine()), placement, task, programs, dict(behind), leave, taken=taken)
+    batches = Batches(small_services(_Engine()), placement, task, programs, dict(behind), leave, taken=taken)
+    batches.first = first
+    return batches
 
 
 def _params(version):
@@ -167,7 +166,7 @@ def test_hosts_take_the_largest_noise_floor_of_all_and_a_thread_counts_its_share
         floors.append(batches.make(SimpleNamespace(params=_params(step)), step, timer).metrics.get(_FLOOR))
     batches.close()
     # They meet for it in the step that measures it alone.
-    assert floors == [0.5, None, None] and hosts.floors == [(0.25,)] and batches._noise_floor.first[0] == first
+    assert floors == [0.5, None, None] and hosts.floors == [(0.25,)] and batches.first[0] == first
     assert batches._rollouts.collective is not beside
 
 

@@ -5,10 +5,10 @@ import pytest
 
 from dcmdp_jax.data import mixtures
 from dcmdp_jax.data.mixtures import prompt_order
+from dcmdp_jax.engines.noise_floor import noise_floor
 from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.training import rollout_sampler
-from dcmdp_jax.training.noise_floor import NoiseFloor
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.rollout_metrics import rollout_metrics
 from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
@@ -98,9 +98,12 @@ def test_the_noise_floor_is_the_larger_mean_of_one_pass_and_of_sampling_alone(sc
         for group in engine.generate(task.train.token_ids[:3], task.sampling, seed=5, step=0)
         for episode in group
     ]
-    floor = NoiseFloor(engine, task)
-    measured, again = floor.measure(episodes, 0, first=4)
+
+    def distance(log_p, log_q):
+        return np.abs(np.exp(log_p) - np.exp(log_q)).mean()
+
+    measured, again = noise_floor(engine, episodes, task.sampling, distance, seed=5, step=0, first=4)
     assert measured == pytest.approx((1 + np.exp(-0.1)) / 2 * (1 - np.exp(-log_ratio)), rel=1e-5)
     # Numbered among the completions of all hosts; four of them were sampled alone, one prompt each.
     assert list(again) == list(range(4, 10)) and engine.calls[1:] == [(1, 5, 0)] * 4
-    assert floor.measure(episodes, 1) == (None, {})
+    assert noise_floor(engine, episodes, task.sampling, distance, seed=5, step=1) == (None, {})

@@ -30,7 +30,7 @@ MEASURES = {
     "kl_trainer": "KL(p || q), nats",
     "expected_discrepancy": "expected |p - q|",
 }
-"""Name in `state_measures` -> title. Of these are the columns of `TokenPairs.states`, each followed by its bound."""
+"""Name in `state_measures` without `distribution/` -> title. `TokenPairs.states` has these, each before its bound."""
 _ENTRIES = 1 << 16
 
 
@@ -69,7 +69,7 @@ def measure_states(ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs
         parts = [values[start : start + size] for values in (train_logprobs, rollout_logprobs, ids)]
         train, rollout, part = (np.pad(x, ((0, size - len(x)), (0, 0))) for x in parts)
         values = _program()(train, rollout, part >= 0)
-        found.append(np.stack([values[name] for name in names], axis=1)[: len(parts[0])])
+        found.append(np.stack([values[f"distribution/{name}"] for name in names], axis=1)[: len(parts[0])])
     return np.pad(np.concatenate(found), ((0, 0), (0, 1)), constant_values=ids.shape[1])
 
 

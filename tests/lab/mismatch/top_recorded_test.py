@@ -43,7 +43,7 @@ def test_lists_come_back_to_half_precision_of_their_differences(tmp_path):
         # An exact measure of the recording is that of the run to what half precision leaves.
         kept, measured = np.where(there, 1.0, 0.0), state_measures(train, rollout, there)
         exact = (np.exp(lists[2][row]) * np.abs(np.exp(lists[1][row]) - np.exp(lists[2][row])) * kept).sum(-1)
-        np.testing.assert_allclose(measured["expected_discrepancy"], exact, rtol=0.02, atol=1e-6)
+        np.testing.assert_allclose(measured["distribution/expected_discrepancy"], exact, rtol=0.02, atol=1e-6)
 
 
 def test_a_recording_has_one_k(tmp_path):

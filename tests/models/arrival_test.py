@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.training.step_metrics import arrival, watched_columns
+from dcmdp_jax.models.quantize import arrival, watched_columns
 
 STEP = 2.0**-7  # of bfloat16 from 1 to 2
 

@@ -1,0 +1,78 @@
+"""The noise floor of an engine: its discrepancy with itself in another batch shape."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
+from dcmdp_jax.engines.validation import broken_tokens, sample_alone
+
+logger = logging.getLogger(__name__)
+
+NOISE_FLOOR_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
+"""Finished steps after which the noise floor is measured: once, and then rarely, for the policy moves."""
+# Completions scored in one pass, and completions and tokens of each sampled alone.
+_SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
+
+
+def noise_floor(
+    engine: Engine,
+    episodes: Sequence[Episode],
+    sampling: SamplingParams,
+    distance: Callable[[np.ndarray, np.ndarray], float],
+    *,
+    seed: int,
+    step: int,
+    first: int = 0,
+    drop: bool = False,
+) -> tuple[float | None, dict[int, np.ndarray]]:
+    """Measure the distance of an engine's log-probs from its own in another batch shape. No budget below it can be met.
+
+    Completions are scored in one pass, and the first few sampled once more, each alone: the larger distance counts.
+
+    Args:
+        engine: still has the weights that sampled.
+        episodes: completions of a call of the engine, from its first problem on.
+        sampling: the distribution of that call.
+        distance: of two arrays of log-probs, [n] nats each.
+        seed, step: numbers of that call.
+        first: number of the first completion among those of all hosts.
+        drop: log an error of the engine: a diagnostic does not end a run that goes on without what is broken.
+
+    Returns:
+        The floor, None where it is not due or no completion is usable; and number of a completion -> the log-probs of
+        its tokens in one pass, [T] float32 nats, none where the sampled distribution was cut.
+
+    Raises:
+        EngineError: if the engine breaks, unless `drop`.
+    """
+    rows = (row for row, episode in enumerate(episodes) if not broken_tokens(episode).any())
+    usable = {first + row: episodes[row] for row in itertools.islice(rows, _SCORED_AGAIN)}
+    if step not in NOISE_FLOOR_STEPS or not usable:
+        return None, {}
+    few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
+    limit = min(_TOKENS_SAMPLED_AGAIN, sampling.max_completion_tokens)
+    shorter = dataclasses.replace(sampling, max_completion_tokens=limit)
+    pairs = zip(*((episode.prompt_ids, episode.completion_ids) for episode in usable.values()), strict=True)
+    try:
+        scored = engine.score(*map(list, pairs), temperature=sampling.temperature)
+        together, alone = sample_alone(engine, few, shorter, seed=seed, step=step)
+    except EngineError as error:
+        if not drop:
+            raise
+        logger.warning("no noise floor: %s", error)
+        return None, {}
+    masks = [episode.sampled_mask[episode.prompt_length :] for episode in usable.values()]
+    again = np.concatenate([values[mask] for values, mask in zip(scored, masks, strict=True)])
+    sampled = np.concatenate([episode.rollout_logprobs[episode.sampled_mask] for episode in usable.values()])
+    # An engine scores with its whole distribution.
+    distances = [] if sampling.cuts else [distance(again, sampled)]
+    if together.size:
+        distances.append(distance(alone, together))
+    return max(distances, default=None), {} if sampling.cuts else dict(zip(usable, scored, strict=True))
