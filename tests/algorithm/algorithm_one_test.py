@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from dcmdp_jax.algorithm import advantages, discrepancy, dual, losses, masked, stats
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.remedies import Tokens
-from dcmdp_jax.algorithm.stats import Mean
 from tests.support.surrogate import policy_surrogate
 
 CLIP_LOW, CLIP_HIGH, TOLERANCE, MULTIPLIER, RATE, MAX_TOKENS = 0.2, 0.24, 0.05, 0.7, 1.5, 8
@@ -240,7 +239,7 @@ def test_micro_batches_add(mode):
     assert sum(float(p["sum"].total) for p in parts) == pytest.approx(float(whole["sum"].total), rel=1e-6)
     assert sum(float(p["loss"]) for p in parts) == pytest.approx(float(whole["loss"]), rel=1e-6)
     np.testing.assert_allclose(np.concatenate([p["gradient"] for p in parts]), whole["gradient"], rtol=1e-6)
-    added = functools.reduce(Mean.merge, (p["delta_sum"] for p in parts))
+    added = functools.reduce(stats.merge, (p["delta_sum"] for p in parts))
     assert float(added.value()) == pytest.approx(float(whole["delta_sum"].value()), rel=1e-6)
     # The mean of the parts' own means is another number: rows hold different numbers of tokens.
     mean_of_means = np.mean([float(p["delta_sum"].value()) for p in parts])
