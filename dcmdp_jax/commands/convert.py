@@ -91,27 +91,30 @@ def _check_apart(source: Path, out_dir: Path) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     # Orbax takes seconds to import; only this needs it.
-    from dcmdp_jax.run.saved_params import latest_checkpoint, load_adapters, load_params_only
+    from dcmdp_jax.run.saved_params import find_params
 
-    run_dir, out_dir, dtype = arguments.run_dir, arguments.out_dir, arguments.dtype
+    out_dir, dtype, overwrite = arguments.out_dir, arguments.dtype, arguments.overwrite
     if arguments.push:
         check_push(arguments.push)
-    _check_apart(latest_checkpoint(run_dir)[0], out_dir)
+    found = find_params(arguments.run_dir, arguments.step)
+    _check_apart(found.path.parent, out_dir)
     if arguments.adapter:
-        adapters, saved, config = load_adapters(run_dir, arguments.step)
-        base, overwrite = Path(saved.base_path), arguments.overwrite
+        if (saved := found.adapters) is None:
+            raise UserError(f"{found.path}: has no adapters, all parameters were trained (model.lora_rank=0)")
+        base, model = Path(saved.base_path), found.model
         save_adapter(
-            adapters, config, saved.lora, out_dir, base_model=saved.base_path, overwrite=overwrite,
-            checksum=base_checksum(load_base(base, config, "bfloat16")), digest=directory_digest(base, config),
+            found.trained(), model, saved.lora, out_dir, base_model=saved.base_path, overwrite=overwrite,
+            checksum=base_checksum(load_base(base, model, "bfloat16")), digest=directory_digest(base, model),
         )  # fmt: skip
         print(f"wrote {out_dir}: adapters of rank {saved.rank} for {saved.base_path}, as PEFT reads them")
         return
-    params, config, step, tokenizer_dir = load_params_only(run_dir, arguments.step)
-    save_params(params, config, out_dir, dtype=dtype, tokenizer_dir=tokenizer_dir, overwrite=arguments.overwrite)
-    print(f"checkpoint of step {step}\n{_describe(config)}\nwrote {out_dir} in {dtype}, tokenizer of {tokenizer_dir}")
-    (out_dir / "README.md").write_text(model_card(tokenizer_dir.parent, step, on_hub=is_hub_name), encoding="utf-8")
+    save_params(found.load(), found.model, out_dir, dtype=dtype, tokenizer_dir=found.tokenizer, overwrite=overwrite)
+    print(f"checkpoint of step {found.step}\n{_describe(found.model)}")
+    print(f"wrote {out_dir} in {dtype}, tokenizer of {found.tokenizer}")
+    card = model_card(found.tokenizer.parent, found.step, on_hub=is_hub_name)
+    (out_dir / "README.md").write_text(card, encoding="utf-8")
     if arguments.push:
-        print(f"pushed to {push(out_dir, arguments.push, message=f'Step {step}, {dtype}')}")
+        print(f"pushed to {push(out_dir, arguments.push, message=f'Step {found.step}, {dtype}')}")
 
 
 def _describe(config: ModelConfig) -> str:

@@ -25,11 +25,10 @@ from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, row_shards
 from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.plan.topologies import CHIPS, Topology
+from dcmdp_jax.plan.topologies import CHIPS, Topology, platform_of
 from dcmdp_jax.run.memory_use import CUDNN_WORKSPACE
-from dcmdp_jax.run.model_checks import check_experts, check_lengths, platform_kernel
-from dcmdp_jax.run.placement import Placement, placed
-from dcmdp_jax.run.task import Requests
+from dcmdp_jax.run.placement import Placement, placed, platform_kernel
+from dcmdp_jax.run.task import Requests, check_model
 from dcmdp_jax.run.weights import model_shardings
 from dcmdp_jax.training.build import make_step_programs
 
@@ -134,19 +133,13 @@ class CompiledRun:
 
     def _beside(self, name: str) -> dict[str, int]:
         """Memory that is held while a program runs and is none of its arguments."""
-        if name == "step":
-            return {
-                part.name: part.each
-                for part in self.run.placement.engine.memory.parts
-                if part.name == CUDNN_WORKSPACE and part.each
-            }
-        if self.engine is None:
-            return {}
+        parts = {part.name: part.each for part in self.run.placement.engine.memory.parts if part.each}
+        if name == "step" or self.engine is None:
+            return {part: size for part, size in parts.items() if name == "step" and part == CUDNN_WORKSPACE}
         beside = dict(self.step.held)
         if name in ("prefill", "decode") and self.engine.refills:
             # New rows enter a batch while it decodes.
-            preempted = sum(part.each for part in self.run.placement.engine.memory.parts if part.name == PREEMPTED)
-            beside |= {PREEMPTED: preempted} if preempted else {}
+            beside |= {part: size for part, size in parts.items() if part == PREEMPTED}
             beside |= {"engine's cache": self.engine.cache_bytes} if name == "prefill" else {}
         return beside
 
@@ -173,8 +166,7 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
             model or the platform.
     """
     model = model_of(config)
-    check_lengths(config, model)
-    check_experts(config, model)
+    check_model(config, model)
     platform_kernel(config, platform)
     check_own_remedies(config.algorithm)
     near = CHIPS["h100"].devices_near if platform == "gpu" else devices
@@ -261,14 +253,14 @@ def compile_run(
         UserError: if the mesh does not fit the devices or the model, a setting does not fit the model or the platform,
             or with `refuse`.
     """
-    model = check_run(config, topology.platform, len(topology.devices))
+    model = check_run(config, platform_of(topology.name), len(topology.devices))
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     usable, reason = usable_memory(config, topology)
     run = planned_run(
         config,
         make_mesh(*sizes, devices=topology.devices),
         model=model,
-        machine=Machine(topology.platform, len(topology.devices), usable, None),
+        machine=Machine(platform_of(topology.name), len(topology.devices), usable, None),
     )
     if refuse:
         run.placement.engine.memory.check()
@@ -336,23 +328,13 @@ def compile_program(
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY not in str(error):
             raise
-        needed, reason = _shortage(str(error))
-        return Compiled(program.name, time.monotonic() - began, needed, refused=reason)
+        message = " ".join(str(error).removeprefix(f"{_OUT_OF_MEMORY}: ").split())
+        used = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])", message)
+        needed = int(float(used.group(1)) * _UNITS[used.group(2)]) if used else 0
+        return Compiled(program.name, time.monotonic() - began, needed, refused=message[:200])
     seconds, memory = time.monotonic() - began, executable.memory_analysis()
-    return Compiled(
-        program.name, seconds, _peak(memory), memory.temp_size_in_bytes, memory.argument_size_in_bytes, read(executable)
-    )
-
-
-def _peak(memory: jax.stages.CompiledMemoryStats) -> int:
-    """The compiler's figure; where it has none, everything at once."""
-    arguments, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    temporary, arguments = memory.temp_size_in_bytes, memory.argument_size_in_bytes
+    # Where the compiler has no figure: everything at once.
     together = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return getattr(memory, "peak_memory_in_bytes", 0) or together
-
-
-def _shortage(message: str) -> tuple[int, str]:
-    """Bytes that a program needs that does not fit, 0 if the compiler doesn't say, and its reason in a line."""
-    used = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])", message)
-    reason = " ".join(message.removeprefix(f"{_OUT_OF_MEMORY}: ").split())[:200]
-    return (int(float(used.group(1)) * _UNITS[used.group(2)]) if used else 0), reason
+    peak = getattr(memory, "peak_memory_in_bytes", 0) or together
+    return Compiled(program.name, seconds, peak, temporary, arguments, read(executable))

@@ -95,11 +95,6 @@ class Topology(NamedTuple):
     chip: Chip
     devices: Sequence[Any]
 
-    @property
-    def platform(self) -> str:
-        """ "tpu" or "gpu"."""
-        return platform_of(self.name)
-
 
 def platform_of(name: str) -> str:
     """ "tpu" or "gpu", of a topology's name."""

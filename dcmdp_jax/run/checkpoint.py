@@ -5,7 +5,6 @@ docs/checkpoints.md says what a checkpoint holds, and how to add to it. `run.sav
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -97,12 +96,9 @@ class _BestScores(preservation_policy.PreservationPolicy):
         context: preservation_policy.PreservationContext,
     ) -> list[bool]:
         del context
-        scores = []
-        for place, info in enumerate(checkpoints):
-            with contextlib.suppress(ValueError):  # damaged since the run began
-                scores += [(place, score)] if (score := _read_score(self.directory / str(info.step))) else []
-        newest = scores[-1][1].name if scores else None
-        ranked = sorted((score.value, place) for place, score in scores if score.name == newest)
+        found = enumerate(_read_score(self.directory / str(info.step)) for info in checkpoints)
+        scores = [(score, place) for place, score in found if score is not None]
+        ranked = sorted((score.value, place) for score, place in scores if score.name == scores[-1][0].name)
         best = {place for _, place in ranked[max(len(ranked) - self.count, 0) :]}
         return [place in best for place in range(len(checkpoints))]
 
@@ -264,9 +260,8 @@ class Checkpoints:
                 damaged[step] = first_line(error)
                 continue
             for broken, reason in damaged.items():
-                logger.warning(
-                    "checkpoint %d of %s is damaged (%s); going on from step %d", broken, self._directory, reason, step
-                )
+                said = broken, self._directory, reason, step
+                logger.warning("checkpoint %d of %s is damaged (%s); going on from step %d", *said)
                 if self._hosts.is_writer:
                     self._move_aside(broken)
             if damaged:
@@ -290,17 +285,13 @@ class Checkpoints:
         Raises:
             CheckpointError: in one line, if they differ and may not.
         """
-        before = self._meta(step)["problems"]
-        if before == self._problems:
+        if (before := self._meta(step)["problems"]) == self._problems:
             return
-        began = f"the run began with {before} (checkpoint {step})"
-        said = f"config.task.train: has {self._problems} (number, digest), {began}"
+        said = f"config.task.train: has {self._problems} (number, digest), the run began with {before}"
+        said += f" (checkpoint {step}): prompts are asked in another order"
         if not may_change:
-            raise CheckpointError(
-                f"{said}: prompts would be asked in another order; put the data back, or go on by "
-                "--config.task.on_changed_data=continue"
-            )
-        logger.warning("%s: prompts are asked in another order", said)
+            raise CheckpointError(f"{said}; put the data back, or set --config.task.on_changed_data=continue")
+        logger.warning(said)
 
     def prompts_taken(self, step: int) -> int | None:
         """Position in the stream of prompts that a readable checkpoint was saved with; None if it has none."""
@@ -356,13 +347,9 @@ class Checkpoints:
         return saved, self._manager.restore(step, args=ocp.args.Composite(**wanted))
 
     def _move_aside(self, step: int) -> None:
-        target = self._directory / "damaged" / str(step)
-        target.parent.mkdir(exist_ok=True)
-        suffix = 1
-        while target.exists():
-            target = target.with_name(f"{step}-{suffix}")
-            suffix += 1
-        (self._directory / str(step)).rename(target)
+        damaged = self._directory / "damaged"
+        damaged.mkdir(exist_ok=True)
+        (self._directory / str(step)).rename(damaged / f"{step}-{1 + len(list(damaged.iterdir()))}")
 
     def wait(self) -> None:
         """Return when everything saved is on disk."""
@@ -374,29 +361,19 @@ class Checkpoints:
 
 
 def _read_score(checkpoint: Path) -> PolicyScore | None:
-    """The score in a checkpoint's directory, None if it has none.
-
-    Raises:
-        ValueError: if what is there is not what was written for that step.
-    """
+    """The score in a checkpoint's directory; None if it has none, or not what was written for that step."""
     try:
         saved = json.loads((checkpoint / "metrics" / "metrics").read_text(encoding="utf-8"))
         check_record(saved, int(checkpoint.name))
-        if not (isinstance(saved["name"], str) and isinstance(saved["score"], float)):
-            raise ValueError("no score")
         return PolicyScore(saved["name"], saved["score"])
-    except FileNotFoundError:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
-    except (OSError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"no score ({error})") from error
 
 
 def _drop_unreadable_scores(directory: Path) -> None:
     """Delete damaged scores: Orbax reads all when it opens a directory, and fails on one that a power cut emptied."""
     for path in directory.glob("[0-9]*/metrics"):
-        try:
-            _read_score(path.parent)
-        except ValueError:
+        if _read_score(path.parent) is None:
             logger.warning("%s is damaged: that checkpoint is no longer a candidate for the best", path)
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -26,7 +26,7 @@ from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 
 RUN_ID_FILE = "run_id"
 _LOCK_FILE = ".lock"
-_TOKEN_BYTES = 8
+_DIRECTORIES = ("checkpoints", "tensorboard", "tokenizer")
 
 # Text that a directory's name can contain unchanged: without capitals, which some file systems do not distinguish, and
 # without the separators of settings.
@@ -50,11 +50,10 @@ def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
         config: the config with these values.
     """
     fixed = {name: value for name, value in sorted(overrides.items()) if not may_change(name, config)}
-    text, plain = "", True
-    for name, value in fixed.items():
-        said = _name_value(value)
-        text += f"-{_short_name(name)}={_NOT_PLAIN.sub('_', said.rpartition('/')[2])}"
-        plain &= isinstance(value, bool) or _PLAIN.fullmatch(said) is not None
+    said = {name: _name_value(value) for name, value in fixed.items()}
+    ends = {name: _NOT_PLAIN.sub("_", value.rpartition("/")[2]) for name, value in said.items()}
+    text = "".join(f"-{_short_name(name)}={value}" for name, value in ends.items())
+    plain = all(isinstance(value, bool) or _PLAIN.fullmatch(said[name]) for name, value in fixed.items())
     if plain and len(text) <= _LONGEST_SUFFIX:
         return text
     digest = hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:_DIGEST]
@@ -83,33 +82,18 @@ def check_run_directory(config: Config) -> None:
             FIFO, socket or device among its files.
     """
     run_dir = Path(config.run_dir)
-    try:
-        config.run_dir.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"config.run_dir: got {config.run_dir!r}, which is no UTF-8 in this locale; set LC_ALL=C.UTF-8, or choose "
-            "another"
-        ) from error
-    _check_length(run_dir)
-    existing = run_dir
-    while not existing.exists():
-        existing = existing.parent
+    _check_name(run_dir)
+    existing = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise OSError(f"config.run_dir: {run_dir} can't be written ({existing}); choose another directory")
-    for name in ("checkpoints", "tensorboard", "tokenizer"):
-        if (run_dir / name).exists() and not (run_dir / name).is_dir():
-            raise OSError(f"config.run_dir: {run_dir / name} is no directory; move it away, or choose another run_dir")
     for path in run_dir.iterdir() if run_dir.is_dir() else ():
         # Opening a FIFO waits for its other end.
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise UserError(f"config.run_dir: {path} is no file (a FIFO, socket or device); remove it")
+        if path.exists() and not (path.is_dir() or path.is_file() and path.name not in _DIRECTORIES):
+            kind = "directory" if path.name in _DIRECTORIES else "file (a FIFO, socket or device)"
+            raise UserError(f"config.run_dir: {path} is no {kind}; move it away, or choose another run_dir")
     if not (run_dir / CONFIG_FILE).exists():
         return
-    try:
-        saved = read_config(run_dir)
-    except ValueError as error:
-        raise UserError(f"{error}; choose another config.run_dir") from error
-    before, now = flatten(to_dict(saved)), flatten(to_dict(config))
+    before, now = flatten(to_dict(read_config(run_dir))), flatten(to_dict(config))
     for name in sorted(now):
         if not may_change(name, config) and before[name] != now[name]:
             raise UserError(
@@ -125,21 +109,21 @@ def fitted_rows(config: Config) -> int:
     """
     path = Path(config.run_dir) / CONFIG_FILE
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    rollout = saved.get("rollout", {})
-    rows = saved.get("fitted_rows", 0)
-    return rows if rollout.get("max_rows") == config.rollout.max_rows else 0
+    same = saved.get("rollout", {}).get("max_rows") == config.rollout.max_rows
+    return saved.get("fitted_rows", 0) if same else 0
 
 
-def _check_length(run_dir: Path) -> None:
-    size, longest = (
-        len(os.fsencode(run_dir.absolute())),
-        max((len(os.fsencode(part)) for part in run_dir.parts), default=0),
-    )
-    if size > _LONGEST_PATH or longest > _LONGEST_NAME:
+def _check_name(run_dir: Path) -> None:
+    name = os.fsencode(run_dir.absolute())
+    try:
+        name.decode()
+    except UnicodeDecodeError as error:
         raise UserError(
-            f"config.run_dir: {shorten(str(run_dir))} has {size:,} bytes with {longest:,} between two slashes; choose "
-            f"one of at most {_LONGEST_PATH:,} and {_LONGEST_NAME}"
-        )
+            f"config.run_dir: {str(run_dir)!r} is no UTF-8; set LC_ALL=C.UTF-8, or choose another"
+        ) from error
+    if len(name) > _LONGEST_PATH or max(map(len, name.split(b"/"))) > _LONGEST_NAME:
+        most = f"{_LONGEST_PATH:,} bytes, {_LONGEST_NAME} between two slashes"
+        raise UserError(f"config.run_dir: {shorten(str(run_dir))} is too long; choose one of at most {most}")
 
 
 def read_config(run_dir: Path) -> Config:
@@ -150,8 +134,6 @@ def read_config(run_dir: Path) -> Config:
     """
     path = run_dir / CONFIG_FILE
     try:
-        if path.is_fifo():
-            raise UserError("a FIFO")
         saved = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(saved, dict):
             raise UserError("not an object")
@@ -172,24 +154,18 @@ def claimed(config: Config, hosts: Hosts = ONE_PROCESS) -> Iterator[Path]:
     """
     run_dir = Path(config.run_dir)
     with contextlib.ExitStack() as stack:
-        token = secrets.token_hex(_TOKEN_BYTES).encode() if hosts.is_writer else b""
+        token = secrets.token_hex(8).encode() if hosts.is_writer else b""
         if hosts.is_writer:
             stack.enter_context(_locked(run_dir, token))
         token = hosts.gather(token.decode())[0].encode()
-        [stranger] = hosts.largest(0 if _read(run_dir / _LOCK_FILE) == token else hosts.index)
+        lock = run_dir / _LOCK_FILE
+        [stranger] = hosts.largest(0 if lock.exists() and lock.read_bytes() == token else hosts.index)
         if stranger:
             raise UserError(
                 f"config.run_dir: {run_dir} on {hosts.names[int(stranger)]} is not the directory of {hosts.names[0]}; "
                 "choose one that all hosts share"
             )
         yield run_dir
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 @contextmanager

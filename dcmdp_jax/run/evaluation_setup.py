@@ -37,9 +37,8 @@ PAPERS_EVALUATION = {
     "training.seed": 0,
 }
 """Settings of an evaluation, whatever the run had: the paper's, all problems, every answer judged."""
-_MOST_COMPLETIONS = 10**7
-"""Of one task. Each is a few Python objects, about a kilobyte: 10 GB."""
-_TOKEN_BYTES = 8  # an int32 id and a float32 log-prob
+_COMPLETION_BYTES, _TOKEN_BYTES = 1000, 8
+"""A few Python objects; an int32 id and a float32 log-prob."""
 
 
 def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
@@ -57,18 +56,12 @@ def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:
     limit, room = config.rollout.max_completion_tokens, policy.model.max_position_embeddings
     for task, prompts in held_out:
         check_size(task.name, len(prompts.problems), task.samples, limit, free=free_host_bytes())
-    lengths = [(max(map(len, prompts.token_ids)), task.name) for task, prompts in held_out]
-    longest, name = max(lengths, key=lambda each: each[0])
-    if longest >= room:
-        raise UserError(
-            f"config.evaluation.task: the longest prompt of {name} has {longest} tokens and leaves no room in the "
-            f"model's max_position_embeddings={room}; task.max_prompt_tokens leaves it out"
-        )
+    longest, name = max((max(map(len, prompts.token_ids)), task.name) for task, prompts in held_out)
     if limit > room - longest:
         raise UserError(
-            f"config.rollout.max_completion_tokens: got {limit}, with the longest prompt ({longest} tokens, "
-            f"{name}) more than the model's max_position_embeddings={room}; "
-            f"--config.rollout.max_completion_tokens={room - longest} fits"
+            f"config.rollout.max_completion_tokens: got {limit}, with the longest prompt ({longest} tokens, {name}) "
+            f"more than the model's max_position_embeddings={room}; at most {max(0, room - longest)} fit, and a "
+            "smaller task.max_prompt_tokens leaves long prompts out"
         )
     if (rows := config.rollout.max_rows) * (tokens := longest + limit) > INT32_MAX:
         raise UserError(
@@ -101,26 +94,22 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
     config, model, dtype = task.config, task.model, pushed_dtype(saved, task.config)
     with as_settings({"engine": "rollout.engine"}):
         kind = find_engine(config.rollout.engine)
-    _, arguments = engine_arguments(config, kind=kind)
     with as_settings(of_engine(kind)):
-        platform = kind.check_machine(arguments)
-    _, arguments = engine_arguments(
-        config,
-        kind=kind,
-        model=model,
-        platform=platform,
-        directory=files.with_suffix(f".{kind.name or 'engine'}"),
-        max_total_tokens=task.longest_prompt + config.rollout.max_completion_tokens,
-        mesh=lambda **split: sampling_mesh(make_mesh(data=-1, **split), num_params=num_params(model), **split),
-        probe=lambda: make_probe(model, Compute(), one_device_mesh()),
-    )
-    with as_settings(of_engine(kind)):
+        _, arguments = engine_arguments(
+            config,
+            kind=kind,
+            model=model,
+            platform=kind.check_machine(engine_arguments(config, kind=kind)[1]),
+            directory=files.with_suffix(f".{kind.name or 'engine'}"),
+            max_total_tokens=task.longest_prompt + config.rollout.max_completion_tokens,
+            mesh=lambda **split: sampling_mesh(make_mesh(data=-1, **split), num_params=num_params(model), **split),
+            probe=lambda: make_probe(model, Compute(), one_device_mesh()),
+        )
         kind.check(arguments)
     prepare_jax(config.mesh.cpu_devices)
     machine = this_machine(make_mesh(data=-1).devices.flat[0].platform)
-    limit = config.rollout.max_completion_tokens
     lengths, completions = task.requests
-    workload = Workload(completions, 1, lengths, limit, dtype, training=False)
+    workload = Workload(completions, 1, lengths, config.rollout.max_completion_tokens, dtype, training=False)
     others = loaded_parameters(model, dtype, machine) if kind.pushes else []
     return fit_engine(kind, arguments, workload, machine, others)
 
@@ -139,16 +128,11 @@ def check_size(task: str, problems: int, samples: int, max_completion_tokens: in
         UserError: with the product, what it takes and which settings to lower.
     """
     completions = problems * samples
-    product = (
-        f"config.evaluation.samples: got {samples}; {task} has {problems:,} problems x {samples:,} samples = "
-        f"{completions:,} completions"
-    )
-    lower = "lower evaluation.samples, evaluation.max_problems"
-    if completions > _MOST_COMPLETIONS:
-        raise UserError(f"{product}, the most are {_MOST_COMPLETIONS:,}; {lower}")
-    needed = completions * max_completion_tokens * _TOKEN_BYTES
+    needed = completions * (_COMPLETION_BYTES + max_completion_tokens * _TOKEN_BYTES)
     if free is not None and needed > free:
         raise UserError(
-            f"{product} of up to {max_completion_tokens:,} tokens take {needed / 2**30:,.1f} GiB, "
-            f"{free / 2**30:,.1f} GiB are free; {lower} or rollout.max_completion_tokens"
+            f"config.evaluation.samples: got {samples}; {task} has {problems:,} problems x {samples:,} samples = "
+            f"{completions:,} completions of up to {max_completion_tokens:,} tokens, which take {needed / 2**30:,.1f} "
+            f"GiB, {free / 2**30:,.1f} GiB are free; lower evaluation.samples, evaluation.max_problems or "
+            "rollout.max_completion_tokens"
         )

@@ -6,11 +6,12 @@ compiler's temporary memory is an estimate, marked ~. Devices of a CPU share the
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -36,10 +37,12 @@ from dcmdp_jax.models.params import declared_axes, declared_shapes, model_declar
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.number_format import text_table
 from dcmdp_jax.parallel.mesh import row_shards
-from dcmdp_jax.parallel.sharding import DATA, data_parallel_only, param_shardings
+from dcmdp_jax.parallel.sharding import DATA, bytes_per_device, param_shardings, sharded
 from dcmdp_jax.process_memory import release_freed_memory
 
 _GIB = 2**30
+_ALWAYS, _STEP = frozenset(MEMORY_PHASES), frozenset({"step"})
+_Maker = Callable[..., MemoryPart]
 _KEPT_BYTES = int(1.05 * _GIB)
 """What a process on a CPU keeps besides the parts: at most 1 GiB that the compiler or a phase has freed, and compiled
 programs. Measured runs are in docs/plan.md."""
@@ -74,28 +77,27 @@ class MemoryUse:
         phase = max(totals, key=totals.__getitem__)
         return phase, totals[phase]
 
-    @property
-    def _places(self) -> list[tuple[str, str, int | None]]:
-        """Each place with memory of its own: its name in `total`, for people, and the bytes that there are."""
-        places = [
+    def _peaks(self, *, certain: bool = False) -> Iterator[tuple[str, str, int | None, str, int]]:
+        """Each place with memory of its own: its name in `total`, for people, its bytes, the largest phase, its use."""
+        places = (
             ("first", "the first device", self.machine.device_bytes),
             ("host", "this machine", self.machine.host_bytes),
-        ]
-        return places[self.machine.platform == "cpu" :]
+        )
+        for place in places[self.machine.platform == "cpu" :]:
+            yield *place, *self.peak(place[0], certain=certain)
 
     def shortages(self, *, certain: bool = False) -> list[str]:
         """A sentence for each place with too little memory: the shortage, the largest part, the settings to lower."""
         found = []
-        for place, where, limit in self._places:
-            phase, needed = self.peak(place, certain=certain)
+        for place, where, limit, phase, needed in self._peaks(certain=certain):
             if limit is None or needed <= limit:
                 continue
             held = [part for part in self.parts if phase in part.phases and part.lower]
             largest = max(held, key=lambda part: part.on(place, certain=certain))
-            size = largest.on(place, certain=certain)
             found.append(
                 f"{where} has {limit / _GIB:.1f} GiB and the phase {phase!r} takes {'at least ' * certain}"
-                f"{needed / _GIB:.1f}, of which {largest.name} {size / _GIB:.1f}; smaller with {largest.lower}"
+                f"{needed / _GIB:.1f}, of which {largest.name} {largest.on(place, certain=certain) / _GIB:.1f}; "
+                f"smaller with {largest.lower}"
             )
         return found
 
@@ -114,26 +116,24 @@ class MemoryUse:
         Args:
             whole: the table in any case.
         """
-        peaks = [(self.peak(place)[1], where, limit) for place, where, limit in self._places]
+        peaks = [(needed, where, limit) for _, where, limit, _, needed in self._peaks()]
         if whole or any(limit is None or 2 * peak > limit for peak, _, limit in peaks):
             return self.table()
         shown = (f"{peak / _GIB:.1f} of {limit / _GIB:.1f} GiB of {where}" for peak, where, limit in peaks)
-        return [f"{', '.join(shown)} (--dry_run lists the parts)", *([self.note] if self.note else [])]
+        return [f"{', '.join(shown)} (--dry_run lists the parts)", *filter(None, [self.note])]
 
     def table(self) -> list[str]:
         """Lines of text: the largest phase of each place, its parts (~ where estimated), and what does not fit."""
         lines = []
-        for place, where, limit in self._places:
-            phase, needed = self.peak(place)
+        for place, where, limit, phase, needed in self._peaks():
             unit, name = (_GIB, "GiB") if needed >= _GIB else (2**20, "MiB")
             available = "" if limit is None else f" of {limit / unit:,.2f}"
             lines.append(f"{where}: {needed / unit:,.2f}{available} {name}, in the phase {phase!r}")
-            sizes = [(part, part.on(place)) for part in self.parts if phase in part.phases and part.on(place)]
-            marks = ("" if size == part.on(place, certain=True) else "~" for part, size in sizes)
-            held = zip(marks, sizes, strict=True)
-            lines += text_table([(f"  {mark}{part.name}", f"{size / unit:,.2f}") for mark, (part, size) in held])
-        lines += [f"does not fit: {found}" for found in self.shortages()]
-        return lines + ([self.note] if self.note else [])
+            held = [part for part in self.parts if phase in part.phases and part.on(place)]
+            marks = ["~" * (part.on(place) != part.on(place, certain=True)) for part in held]
+            rows = zip(marks, held, strict=True)
+            lines += text_table([(f"  {mark}{part.name}", f"{part.on(place) / unit:,.2f}") for mark, part in rows])
+        return [*lines, *(f"does not fit: {found}" for found in self.shortages()), *filter(None, [self.note])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,32 +192,22 @@ def fit_engine(
     # A CPU's free memory is another one in each run.
     known = machine.platform != "cpu" and machine.device_bytes is not None
     if known and not (kind.own_process or fitted_rows or fits(rows)):
-        rows = _most_rows(fits, -(-min(rows, workload.completions) // machine.devices), machine.devices)
+        each, most = machine.devices, -(-min(rows, workload.completions) // machine.devices)
+        fitting = bisect.bisect_left(range(1, most), True, key=lambda count: not fits(count * each))
+        rows = max(fitting, 1) * each
     note = in_settings(kind.memory_note(arguments), names)
     memory = MemoryUse((*others, *parts(rows)), machine, note, rows)
     return EngineSetup(kind, dataclasses.replace(arguments, max_rows=rows), workload, memory)
 
 
-def _most_rows(fits: Callable[[int], bool], most: int, devices: int) -> int:
-    """The most rows that fit, at least one for each device, where `most` for each does not."""
-    least = 0
-    while most - least > 1:
-        middle = (most + least) // 2
-        least, most = (middle, most) if fits(middle * devices) else (least, middle)
-    return max(least, 1) * devices
-
-
 def this_machine(platform: str) -> Machine:
     """The machine that this process runs on."""
-    devices = jax.local_devices()
-    limit = None
+    devices, free = jax.local_devices(), free_host_bytes()
     if platform != "cpu":
-        stats = devices[0].memory_stats() or {}
-        limit = stats.get("bytes_limit")
-    free, own = free_host_bytes(), 0
-    if platform == "cpu" and free is not None:
-        free, own = free + _resident_bytes(), _first_resident_bytes()
-    return Machine(platform, len(devices), limit, free, own)
+        return Machine(platform, len(devices), (devices[0].memory_stats() or {}).get("bytes_limit"), free)
+    if free is None:
+        return Machine(platform, len(devices), None, None)
+    return Machine(platform, len(devices), None, free + _resident_bytes(), _first_resident_bytes())
 
 
 def _resident_bytes() -> int:
@@ -268,9 +258,21 @@ def training_memory(
         completions: maximum number sampled in one call of the engine.
         lora: shape of the adapters; None trains all parameters.
     """
-    parts = _training_parts(config, model, mesh, machine, lora)
-    parts += _step_parts(model, compute, scheme, mesh, packing, machine)
-    return parts + _batch_parts(config, model, mesh, packing, machine, completions)
+    part = functools.partial(_part, machine, mesh.size)
+    parts = [
+        *_state_parts(part, config, model, mesh, machine, lora),
+        *_step_parts(part, model, compute, scheme, mesh, packing, machine),
+        *_batch_parts(part, config, model, mesh, packing, completions),
+    ]
+    return [one for one in parts if one.each or one.host]
+
+
+def _part(
+    machine: Machine, devices: int, name: str, size: int, lower: str, phases: frozenset[str] = _ALWAYS, sure: int = 0
+) -> MemoryPart:
+    """A part of `size` bytes on each of the devices, of which `sure` are certain."""
+    surely = certain(**machine.on_each(sure, devices))
+    return MemoryPart(name, **machine.on_each(size, devices), phases=phases, lower=lower, certain=surely)
 
 
 def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[MemoryPart]:
@@ -282,83 +284,63 @@ def loaded_parameters(model: ModelConfig, dtype: str, machine: Machine) -> list[
 def _values(declared: Sequence[Declaration], mesh: Mesh) -> int:
     """Values of declared parameters on one device."""
     shapes = declared_shapes(declared, "float32")
-    shardings = param_shardings(declared_axes(declared), shapes, mesh)
-    leaves = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    return sum(math.prod(sharding.shard_shape(leaf.shape)) for leaf, sharding in leaves)
+    return bytes_per_device(sharded(shapes, param_shardings(declared_axes(declared), shapes, mesh))) // 4
 
 
-def _training_parts(
-    config: Config, model: ModelConfig, mesh: Mesh, machine: Machine, lora: Lora | None
+def _state_parts(
+    part: _Maker, config: Config, model: ModelConfig, mesh: Mesh, machine: Machine, lora: Lora | None
 ) -> list[MemoryPart]:
     """State that is kept between steps, the gradients, and what is frozen."""
-    item = jnp.dtype(config.model.param_dtype).itemsize
+    item, lag = jnp.dtype(config.model.param_dtype).itemsize, config.rollout.lag
     values = _values(trained(model, lora), mesh)
-    step = frozenset({"step"})
+    size = values * item
     fewer = "a smaller model" if machine.platform == "cpu" else MORE_DEVICES
-    state_lower = f"{fewer}, or model.param_dtype=bfloat16" if item == 4 else fewer
-
-    # A checkpoint is copied before it is written, so that the next steps need not wait: on an accelerator to the host,
-    # by the devices that hold different parts of the state; a CPU's devices copy it each, a replicated state once.
-    if machine.platform != "cpu":
-        copies = max(1, machine.devices // mesh.shape[DATA])
-    else:
-        copies = 1 if data_parallel_only(mesh) else mesh.size
-    saved = (3 + config.rollout.lag) * values * item * copies
-
-    def on_mesh(size: int) -> dict[str, int]:
-        return machine.on_each(size, mesh.size)
-
+    lower = f"{fewer}, or model.param_dtype=bfloat16" if item == 4 else fewer
+    # A checkpoint is copied to the host before it is written, so that the next steps need not wait, by the devices that
+    # hold different parts of the state.
+    copies = max(1, min(machine.devices, mesh.size) // mesh.shape[DATA])
+    saved = (3 + lag) * size * copies
     parts = [
-        exact("parameters", **on_mesh(values * item), lower=state_lower),
-        exact("Adam's moments", **on_mesh(2 * values * item), lower=state_lower),
+        part("parameters", size, lower, sure=size),
+        part("Adam's moments", 2 * size, lower, sure=2 * size),
         # In float32; with a single micro-batch possibly in the parameters' dtype, if the compiler manages it.
-        MemoryPart(
-            "gradients",
-            **on_mesh(4 * values),
-            phases=step,
-            lower=state_lower,
-            certain=certain(**on_mesh(item * values)),
-        ),
+        part("gradients", 4 * values, lower, _STEP, size),
         # One micro-batch's gradient before it is added; afterwards the update.
-        MemoryPart("gradients of a micro-batch", **on_mesh(4 * values), phases=step, lower=state_lower),
-        MemoryPart("checkpoint's copy of the state", host=saved, lower=state_lower),
+        part("gradients of a micro-batch", 4 * values, lower, _STEP),
+        MemoryPart("checkpoint's copy of the state", host=saved, lower=lower),
         # A disk has written it by the time that the next step's completions are there.
-        MemoryPart("checkpoint being written", host=saved, phases=frozenset({"push", "sample"}), lower=state_lower),
+        MemoryPart("checkpoint being written", host=saved, phases=frozenset({"push", "sample"}), lower=lower),
+        part(f"parameters of {lag} older version(s)", lag * size, "rollout.lag", sure=lag * size),
     ]
-    if lag := config.rollout.lag:
-        kept = on_mesh(lag * values * item)
-        parts.append(exact(f"parameters of {lag} older version(s)", **kept, lower="rollout.lag"))
-    if lora is not None:
-        # A quantized matrix has a byte for each value, and each column a scale.
-        whole = model_declarations(model)
-        matrices = _values([one for one in whole if one.quantized], mesh) if config.model.lora_base == "int8" else 0
-        width = 4 if config.model.lora_base == "float32" else 2
-        every = _values(whole, mesh)
-        size = on_mesh(width * every - (width - 1) * matrices)
-        parts.append(exact("frozen base", **size, lower=f"{fewer}, or model.lora_base=int8"))
-        push = frozenset({"push"})
-        parts.append(MemoryPart("merged weights", **on_mesh(4 * every), phases=push, lower=fewer))
-        product = machine.product_item(config.model.compute_dtype)
-        if machine.platform == "cpu" and (width != product or matrices):
-            # XLA converts the layers before it loops over them.
-            cast = on_mesh(product * every)
-            parts.append(MemoryPart("frozen base, cast for products", **cast, phases=step, lower=fewer))
-    elif config.algorithm.kl_coefficient:
-        parts.append(exact("reference policy", **on_mesh(values * item), lower="algorithm.kl_coefficient=0"))
-    return parts
+    if lora is None:
+        reference = size * bool(config.algorithm.kl_coefficient)
+        return [*parts, part("reference policy", reference, "algorithm.kl_coefficient=0", sure=reference)]
+    # A quantized matrix has a byte for each value, and each column a scale.
+    whole = model_declarations(model)
+    matrices = _values([one for one in whole if one.quantized], mesh) if config.model.lora_base == "int8" else 0
+    width, every = 4 if config.model.lora_base == "float32" else 2, _values(whole, mesh)
+    base = width * every - (width - 1) * matrices
+    product = machine.product_item(config.model.compute_dtype)
+    # XLA's CPU compiler converts the layers before it loops over them.
+    cast = product * every * (machine.platform == "cpu" and (width != product or matrices > 0))
+    return [
+        *parts,
+        part("frozen base", base, f"{fewer}, or model.lora_base=int8", sure=base),
+        part("merged weights", 4 * every, fewer, frozenset({"push"})),
+        part("frozen base, cast for products", cast, fewer, _STEP),
+    ]
 
 
 def _step_parts(
-    model: ModelConfig, compute: Compute, scheme: Scheme, mesh: Mesh, packing: RowShapes, machine: Machine
+    part: _Maker, model: ModelConfig, compute: Compute, scheme: Scheme, mesh: Mesh, packing: RowShapes, machine: Machine
 ) -> list[MemoryPart]:
     """Activations and logits of the largest micro-batch: saved by each layer, and temporary in one layer."""
     shards, item = row_shards(mesh), machine.product_item(compute.dtype)
-    most, workspace, step = (0, 0), 0, frozenset({"step"})
+    queries, width = model.num_heads * model.head_dim, model.hidden_size
+    keys, most, workspace = 2 * model.num_kv_heads * model.head_dim, (0, 0), 0
     for length, rows in zip(packing.row_lengths, packing.rows_per_micro_batch, strict=True):
         rows //= shards
-        tokens = rows * length
-        queries, width = model.num_heads * model.head_dim, model.hidden_size
-        projected = queries + 2 * model.num_kv_heads * model.head_dim
+        tokens, projected = rows * length, queries + keys
         # A token's hidden state is copied to each of its experts and back.
         copies = 2 * model.num_experts_per_tok * width
         whole = tokens * item * (8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies)
@@ -374,64 +356,46 @@ def _step_parts(
         most = max(most, (model.num_layers * saved + working, tokens))
         workspace = max(workspace, 8 * tokens * queries * segments)
     logits = min(compute.logprob_chunk, most[1]) * model.vocab_size * 4 * LOGITS_HELD
-    remat = "" if compute.remat == "full" else ", or model.remat=full"
-    parts = [
-        MemoryPart(name, **machine.on_each(size, mesh.size), phases=step, lower=lower)
-        for name, size, lower in (
-            ("activations", most[0], f"training.micro_batch_tokens{remat}"),
-            ("logits", logits, "model.logprob_chunk"),
-        )
-    ]
-    if workspace:
-        lower = "training.segments_per_row"
-        parts.append(MemoryPart(CUDNN_WORKSPACE, **machine.on_each(workspace, mesh.size), phases=step, lower=lower))
-    queries, ways = model.num_heads * model.head_dim, mesh.shape["tensor"]
-    matrices = model.hidden_size * (2 * queries + 2 * model.num_kv_heads * model.head_dim + 3 * model.stored_mlp_width)
+    matrices, output = width * (2 * queries + keys + 3 * model.stored_mlp_width), model.vocab_size * width
     rounded = 0
     if scheme.weights:
-        output = model.vocab_size * model.hidden_size
         rounded = 4 * (model.num_layers * matrices + output) // (mesh.size // mesh.shape[DATA])
     elif scheme.products:
         # Of one layer at a time: float32 values and those times their scale, and a micro-batch's tokens alike.
-        rounded = 8 * (matrices + most[1] * max(model.hidden_size, queries, model.intermediate_size)) // ways
-    if rounded:
-        copies = machine.on_each(rounded, mesh.size)
-        parts.append(MemoryPart("rounded factors", **copies, phases=step, lower="model.forward_precision=full"))
-    if item != jnp.dtype(compute.dtype).itemsize:
-        copies = machine.on_each(2 * 4 * model.vocab_size * model.hidden_size, mesh.size)
-        lower = "model.compute_dtype=float32"
-        parts.append(MemoryPart("float32 copies of the output layer", **copies, phases=step, lower=lower))
-    return parts
-
-
-_COLUMN_SETTING = {"routed_experts": "rollout.router_replay=False"}
+        rounded = 8 * (matrices + most[1] * max(width, queries, model.intermediate_size)) // mesh.shape["tensor"]
+    copied = 2 * 4 * output * (item != jnp.dtype(compute.dtype).itemsize)
+    remat = "" if compute.remat == "full" else ", or model.remat=full"
+    return [
+        part("activations", most[0], f"training.micro_batch_tokens{remat}", _STEP),
+        part("logits", logits, "model.logprob_chunk", _STEP),
+        part(CUDNN_WORKSPACE, workspace, "training.segments_per_row", _STEP),
+        part("rounded factors", rounded, "model.forward_precision=full", _STEP),
+        part("float32 copies of the output layer", copied, "model.compute_dtype=float32", _STEP),
+    ]
 
 
 def _batch_parts(
-    config: Config, model: ModelConfig, mesh: Mesh, packing: RowShapes, machine: Machine, completions: int
+    part: _Maker, config: Config, model: ModelConfig, mesh: Mesh, packing: RowShapes, completions: int
 ) -> list[MemoryPart]:
     """The batch, on the devices and before, and the columns of its completions that have a vector for each token."""
     columns = column_shapes(config.columns, k=config.rollout.top_logprobs, routing=model.routing)
-    batch = abstract_batch(packing, columns)
+    batch, lag = abstract_batch(packing, columns), config.rollout.lag
     rows = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch.rows))
-    step, lower = frozenset({"step"}), "training.prompts_per_step or rollout.max_completion_tokens"
+    share, ahead = rows // row_shards(mesh), lag * rows // row_shards(mesh)
+    lower = "training.prompts_per_step or rollout.max_completion_tokens"
     parts = [
-        exact("batch", **machine.on_each(rows // row_shards(mesh), mesh.size), phases=step, lower=lower),
-        MemoryPart("batch, before it is split over devices", host=rows, phases=step, lower=lower),
+        part("batch", share, lower, _STEP, share),
+        MemoryPart("batch, before it is split over devices", host=rows, phases=_STEP, lower=lower),
+        part(f"{lag} batch(es) sampled ahead", ahead, f"{lower}, or rollout.lag", sure=ahead),
     ]
-    if lag := config.rollout.lag:
-        ahead = machine.on_each(lag * rows // row_shards(mesh), mesh.size)
-        parts.append(exact(f"{lag} batch(es) sampled ahead", **ahead, lower=f"{lower}, or rollout.lag"))
     for name in (name for name, entry in columns.items() if entry):
-        tokens = completions * np.dtype(COLUMNS[name].dtype).itemsize * math.prod(columns[name])
-        parts.append(MemoryPart(f"{name.replace('_', ' ')} of the completions' tokens",
-                          host=tokens * config.max_total_tokens, phases=frozenset({"sample", "step"}),
-                          lower=f"{lower}, or {_COLUMN_SETTING.get(name, 'rollout.top_logprobs')}"))  # fmt: skip
-    listed = config.rollout.top_logprobs if config.observe.rollouts_every_steps else 0
-    if places := listed * sum(math.prod(each.completion_mask.shape) for each in batch.rows):
-        # The trainer's log-probs, float32 on every device. The host has them twice, of all places and by completion,
-        # and twice the text of 11 bytes, in Python and in Arrow.
-        devices = machine.on_each(4 * places, mesh.size)
-        parts.append(MemoryPart("recorded likeliest tokens", **devices | {"host": devices.get("host", 0) + 30 * places},
-                                phases=step, lower=f"{lower}, or rollout.top_logprobs"))  # fmt: skip
-    return parts
+        size = completions * np.dtype(COLUMNS[name].dtype).itemsize * math.prod(columns[name]) * config.max_total_tokens
+        setting = "rollout.router_replay=False" if name == "routed_experts" else "rollout.top_logprobs"
+        held = {"host": size, "phases": frozenset({"sample", "step"}), "lower": f"{lower}, or {setting}"}
+        parts.append(MemoryPart(f"{name.replace('_', ' ')} of the completions' tokens", **held))
+    # The trainer's log-probs, float32 on every device. The host has them twice, of all places and by completion, and
+    # twice the text of 11 bytes, in Python and in Arrow.
+    places = config.rollout.top_logprobs * sum(math.prod(each.completion_mask.shape) for each in batch.rows)
+    places *= bool(config.observe.rollouts_every_steps)
+    listed = part("recorded likeliest tokens", 4 * places, f"{lower}, or rollout.top_logprobs", _STEP)
+    return [*parts, listed._replace(host=listed.host + 30 * places)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +13,24 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
-from dcmdp_jax.config.engine import engine_arguments, find_trainable
+from dcmdp_jax.config.engine import engine_arguments, find_trainable, forward_scheme
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.episode import column_shapes
 from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.attention import choose_kernel
+from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel, row_attention
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.models.row_logprobs import make_probe
-from dcmdp_jax.models.scheme import Scheme
-from dcmdp_jax.parallel.backend import prepare_jax
+from dcmdp_jax.models.scheme import FULL, Scheme
+from dcmdp_jax.parallel.backend import has_cuda_plugin, prepare_jax, present_gpus
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.parallel.mesh import check_training_mesh, connect_devices, row_shards, sampling_mesh, training_mesh
 from dcmdp_jax.run.memory_use import EngineSetup, fit_engine, this_machine, training_memory
-from dcmdp_jax.run.model_checks import check_kernel, check_platform, check_reductions, forward_scheme_on, segments_of
 from dcmdp_jax.run.task import Requests, Task
 
 _CPU_UNROLL = 8
@@ -69,9 +71,8 @@ def trainable_engine(config: Config) -> tuple[EngineKind, str]:
         UserError: in one line, for an engine that can't be trained with, or not on this machine.
     """
     kind = find_trainable(config.rollout.engine)
-    _, arguments = engine_arguments(config, kind=kind)
     with as_settings(of_engine(kind)):
-        return kind, kind.check_machine(arguments)
+        return kind, kind.check_machine(engine_arguments(config, kind=kind)[1])
 
 
 def place(
@@ -89,37 +90,120 @@ def place(
         UserError: in one line, naming the setting.
     """
     config, model = task.config, task.model
-    known = {"kind": kind, "model": model, "platform": platform}
-    _, engine = engine_arguments(config, hosts.index, **known)
+    _, engine = engine_arguments(config, hosts.index, kind=kind, model=model, platform=platform)
     with as_settings(of_engine(kind)):
         kind.check(engine)
     prepare_jax(config.mesh.cpu_devices)
-    mesh, scheme = _training_devices(config, engine)
-    if hosts.count > 1:
-        connect_devices(mesh)
-    shortest = min(map(len, task.train.token_ids))
-    found = {"shortest_prompt": shortest, "hosts": hosts, "fitted_rows": fitted_rows}
-    return placed(config, kind, engine, mesh, scheme, task.requests, task.lora, **found)
-
-
-def _training_devices(config: Config, engine: EngineArguments) -> tuple[Mesh, Scheme]:
-    """The training devices, and the roundings of the forward pass on them."""
-    model, platform = engine.model, jax.devices()[0].platform
+    platform = jax.devices()[0].platform
     check_platform(platform)
     check_kernel(config, platform, model.head_dim)
     scheme = forward_scheme_on(config, engine, platform)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
+    known = {"num_heads": model.num_heads, "num_experts": model.num_experts}
     with as_settings(MESH):
         mesh = training_mesh(*sizes, num_params=num_params(model))
-        check_training_mesh(
-            mesh,
-            num_heads=model.num_heads,
-            num_experts=model.num_experts,
-            completions=config.completions_per_mini_batch,
-        )
+        check_training_mesh(mesh, **known, completions=config.completions_per_mini_batch)
     check_reductions(config, mesh)
     check_own_remedies(config.algorithm)
-    return mesh, scheme
+    if hosts.count > 1:
+        connect_devices(mesh)
+    found = {"shortest_prompt": min(map(len, task.train.token_ids)), "hosts": hosts, "fitted_rows": fitted_rows}
+    return placed(config, kind, engine, mesh, scheme, task.requests, task.lora, **found)
+
+
+def check_platform(platform: str) -> None:
+    """Refuse the CPU where JAX should have found a GPU. JAX logs that its plugin failed and goes on without.
+
+    Args:
+        platform: platform of JAX's devices.
+    """
+    chosen = os.environ.get("JAX_PLATFORMS") or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if platform == "cpu" and not chosen and present_gpus() and has_cuda_plugin():
+        raise UserError(
+            "JAX: computes on the CPU, though this machine has an NVIDIA GPU and JAX's plugin for it is installed; its "
+            "log above says why the plugin failed. JAX_PLATFORMS=cpu trains on the CPU"
+        )
+
+
+def forward_scheme_on(config: Config, engine: EngineArguments, platform: str) -> Scheme:
+    """The engine's roundings that the forward pass repeats; another build of the engine is refused.
+
+    Args:
+        config: the settings.
+        engine: with its model and platform.
+        platform: platform of JAX's devices.
+    """
+    scheme = forward_scheme(config, platform, model=engine.model)
+    if scheme != FULL and engine.platform and (engine.platform == "cpu") != (platform == "cpu"):
+        name = "forward_precision" if config.model.forward_precision != "full" else "forward_cache"
+        raise UserError(
+            f"config.model.{name}: got {getattr(config.model, name)!r}; the engine computes on {engine.platform}, the "
+            f"trainer on {platform}, and its build for {platform} rounds otherwise; set 'full'"
+        )
+    return scheme
+
+
+def check_reductions(config: Config, mesh: Mesh) -> None:
+    """Refuse bfloat16 on CPU devices that split the model.
+
+    XLA's CPU compiler (jaxlib 0.10) aborts the process when it promotes the bfloat16 reductions of such a mesh.
+    """
+    split = {axis: mesh.shape[axis] for axis in ("fsdp", "tensor", "expert") if mesh.shape[axis] > 1}
+    if split and config.model.compute_dtype == "bfloat16" and mesh.devices.flat[0].platform == "cpu":
+        axes = ", ".join(f"mesh.{axis}={ways}" for axis, ways in split.items())
+        raise UserError(
+            f"config.model.compute_dtype: got 'bfloat16' with {axes} on CPU devices, where XLA can't add up bfloat16; "
+            "choose float32, or split nothing but rows (mesh.data)"
+        )
+
+
+def check_kernel(config: Config, platform: str, head_dim: int) -> None:
+    """Refuse an attention kernel that this machine can't run.
+
+    Whether cuDNN is there, and takes this dtype, head width and number of segments, is found out by compiling the
+    attention of two small rows: of one segment, as the embedded engine has them, and of a run's.
+    """
+    if platform_kernel(config, platform) != "cudnn":
+        return
+    heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), jnp.dtype(config.model.compute_dtype))
+    ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    install = "install nvidia-cudnn-cu12 (nvidia-cudnn-cu13 where JAX is for CUDA 13), or choose xla"
+    for most in (1, segments_of(config, "cudnn")):
+        how = {"kernel": "cudnn", "one_segment": most == 1, "segments": most, "ops": choose_ops(platform)}
+        try:
+            jax.jit(functools.partial(row_attention, **how)).lower(heads, heads, heads, ids).compile()
+        except Exception as error:  # a missing library, an old one, a width it does not have: all raise differently
+            reason = " ".join((str(error) or type(error).__name__).split())[:200]
+            remedy = "choose training.segments_per_row=1" if most > 1 else install
+            raise UserError(
+                f"config.model.attention: {config.model.attention!r} is cuDNN's attention here, which does not work "
+                f"with {most} segment(s) a row ({reason}); {remedy}"
+            ) from error
+
+
+def platform_kernel(config: Config, platform: str) -> str:
+    """The attention kernel on a platform.
+
+    Raises:
+        UserError: if the platform does not have the one of the settings, or it does not compute in their dtype.
+    """
+    dtype = jnp.dtype(config.model.compute_dtype)
+    kernel = choose_kernel(config.model.attention, dtype, platform)
+    needs = {"splash": (("tpu",), "a TPU"), "cudnn": (("gpu", "cuda"), "an NVIDIA GPU with cuDNN")}
+    platforms, what = needs.get(kernel, ((platform,), ""))
+    if platform not in platforms:
+        raise UserError(f"config.model.attention: got {kernel!r}, which needs {what}, this is {platform}; choose auto")
+    if kernel == "cudnn" and dtype == jnp.float32:
+        raise UserError(
+            "config.model.attention: got 'cudnn', which computes in half precision alone; choose auto, or "
+            "model.compute_dtype=bfloat16"
+        )
+    return kernel
+
+
+def segments_of(config: Config, kernel: str) -> int:
+    """Segments of a row at most, for an attention kernel; 0 for any number."""
+    return config.training.segments_per_row or SKIP_SEGMENTS.get(kernel, 1)
 
 
 def placed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +23,9 @@ from dcmdp_jax.run.directory import read_config
 from dcmdp_jax.run.task import sampling
 from dcmdp_jax.types import Params
 
+if TYPE_CHECKING:
+    from dcmdp_jax.run.saved_params import SavedParams
+
 
 @dataclasses.dataclass(frozen=True)
 class SavedModel:
@@ -32,7 +36,7 @@ class SavedModel:
         shape: the model's shape.
         tokenizer: directory of the tokenizer; generation_config.json there names further end tokens.
         path: the model's directory, or the run's.
-        step: the checkpoint's step; None for a Hugging Face directory.
+        checkpoint: the run's checkpoint; None for a Hugging Face directory.
         files: files of the weights.
         narrow: whether all tensors are stored as bfloat16.
     """
@@ -41,14 +45,19 @@ class SavedModel:
     shape: ModelConfig
     tokenizer: Path
     path: Path
-    step: int | None
+    checkpoint: SavedParams | None
     files: tuple[Path, ...]
     narrow: bool = False
 
     @property
+    def step(self) -> int | None:
+        """The checkpoint's step; None for a Hugging Face directory."""
+        return None if self.checkpoint is None else self.checkpoint.step
+
+    @property
     def run_dir(self) -> Path | None:
         """The run's directory; None for a Hugging Face directory."""
-        return None if self.step is None else self.tokenizer.parent
+        return None if self.checkpoint is None else self.tokenizer.parent
 
     @property
     def settings(self) -> Config:
@@ -57,19 +66,13 @@ class SavedModel:
 
     def load(self, dtype: str) -> Params:
         """Read the weights: a checkpoint's as they are, others in the given dtype."""
-        if self.step is None:
+        if self.checkpoint is None:
             return load_params(self.path, self.shape, dtype=dtype)
-        from dcmdp_jax.run.saved_params import load_params_only
-
-        return load_params_only(self.path, self.step)[0]
+        return self.checkpoint.load()
 
     def load_as_rounded(self, precision: str) -> Params | None:
         """The weights with what an engine's rounding leaves of the adapters' change; None without adapters."""
-        if self.step is None:
-            return None
-        from dcmdp_jax.run.saved_params import load_as_rounded
-
-        return load_as_rounded(self.path, self.step, precision)
+        return None if self.checkpoint is None else self.checkpoint.load_as_rounded(precision)
 
 
 def find_model(path: Path, step: int | None = None) -> SavedModel:
@@ -90,12 +93,11 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
     resolved = path.resolve()
     if (resolved / "checkpoints").is_dir() or "checkpoints" in (resolved.name, resolved.parent.name):
         # Orbax takes seconds to import; only a checkpoint needs it.
-        from dcmdp_jax.run.saved_params import load_model_config
+        from dcmdp_jax.run.saved_params import find_params
 
-        shape, step, tokenizer = load_model_config(resolved, step)
-        run_dir = tokenizer.parent
-        weights = tuple((run_dir / "checkpoints" / str(step)).iterdir())
-        return SavedModel(f"{run_dir.name} step {step}", shape, tokenizer, resolved, step, weights)
+        found = find_params(resolved, step)
+        name, files = f"{found.tokenizer.parent.name} step {found.step}", tuple(found.path.iterdir())
+        return SavedModel(name, found.model, found.tokenizer, resolved, found, files)
     if step is not None:
         raise UserError(f"--step: got {step}, but {path} is no run directory; only a run's checkpoints have steps")
     shape = read_model_config(path)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.arguments import as_settings, of_engine
-from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.chat import template_variables
 from dcmdp_jax.engines.protocol import Engine
 from dcmdp_jax.environments.pool import EnvironmentPool
@@ -60,58 +58,33 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
     Raises:
         UserError, EngineError, MemoryError: in one line, if the engine does not start.
     """
-    config = task.config
+    config, limits = task.config, task.config.rewards
+    known = {"timeout_s": limits.timeout, "memory_gib": limits.memory_limit, "output": output}
+    stop_on_error = config.rewards.on_error == "error"
     with contextlib.ExitStack() as stack:
-        engine = _start_engine(config, setup)
+        setup.memory.check()
+        with activity(f"starting the engine {config.rollout.engine}"), as_settings(of_engine(setup.kind)):
+            engine = setup.kind.start(setup.arguments)
         stack.callback(engine.close)
-        verifier = stack.enter_context(make_verifier(config))
-        scorer = stack.enter_context(contextlib.closing(make_scorer(task, verifier, output=output)))
+        judged = config.task.verifier_workers, config.task.verifier_timeout, config.task.verifier_budget
+        verifier = stack.enter_context(Verifier(*judged, config.rewards.answer_extraction))
+        by_source = len({problem.source for problem in task.train.problems}) > 1
+        scorer = RewardScorer(
+            task.rewards, verifier, task.columns, by_source=by_source, stop_on_error=stop_on_error, **known
+        )
+        stack.callback(scorer.close)
         turns = None
         if config.task.environment:
-            pool = EnvironmentPool(config.task.environment, task.columns, **_limits(config), output=output)
-            turns = _turn_sampler(task, engine, stack.enter_context(contextlib.closing(pool)))
+            pool = EnvironmentPool(config.task.environment, task.columns, **known)
+            stack.callback(pool.close)
+            turns = TurnSampler(
+                engine,
+                pool,
+                task.tokenizer,
+                task.columns,
+                TurnLimits(config.task.max_turns, config.turn_tokens, task.longest_prompt),
+                prompt_suffix=config.task.prompt_suffix,
+                variables=template_variables(config.task.chat_template_kwargs, task.tokenizer),
+                stop_on_error=stop_on_error,
+            )
         return Services(engine, verifier, scorer, turns, task.tokenizer, stack.pop_all())
-
-
-def _start_engine(config: Config, setup: EngineSetup) -> Engine:
-    setup.memory.check()
-    with activity(f"starting the engine {config.rollout.engine}"), as_settings(of_engine(setup.kind)):
-        return setup.kind.start(setup.arguments)
-
-
-def make_verifier(config: Config) -> Verifier:
-    """The judge of answers; a context manager."""
-    task = config.task
-    limits = task.verifier_workers, task.verifier_timeout, task.verifier_budget
-    return Verifier(*limits, config.rewards.answer_extraction)
-
-
-def make_scorer(task: Task, verifier: Verifier, *, output: Path | None = None) -> RewardScorer:
-    """The scorer of completions; the caller closes it. For the arguments see `start_services`."""
-    return RewardScorer(
-        task.rewards,
-        verifier,
-        task.columns,
-        by_source=len({problem.source for problem in task.train.problems}) > 1,
-        output=output,
-        stop_on_error=task.config.rewards.on_error == "error",
-        **_limits(task.config),
-    )
-
-
-def _limits(config: Config) -> dict[str, Any]:
-    return {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit}
-
-
-def _turn_sampler(task: Task, engine: Engine, pool: EnvironmentPool) -> TurnSampler:
-    config = task.config
-    return TurnSampler(
-        engine,
-        pool,
-        task.tokenizer,
-        task.columns,
-        TurnLimits(config.task.max_turns, config.turn_tokens, task.longest_prompt),
-        prompt_suffix=config.task.prompt_suffix,
-        variables=template_variables(config.task.chat_template_kwargs, task.tokenizer),
-        stop_on_error=config.rewards.on_error == "error",
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +34,6 @@ from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.peft_files import Adapter, read_adapter
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
-from dcmdp_jax.run.model_checks import check_experts, check_lengths
 
 
 class Requests(NamedTuple):
@@ -91,9 +89,8 @@ class Task:
     @property
     def requests(self) -> Requests:
         """The largest requests to the engine, of training and of evaluation."""
-        lengths = [
-            len(ids) for prompts in (self.train, *(one for _, one in self.held_out)) for ids in prompts.token_ids
-        ]
+        every = self.train, *(prompts for _, prompts in self.held_out)
+        lengths = [len(ids) for prompts in every for ids in prompts.token_ids]
         calls = [len(prompts.problems) * task.samples for task, prompts in self.held_out]
         if self.train.problems:
             calls.append(self.config.training.prompts_per_step * self.config.rollout.group_size)
@@ -126,12 +123,32 @@ def read_task(config: Config) -> Task:
 
 def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
     """The shape of the model, checked against the settings, and its tokenizer."""
-    saved = _saved_model(config)
-    found = _tokenizer(config, saved.vocab_size if saved else None)
-    model = saved or fresh_model(config, found)
-    check_lengths(config, model)
-    check_experts(config, model)
-    return model, found
+    saved = None
+    if config.model.path:
+        saved = read_model_config(directory := path_of_model(config))
+        check_manifest(directory, saved)
+    tokenizer = _tokenizer(config, saved.vocab_size if saved else None)
+    model = saved or fresh_model(config, tokenizer)
+    check_model(config, model)
+    return model, tokenizer
+
+
+def check_model(config: Config, model: ModelConfig) -> None:
+    """Refuse lengths and likeliest tokens that the model has no room for, and settings of experts that it has not."""
+    if (top := config.rollout.top_logprobs) > model.vocab_size:
+        raise UserError(
+            f"config.rollout.top_logprobs: got {top}, must be at most {model.vocab_size}, the whole vocabulary"
+        )
+    if config.max_total_tokens > model.max_position_embeddings:
+        raise UserError(
+            f"config.rollout.max_completion_tokens: {config.rollout.max_completion_tokens} and task.max_prompt_tokens="
+            f"{config.task.max_prompt_tokens} make {config.max_total_tokens}, the model has "
+            f"max_position_embeddings={model.max_position_embeddings}"
+        )
+    settings = config.algorithm.router_aux_loss, config.rollout.router_replay
+    for name, value in zip(("algorithm.router_aux_loss", "rollout.router_replay"), settings, strict=True):
+        if value and not model.num_experts:
+            raise UserError(f"config.{name}: got {value}, the model is a {model.model_type}, which has no experts")
 
 
 def sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -149,38 +166,21 @@ def sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
 
 def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
-    settings = {"model.tokenizer": config.model.tokenizer, "model.path": config.model.path}
-    for setting, path in settings.items():
-        if path:
-            try:
-                place = str(model_directory(path)) if setting == "model.path" else path
-                return load_tokenizer(place, vocab_size=vocab_size)
-            except UserError as error:
-                hint = "; model.tokenizer may name another" if setting == "model.path" else ""
-                raise UserError(f"config.{setting}: {error}{hint}") from error
-    return build_tokenizer()
-
-
-def _saved_model(config: Config) -> ModelConfig | None:
-    """The model of `model.path`, its config.json and its tensors' headers checked; None for a fresh model."""
-    if not config.model.path:
-        return None
-    directory = path_of_model(config)
-    model = read_model_config(directory)
-    check_manifest(directory, model)
-    return model
+    named, path = bool(config.model.tokenizer), config.model.tokenizer or config.model.path
+    if not path:
+        return build_tokenizer()
+    try:
+        return load_tokenizer(path if named else str(model_directory(path)), vocab_size=vocab_size)
+    except UserError as error:
+        setting, hint = ("tokenizer", "") if named else ("path", "; model.tokenizer may name another")
+        raise UserError(f"config.model.{setting}: {error}{hint}") from error
 
 
 def _adapter(config: Config, model: ModelConfig) -> Adapter:
     """The adapters of `model.adapter`."""
     try:
         found = read_adapter(Path(config.model.adapter), model)
-    except FileNotFoundError as error:
-        raise UserError(
-            f"config.model.adapter: {error.filename or error} is not there; give a directory that PEFT or "
-            "`dcmdp convert export --adapter` wrote"
-        ) from error
-    except UserError as error:
+    except (FileNotFoundError, UserError) as error:
         raise UserError(f"config.model.adapter: {error}") from error
     if config.model.lora_rank not in (0, found.lora.rank):
         raise UserError(
@@ -245,24 +245,16 @@ def checked_rewards(
             check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
     except RewardError as error:
         raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
-    if config.task.environment:
-        _check_environment(config, columns, tokenizer)
-    return rewards, columns
-
-
-def _check_environment(config: Config, columns: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Import the environment in its own process, and render an answer of it."""
-    settings = config.rewards
-    with EnvironmentPool(
-        config.task.environment, columns, timeout_s=settings.timeout, memory_gib=settings.memory_limit
-    ) as pool:
+    if environment := config.task.environment:
+        limits = {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit}
         try:
-            with activity("importing the environment"):
+            # In its own process, as in training; an answer of it is rendered.
+            with EnvironmentPool(environment, columns, **limits) as pool, activity("importing the environment"):
                 pool.check()
-            variables = template_variables(config.task.chat_template_kwargs, tokenizer)
-            answer_text(tokenizer, "1", "user", variables)
+            answer_text(tokenizer, "1", "user", template_variables(config.task.chat_template_kwargs, tokenizer))
         except RewardError as error:
             raise UserError(f"config.task.environment: {error}") from error
+    return rewards, columns
 
 
 def _train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedPrompts, PromptStream]:
@@ -271,37 +263,26 @@ def _train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
         parts = parse_mixture(config.task.train)
     except UserError as error:
         raise UserError(f"config.task.train: {error}") from error
-    several = len(parts) > 1
-    encoded = [
-        _load_prompts(config, tokenizer, "task.train", split="train", location=part.location, rewarded=True,
-                      name=part.name if several else "")
-        for part in parts
-    ]  # fmt: skip
+    places = [(part.location, part.name if len(parts) > 1 else "") for part in parts]
+    encoded = [_load_prompts(config, tokenizer, "task.train", *place) for place in places]
     stream = PromptStream(tuple(len(each.problems) for each in encoded), tuple(part.weight for part in parts))
     return join_prompts(encoded), stream
 
 
 def _load_prompts(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    setting: str,
-    *,
-    split: str,
-    location: str,
-    limit: int = 0,
-    name: str = "",
-    rewarded: bool = False,
+    config: Config, tokenizer: PreTrainedTokenizerBase, setting: str, location: str, name: str = ""
 ) -> EncodedPrompts:
-    """Problems of a location as token ids under the config's template, suffix and limit.
+    """Problems of a location that a setting names, as token ids under the config's template, suffix and limit.
 
-    Those that are rewarded have answers if a reward needs them: each where no other reward is there.
+    All but the warm-up's are rewarded: they have answers if a reward needs them, each where no other reward is there.
     """
     needed = [reward in NEED_ANSWERS for reward in config.rewards.names]
+    held, rewarded = setting == "evaluation.task", setting != "warmup.task"
     try:
         problems = load_problems(
             location,
-            split=split,
-            limit=limit or None,
+            split="test" if held else "train",
+            limit=config.evaluation.max_problems or None if held else None,
             on_bad_row=config.task.on_bad_row,
             keep_columns=rewarded and needs_columns(config),
             answers="unused" if not rewarded or not any(needed) else "required" if all(needed) else "optional",
@@ -324,23 +305,15 @@ def _load_prompts(
 
 def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
     """The tasks of `evaluation.task`, each with its encoded problems."""
-    settings = config.evaluation
-    load = functools.partial(
-        _load_prompts, config, tokenizer, "evaluation.task", split="test", limit=settings.max_problems, rewarded=True
-    )
     with as_settings(EVALUATION):
-        tasks = held_out_tasks(settings.task, settings.samples)
-    return tuple((task, load(location=task.location)) for task in tasks)
+        tasks = held_out_tasks(config.evaluation.task, config.evaluation.samples)
+    return tuple((task, _load_prompts(config, tokenizer, "evaluation.task", task.location)) for task in tasks)
 
 
 def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution."""
-    encoded = join_prompts(
-        [
-            _load_prompts(config, tokenizer, "warmup.task", split="train", location=location)
-            for location in split_locations(config.warmup.task)
-        ]
-    )
+    places = split_locations(config.warmup.task)
+    encoded = join_prompts([_load_prompts(config, tokenizer, "warmup.task", place) for place in places])
     if bare := [problem.index for problem in encoded.problems if not problem.solution]:
         raise UserError(f"config.warmup.task: row {bare[0]} of {config.warmup.task} has no worked solution")
     texts = [problem.solution for problem in encoded.problems]

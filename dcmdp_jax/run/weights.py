@@ -100,11 +100,10 @@ class Weights:
     @property
     def saved_adapters(self) -> SavedAdapters | None:
         """Record of the adapters for a checkpoint; None without."""
-        lora = self.task.lora
-        if lora is None:
+        if self.task.lora is None:
             return None
-        base = str(self.frozen_path.resolve())
-        return SavedAdapters(*dataclasses.astuple(lora), self.task.config.model.lora_base, base)
+        shape, base = dataclasses.astuple(self.task.lora), str(self.frozen_path.resolve())
+        return SavedAdapters(*shape, self.task.config.model.lora_base, base)
 
     def _load(self, directory: Path) -> Params:
         dtype = self.task.config.model.param_dtype

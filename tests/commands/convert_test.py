@@ -21,7 +21,7 @@ from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.run import checkpoint
-from dcmdp_jax.run.saved_params import load_params_only
+from dcmdp_jax.run.saved_params import find_params
 from dcmdp_jax.training.state import new_state
 from tests.support.waiting import HANGS_S
 
@@ -130,7 +130,7 @@ def test_export_of_a_checkpoint(tmp_path, capsys):
         dual = dual_init(0.0, tolerance=0.01)
         checkpoints.save(step, new_state(params, optax.adamw(1e-3), dual), model=CONFIG)
     checkpoints.close()
-    tokenizer = load_params_only(run_dir)[3]
+    tokenizer = find_params(run_dir).tokenizer
     tokenizer.mkdir(exist_ok=True)
     (tokenizer / "tokenizer.json").write_text('{"of": "the run"}')
     for arguments, step in (([], 2), (["--step", "1"], 1)):

@@ -290,12 +290,11 @@ def test_a_length_that_does_not_fit_names_the_one_that_does(hf_dir, tasks, capsy
     # 8 tokens of template, 2 of the problem: 256 - 10.
     assert evaluation_fails(capsys, hf_dir, TASK, tasks, "--config.task.prompt_suffix", "") == (
         "config.rollout.max_completion_tokens: got 32768, with the longest prompt (10 tokens, three) more than the "
-        "model's max_position_embeddings=256; --config.rollout.max_completion_tokens=246 fits"
+        "model's max_position_embeddings=256; at most 246 fit, and a smaller task.max_prompt_tokens leaves long "
+        "prompts out"
     )
-    long = "x" * 300
-    assert "task.max_prompt_tokens leaves it out" in evaluation_fails(
-        capsys, hf_dir, TASK, tasks, "--config.task.prompt_suffix", long
-    )
+    said = evaluation_fails(capsys, hf_dir, TASK, tasks, "--config.task.prompt_suffix", "x" * 300)
+    assert "at most 0 fit" in said
 
 
 def test_bad_files_are_named(hf_dir, tasks, tmp_path, capsys):

@@ -125,11 +125,11 @@ def _commands(base):
         ),
         "fifo": (
             ["--config=configs/demo.py:debug", f"--config.run_dir={base}/waits"],
-            f"config.run_dir: {base}/waits/.lock is no file (a FIFO, socket or device); remove it",
+            f"config.run_dir: {base}/waits/.lock is no file (a FIFO, socket or device); move it away, or",
         ),
         "long_run_dir": (
             ["--config=configs/demo.py:debug", f"--config.run_dir=/{'d' * 5000}"],
-            f"config.run_dir: '/{'d' * 79}'... (5,001 characters) has 5,001 bytes with 5,000 between two slashes",
+            f"config.run_dir: '/{'d' * 79}'... (5,001 characters) is too long; choose one of at most 3,500",
         ),
         "mesh": (
             [*debug, "--config.mesh.tensor=3", "--config.mesh.cpu_devices=2"],

@@ -21,7 +21,7 @@ from dcmdp_jax.models.lora import adapter_declarations
 from dcmdp_jax.models.params import draw_params, init_params
 from dcmdp_jax.models.peft_files import save_adapter
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.run import model_checks, placement
+from dcmdp_jax.run import placement
 from dcmdp_jax.run import task as run_task
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.task import read_model
@@ -329,7 +329,10 @@ def test_an_attention_kernel_that_is_not_here_is_named_before_anything_is_loaded
         ({"lora_targets": "q_proj,c_attn"}, "config.model.lora_targets: got 'c_attn', no linear layer has that name"),
         ({"lora_rank": 33}, "config.model.lora_rank: got 33, k_proj is 96 x 32: at most 32"),
         ({"forward_precision": "fp8"}, "config.model.forward_precision: got 'fp8', must be full with adapters"),
-        ({"adapter": "nowhere"}, "config.model.adapter: nowhere/adapter_config.json is not there; give a directory"),
+        (
+            {"adapter": "nowhere"},
+            "config.model.adapter: [Errno 2] No such file or directory: 'nowhere/adapter_config.json'",
+        ),
         ({"adapter": "of rank 4", "lora_rank": 8}, "config.model.lora_rank: got 8, the adapters of model.adapter have"),
     ],
 )
@@ -379,13 +382,13 @@ def test_a_gpu_that_jax_did_not_start_is_no_cpu_run(variables, gpus, plugin, pla
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(model_checks, "present_gpus", lambda: gpus)
-    monkeypatch.setattr(model_checks, "has_cuda_plugin", lambda: plugin)
+    monkeypatch.setattr(placement, "present_gpus", lambda: gpus)
+    monkeypatch.setattr(placement, "has_cuda_plugin", lambda: plugin)
     if not refused:
-        model_checks.check_platform(platform)
+        placement.check_platform(platform)
         return
     with pytest.raises(ValueError, match="^JAX: computes on the CPU, though .* JAX_PLATFORMS=cpu trains on the CPU$"):
-        model_checks.check_platform(platform)
+        placement.check_platform(platform)
 
 
 @pytest.mark.parametrize(
@@ -393,15 +396,23 @@ def test_a_gpu_that_jax_did_not_start_is_no_cpu_run(variables, gpus, plugin, pla
     [
         ("cudnn", "float32", "which computes in half precision alone; choose auto, or model.compute_dtype=bfloat16"),
         # This machine has no cuDNN, whatever the platform is called.
-        ("cudnn", "bfloat16", "'cudnn' is cuDNN's attention here, which does not work (cuDNN is not detected.)"),
-        ("auto", "bfloat16", "'auto' is cuDNN's attention here, which does not work (cuDNN is not detected.)"),
+        (
+            "cudnn",
+            "bfloat16",
+            "'cudnn' is cuDNN's attention here, which does not work with 1 segment(s) a row (cuDNN is not detected.)",
+        ),
+        (
+            "auto",
+            "bfloat16",
+            "'auto' is cuDNN's attention here, which does not work with 1 segment(s) a row (cuDNN is not detected.)",
+        ),
     ],
 )
 def test_a_gpu_without_cudnn_is_told_what_to_choose(setting, dtype, words):
     config = demo.get_config()
     config.model.attention, config.model.compute_dtype = setting, dtype
     with pytest.raises(ValueError) as caught:
-        model_checks.check_kernel(from_config_dict(config), "gpu", 64)
+        placement.check_kernel(from_config_dict(config), "gpu", 64)
     assert words in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
@@ -410,8 +421,8 @@ def test_a_cudnn_without_the_packed_layout_is_told_what_to_choose(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda query, *_, **__: query)
     config = demo.get_config()
     config.model.attention, config.model.compute_dtype = "cudnn", "bfloat16"
-    words = r"^config.model.attention: 'cudnn' is .* with 16 segments a row \(.*\); choose training.segments_per_row=1$"
+    words = r"^config.model.attention: 'cudnn' is .* 16 segment\(s\) a row \(.*\); choose training.segments_per_row=1$"
     with pytest.raises(ValueError, match=words):
-        model_checks.check_kernel(from_config_dict(config), "gpu", 64)
+        placement.check_kernel(from_config_dict(config), "gpu", 64)
     config.training.segments_per_row = 1
-    model_checks.check_kernel(from_config_dict(config), "gpu", 64)
+    placement.check_kernel(from_config_dict(config), "gpu", 64)

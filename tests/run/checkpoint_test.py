@@ -23,7 +23,7 @@ from dcmdp_jax.models.rope import RopeScaling
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import checkpoint
 from dcmdp_jax.run.checkpoint import CheckpointError, Checkpoints, PolicyScore, digests
-from dcmdp_jax.run.saved_params import latest_checkpoint, load_model_config, load_params_only
+from dcmdp_jax.run.saved_params import find_params
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.types import LossScale, TrainState
 from tests.support.our_log import our_log
@@ -275,7 +275,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(opened, two, c
     said = [record.getMessage() for record in caplog.records if record.name == "dcmdp_jax.run.checkpoint"]
     assert len(said) == 1 and "\n" not in said[0]
     assert said[0].startswith(f"checkpoint 2 of {two} is damaged (")
-    assert (two / "damaged" / "2").is_dir()
+    assert (two / "damaged" / "2-1").is_dir()
 
 
 def test_a_run_goes_on_after_damage_and_saves_the_damaged_step_again(opened, two):
@@ -287,7 +287,7 @@ def test_a_run_goes_on_after_damage_and_saves_the_damaged_step_again(opened, two
     _same_bits(_state(2), opened().restore(_abstract(_state()), _MODEL))
     _flip(two / "2" / "params")
     assert int(opened().restore(_abstract(_state()), _MODEL).step) == 1
-    assert sorted(path.name for path in (two / "damaged").iterdir()) == ["2", "2-1"]
+    assert sorted(path.name for path in (two / "damaged").iterdir()) == ["2-1", "2-2"]
 
 
 def test_when_all_are_damaged_that_is_an_error_and_nothing_is_touched(opened, two):
@@ -314,9 +314,9 @@ def test_a_checkpoint_of_another_model_is_named_and_left_alone(opened, two):
 def test_a_newest_step_without_parameters_is_named_not_passed_over(two):
     shutil.rmtree(two / "2" / "params")
     with pytest.raises(CheckpointError) as raised:
-        load_model_config(two.parent)
+        find_params(two.parent)
     assert str(raised.value) == f"{two}/2: damaged (params is missing); choose another step"
-    assert load_model_config(two.parent, 1)[1] == 1
+    assert find_params(two.parent, 1).step == 1
 
 
 def test_no_room_for_the_state_is_no_damage(opened, two, monkeypatch):
@@ -394,7 +394,7 @@ def test_a_checkpoint_under_another_number_is_not_taken_for_that_one(opened, two
     """Renamed upwards, Orbax would decline every later save; an older one under the newest number would be exported."""
     shutil.move(two / "2", two / "999")
     with pytest.raises(CheckpointError, match=r"999: damaged \(it was saved as that of step 2\)"):
-        load_params_only(tmp_path)
+        find_params(tmp_path)
     checkpoints = opened()
     _same_bits(checkpoints.restore(_abstract(_state()), _MODEL), _state(1))
     assert "checkpoint 999 of" in caplog.text and "it was saved as that of step 2" in caplog.text
@@ -473,18 +473,16 @@ def test_what_a_killed_save_left_is_neither_read_nor_kept(opened, two, tmp_path)
     half = two / "3.orbax-checkpoint-tmp"
     shutil.copytree(two / "2", half)
     _truncate(half / "params")
-    assert latest_checkpoint(tmp_path) == (two, 2)
-    assert load_params_only(tmp_path)[2] == 2
+    assert find_params(tmp_path).path == two / "2"
     _same_bits(_state(2), opened().restore(_abstract(_state()), _MODEL))
     wait_until(lambda: not half.exists(), "the library to remove it")  # in a thread of its own
 
 
 def test_parameters_can_be_had_alone_by_any_path_to_them(two, tmp_path, caplog):
     for path, step, expected in ((tmp_path, None, 2), (str(two), None, 2), (tmp_path, 1, 1), (two / "1", None, 1)):
-        params, model, found, tokenizer = load_params_only(path, step)
-        _same_bits(_state(expected).params, params)
-        assert (model, found, tokenizer) == (_MODEL, expected, tmp_path / "tokenizer")
-        assert load_model_config(path, step) == (_MODEL, expected, tmp_path / "tokenizer")
+        found = find_params(path, step)
+        _same_bits(_state(expected).params, found.load())
+        assert (found.model, found.step, found.tokenizer) == (_MODEL, expected, tmp_path / "tokenizer")
     # What a library warns of here would stand on the screen of every evaluation.
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -494,7 +492,7 @@ def test_bfloat16_parameters_come_back_as_bfloat16(opened, tmp_path):
     checkpoints = opened()
     checkpoints.save(3, state, model=_MODEL)
     checkpoints.close()
-    _same_bits(state.params, load_params_only(tmp_path)[0])
+    _same_bits(state.params, find_params(tmp_path).load())
 
 
 @pytest.mark.parametrize("damage", _DAMAGES)
@@ -502,18 +500,18 @@ def test_bfloat16_parameters_come_back_as_bfloat16(opened, tmp_path):
 def test_damaged_parameters_are_an_error_that_names_the_checkpoint(two, tmp_path, damage, item):
     damage(two / "2" / item)
     with pytest.raises(CheckpointError) as raised:
-        load_params_only(tmp_path, 2)
+        find_params(tmp_path, 2).load()
     line = str(raised.value)
     assert line.startswith((f"{two}/2: damaged (", f"{two}: no checkpoint of step 2")) and "\n" not in line
-    _same_bits(_state(1).params, load_params_only(tmp_path, 1)[0])
+    _same_bits(_state(1).params, find_params(tmp_path, 1).load())
 
 
 def test_a_checkpoint_that_is_not_there_is_an_error(opened, tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint there; give a run directory or one of its checkpoints"):
-        latest_checkpoint(tmp_path)
+        find_params(tmp_path)
     _saved(opened, 1).close()
     with pytest.raises(CheckpointError, match=f"^{tmp_path}/checkpoints: no checkpoint of step 7$"):
-        load_params_only(tmp_path, 7)
+        find_params(tmp_path, 7)
 
 
 def test_a_digest_sees_a_changed_bit_a_swap_and_a_sign():

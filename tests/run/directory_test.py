@@ -53,7 +53,7 @@ def test_a_claim_makes_the_directory_and_binds_it_to_nothing(tmp_path):
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "tokenizer"])
 def test_a_file_where_a_directory_belongs_is_named(run_dir, name):
     (run_dir / name).write_text("")
-    with pytest.raises(OSError, match=re.escape(f"config.run_dir: {run_dir / name} is no")):
+    with pytest.raises(ValueError, match=re.escape(f"config.run_dir: {run_dir / name} is no directory; move")):
         check_run_directory(_config(run_dir))
 
 
@@ -63,26 +63,18 @@ def test_a_fifo_among_the_files_is_named_and_not_waited_for(run_dir, name):
     os.mkfifo(run_dir / name)
     with pytest.raises(ValueError, match=re.escape(f"config.run_dir: {run_dir / name} is no file (a FIFO, socket or")):
         check_run_directory(_config(run_dir))
-    if name == "config.json":
-        with pytest.raises(ValueError, match=r"config.json: can't be read \(a FIFO\)"):
-            read_config(run_dir)
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        (
-            "/" + "d" * 5000,
-            "'/ddd.* has 5,001 bytes with 5,000 between two slashes; choose one of at most 3,500",
-        ),
-        ("/d" * 2500, "'/d/d.* has 5,000 bytes with 1 between"),
-        ("/tmp/" + "\u00e9" * 128, "has 261 bytes with 256 between"),
-    ],
-)
-def test_a_directory_whose_name_is_too_long_is_refused(path, message):
-    with pytest.raises(ValueError, match=f"^config.run_dir: .*{message}") as caught:
+@pytest.mark.parametrize("path", ["/tmp/" + "d" * 256, "/d" * 1751, "/tmp/" + "\u00e9" * 128])
+def test_a_directory_whose_name_is_too_long_is_refused(path):
+    said = "is too long; choose one of at most 3,500 bytes, 255 between two slashes$"
+    with pytest.raises(ValueError, match=f"^config.run_dir: '/.* {said}") as caught:
         check_run_directory(_config(path))
     assert len(str(caught.value)) < 300
+
+
+def test_the_longest_name_is_taken(tmp_path):
+    check_run_directory(_config(tmp_path / ("d" * 255)))
 
 
 def test_the_record_is_the_config(tmp_path):
@@ -203,7 +195,6 @@ def test_a_config_that_can_not_be_read_is_named(run_dir, content):
     with pytest.raises(ValueError) as raised:
         check_run_directory(_config(run_dir))
     assert str(raised.value).startswith(f"{run_dir}/config.json: can't be read (")
-    assert str(raised.value).endswith("; choose another config.run_dir")
 
 
 def _save(run_dir, change):
@@ -294,5 +285,5 @@ def test_a_run_whose_values_are_refused_today_is_read(run_dir):
 
 
 def test_a_name_that_is_no_utf8_is_refused():
-    with pytest.raises(ValueError, match=r"^config.run_dir: got 'r\\udcc3n', which is no UTF-8 in this locale; "):
+    with pytest.raises(ValueError, match=r"^config.run_dir: 'r\\udcc3n' is no UTF-8; set LC_ALL=C.UTF-8"):
         check_run_directory(_config("r\udcc3n"))

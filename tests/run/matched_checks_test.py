@@ -11,7 +11,7 @@ from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.scheme import Scheme
-from dcmdp_jax.run.model_checks import forward_scheme_on
+from dcmdp_jax.run.placement import forward_scheme_on
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
 
 QWEN2 = ModelConfig("qwen2", 31, 64, 96, 2, 2, 1, 32, attention_bias=True)

@@ -72,13 +72,6 @@ def test_metrics_that_cannot_be_read_do_not_stop_a_lagged_run_from_being_describ
     assert re.search(r"^lag +1 step\(s\): the engine samples", describe(plan), re.MULTILINE)
 
 
-def test_the_plan_advises_float32_on_a_cpu(tmp_path):
-    assert "advice" not in _packing(tmp_path)[1]
-    _, told = _packing(tmp_path, model__compute_dtype="bfloat16", rollout__compute_dtype="bfloat16")
-    said = "float32, and for sampling rollout.engine=vllm too, takes less time and memory than bfloat16 on this CPU"
-    assert told.splitlines()[-1] == f"advice       model.compute_dtype and rollout.compute_dtype: {said}"
-
-
 def test_the_engines_mesh_is_in_the_plan_and_must_divide_the_model(tmp_path):
     wide = {
         "model__architecture": {**demo.get_config().model.architecture.to_dict(), "num_heads": 4, "num_kv_heads": 4}

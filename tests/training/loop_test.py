@@ -273,7 +273,7 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
     from dcmdp_jax.data.arithmetic import build_tokenizer
     from dcmdp_jax.models import decoder
     from dcmdp_jax.models.decoder import Compute
-    from dcmdp_jax.run.saved_params import load_params_only
+    from dcmdp_jax.run.saved_params import find_params
 
     torch.manual_seed(0)
     source = tmp_path / "source"
@@ -319,7 +319,8 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
     out = tmp_path / "export"
     command = [sys.executable, "-m", "bin.convert", "export", str(run_dir), str(out), "--dtype", "float32"]
     subprocess.run(command, cwd=ROOT, env=run_environment, check=True, capture_output=True, timeout=HANGS_S)
-    params, model, step, _ = load_params_only(run_dir)
+    saved = find_params(run_dir)
+    params, model, step = saved.load(), saved.model, saved.step
     assert step == 10
     ids = np.arange(2, 50, dtype=np.int32)[None]
     hidden = decoder.hidden_states(params, model, ids, np.arange(48)[None], np.ones_like(ids), Compute())
