@@ -24,9 +24,9 @@ from dcmdp_jax.config.arguments import PACKING, as_settings
 from dcmdp_jax.config.settings import MeshSettings
 from dcmdp_jax.data.lengths import parse_lengths
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.plan.plan_text import at_lengths, describe_plan, plan_record
+from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths, describe_plan, plan_record
 from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, compile_run
-from dcmdp_jax.plan.search import search
+from dcmdp_jax.plan.search import search, search_record, table
 from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_topology, platform_of, set_environment
 
 
@@ -61,16 +61,15 @@ def main(argv: list[str]) -> int:
     tell = functools.partial(print, flush=True)
     if arguments.search:
         found = search(config, topology, tell=tell)
-        record, code = found.record(), 0 if found.fitting else 1
-        tell(found.table())
+        record, code = search_record(found), 0 if any(one.fits for one in found) else 1
+        tell(table(found))
     else:
         plan = compile_run(config, topology, only=only, on_program=lambda name: tell(f"compiling {name} ..."))
         record, code = plan_record(plan), 0 if plan.fits else 1
         tell(describe_plan(plan))
         if lengths is not None:
-            found_at = at_lengths(plan, lengths)
-            record["at_lengths"] = found_at.record()
-            tell("\n".join(found_at.lines()))
+            record["at_lengths"] = at_lengths(plan, lengths)
+            tell(describe_lengths(record["at_lengths"]))
     if arguments.json is not None:
         atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
         tell(f"wrote {arguments.json}")

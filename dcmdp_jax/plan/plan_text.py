@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.data.lengths import ExpectedStep, Lengths, expected_step, lognormal
+from dcmdp_jax.data.lengths import Lengths, expected_step, lognormal
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.plan.run_plan import GIB, CompiledRun
@@ -85,63 +87,20 @@ def _memory(plan: CompiledRun) -> list[str]:
     ]
     for phase in plan.phases:
         beside = ", ".join(f"{name} {size / GIB:.2f}" for name, size in phase.beside.items()) or "nothing"
-        if phase.name not in plan.programs:
-            lines.append(f"  {phase.name:11} {'by arithmetic alone':>38}  {beside:36} {phase.total / GIB:9.2f}")
-            continue
-        compiled = plan.programs[phase.name]
-        if compiled.refused is not None:
+        compiled = plan.programs.get(phase.name)
+        figures = f"{'by arithmetic alone':>38}"
+        if compiled is not None and compiled.refused is not None:
             lines.append(f"  {phase.name:11} does not fit by itself ({compiled.refused}); beside it {beside}")
             continue
-        lines.append(
-            f"  {phase.name:11} {compiled.arguments / GIB:19.2f} {compiled.temporary / GIB:10.2f} "
-            f"{phase.peak / GIB:7.2f}  {beside:36} {phase.total / GIB:9.2f}"
-        )
+        if compiled is not None:
+            figures = f"{compiled.arguments / GIB:19.2f} {compiled.temporary / GIB:10.2f} {phase.peak / GIB:7.2f}"
+        lines.append(f"  {phase.name:11} {figures}  {beside:36} {phase.total / GIB:9.2f}")
     usable = f"{plan.usable / GIB:.2f} GiB ({plan.usable_reason})"
-    over = [phase for phase in plan.phases if phase.total > plan.usable]
     if plan.fits:
         largest = max(plan.phases, key=lambda phase: phase.total)
-        lines.append(f"  fits: {largest.name} needs {largest.total / GIB:.2f} of {usable}")
-    else:
-        lines += [f"  does not fit: {phase.name} needs {phase.total / GIB:.2f} of {usable}" for phase in over]
-    return lines
-
-
-class AtLengths(NamedTuple):
-    """A step at given lengths, all devices together.
-
-    Attributes:
-        lengths: lengths of the completions.
-        expected: expected work of the step.
-        worst: positions that the step computes when every completion has the longest length.
-        flops: operations that the model needs for the real tokens.
-    """
-
-    lengths: Lengths
-    expected: ExpectedStep
-    worst: int
-    flops: float
-
-    def lines(self) -> list[str]:
-        """For people."""
-        expected = self.expected
-        return [
-            f"lengths      {self.lengths.name}: {expected.tokens:,.0f} tokens in a step with their prompts, whose "
-            "median is a quarter of the limit",
-            f"  computed   {expected.computed:,.0f} positions, {expected.computed / expected.tokens:.2f} times the "
-            f"tokens ({expected.padding:.0%} padding); worst case {self.worst:,}",
-            f"  operations {self.flops:.3e} needed by the model for these tokens",
-        ]
-
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "lengths": self.lengths.name,
-            "tokens": self.expected.tokens,
-            "computed": self.expected.computed,
-            "computed_over_real": self.expected.computed / self.expected.tokens,
-            "worst_computed": self.worst,
-            "model_flops": self.flops,
-        }
+        return [*lines, f"  fits: {largest.name} needs {largest.total / GIB:.2f} of {usable}"]
+    over = [phase for phase in plan.phases if phase.total > plan.usable]
+    return lines + [f"  does not fit: {phase.name} needs {phase.total / GIB:.2f} of {usable}" for phase in over]
 
 
 def forward_flops(model: ModelConfig, length: int) -> float:
@@ -156,16 +115,35 @@ def forward_flops(model: ModelConfig, length: int) -> float:
     return 2.0 * matrices + model.num_layers * 2.0 * queries * length
 
 
-def at_lengths(plan: CompiledRun, lengths: Lengths) -> AtLengths:
-    """The step of a plan at lengths. Prompts are lognormal with a median of a quarter of their limit."""
+def at_lengths(plan: CompiledRun, lengths: Lengths) -> dict[str, Any]:
+    """The step of a plan at lengths of completions, all devices together, as a tree for JSON.
+
+    Prompts are lognormal with a median of a quarter of their limit. `worst_computed` are the positions of a step whose
+    completions all have the longest length; `model_flops` the operations that the model needs for the real tokens.
+    """
     packing, limit = plan.run.placement.packing, plan.run.config.task.max_prompt_tokens
     prompts = lognormal(max(1, limit // 4), limit).draw(4096, seed=0)
     expected = expected_step(packing, np.minimum(prompts, limit), lengths)
-    worst = (
-        packing.mini_batches * packing.micro_batches[-1] * packing.rows_per_micro_batch[-1] * packing.row_lengths[-1]
-    )
+    shape = packing.micro_batches[-1], packing.rows_per_micro_batch[-1], packing.row_lengths[-1]
     # A token of a row of n tokens takes a + b n forward.
     matrices = forward_flops(plan.run.model, 0)
     attention = forward_flops(plan.run.model, 1) - matrices
     passes = 3 + (packing.mini_batches - 1) / packing.mini_batches
-    return AtLengths(lengths, expected, worst, passes * (matrices * expected.tokens + attention * expected.squares))
+    return {
+        "lengths": lengths.name,
+        "tokens": expected.tokens,
+        "computed": expected.computed,
+        "computed_over_real": expected.computed / expected.tokens,
+        "worst_computed": packing.mini_batches * math.prod(shape),
+        "model_flops": passes * (matrices * expected.tokens + attention * expected.squares),
+    }
+
+
+def describe_lengths(found: Mapping[str, Any]) -> str:
+    """`at_lengths` for people."""
+    return (
+        f"lengths      {found['lengths']}: {found['tokens']:,.0f} tokens in a step with their prompts, whose median is "
+        f"a quarter of the limit\n  computed   {found['computed']:,.0f} positions, {found['computed_over_real']:.2f} "
+        f"times the tokens ({1 - 1 / found['computed_over_real']:.0%} padding); worst case {found['worst_computed']:,}"
+        f"\n  operations {found['model_flops']:.3e} needed by the model for these tokens"
+    )

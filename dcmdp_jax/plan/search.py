@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dcmdp_jax.config.settings import Config, MeshSettings
@@ -12,7 +12,7 @@ from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.run_plan import GIB, CompiledRun, compile_run
 from dcmdp_jax.plan.topologies import Topology
 
-_WIDEST_TENSOR = 8
+_WAYS = (1, 2, 4, 8)
 # Rows of the splash kernel have a multiple of this length.
 _ROW_MULTIPLE = 512
 _ROWS = (1, 2, 4)
@@ -39,45 +39,40 @@ class Tried(NamedTuple):
         return self.plan is not None and self.plan.fits
 
     @property
+    def peak(self) -> int | None:
+        """Bytes of the largest phase; None without a plan."""
+        return None if self.plan is None else max(phase.total for phase in self.plan.phases)
+
+    @property
     def order(self) -> tuple[bool, int, int]:
         """Sort key of candidates: fitting ones first, then the fewest devices that exchange activations in every layer,
         then the fewest gathers of parameters, by larger micro-batches."""
         return not self.fits, self.mesh.tensor * self.mesh.expert, -self.micro_batch_tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """All candidates in the order of `Tried.order`."""
-
-    tried: tuple[Tried, ...]
-
-    @property
-    def fitting(self) -> tuple[Tried, ...]:
-        """The candidates that fit."""
-        return tuple(one for one in self.tried if one.fits)
-
-    def table(self) -> str:
-        """A line for each candidate."""
-        lines = ["rank  data fsdp tensor expert  micro_batch_tokens  peak GiB"]
-        for rank, one in enumerate(self.tried, 1):
-            mesh = one.mesh
-            shape = f"{mesh.data:4} {mesh.fsdp:4} {mesh.tensor:6} {mesh.expert:6}  {one.micro_batch_tokens:18}"
-            said = one.refused or f"{_peak(one.plan) / GIB:8.2f}{'' if one.fits else '  does not fit'}"
-            lines.append(f"{rank if one.fits else '-':>4}  {shape}  {said}")
-        return "\n".join(lines if self.fitting else [*lines, "nothing of these fits"])
-
-    def record(self) -> dict[str, Any]:
-        """The table as a tree for JSON."""
-        return {
-            "candidates": [
-                {"mesh": dataclasses.asdict(one.mesh), "micro_batch_tokens": one.micro_batch_tokens,
-                 "refused": one.refused, "fits": one.fits, "peak_bytes": _peak(one.plan) if one.plan else None}
-                for one in self.tried
-            ]
-        }  # fmt: skip
+def table(tried: Sequence[Tried]) -> str:
+    """A line for each candidate."""
+    lines = ["rank  data fsdp tensor expert  micro_batch_tokens  peak GiB"]
+    for rank, one in enumerate(tried, 1):
+        mesh = one.mesh
+        shape = f"{mesh.data:4} {mesh.fsdp:4} {mesh.tensor:6} {mesh.expert:6}  {one.micro_batch_tokens:18}"
+        said = one.refused or f"{one.peak / GIB:8.2f}{'' if one.fits else '  does not fit'}"
+        lines.append(f"{rank if one.fits else '-':>4}  {shape}  {said}")
+    return "\n".join(lines if any(one.fits for one in tried) else [*lines, "nothing of these fits"])
 
 
-def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -> Found:
+def search_record(tried: Sequence[Tried]) -> dict[str, Any]:
+    """The table as a tree for JSON."""
+    return {
+        "candidates": [
+            {"mesh": dataclasses.asdict(one.mesh), "micro_batch_tokens": one.micro_batch_tokens,
+             "refused": one.refused, "fits": one.fits, "peak_bytes": one.peak}
+            for one in tried
+        ]
+    }  # fmt: skip
+
+
+def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -> list[Tried]:
     """Compile the step for every candidate; minutes for each of a large model.
 
     Meshes: tensor 1, 2, 4, 8 and, with experts, expert 1, 2, 4, 8, the rest of the devices fsdp. Micro-batches of 1, 2
@@ -89,6 +84,9 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
         topology: the devices.
         tell: called with a line for each candidate.
 
+    Returns:
+        The candidates in the order of `Tried.order`.
+
     Raises:
         UserError: if all are refused for one and the same reason.
     """
@@ -97,37 +95,26 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
     for mesh in candidates(len(topology.devices), model_of(config).num_experts > 0):
         for rows in _ROWS:
             tokens = rows * longest
-            one = _try(config, topology, mesh, tokens)
+            training = dataclasses.replace(config.training, micro_batch_tokens=tokens)
+            changed = dataclasses.replace(config, mesh=mesh, training=training)
+            try:
+                one = Tried(mesh, tokens, compile_run(changed, topology, only=("step",), refuse=True))
+            except UserError as error:
+                one = Tried(mesh, tokens, None, str(error))
             tried.append(one)
-            result = one.refused or f"{_peak(one.plan) / GIB:.2f} GiB{'' if one.plan.fits else ', does not fit'}"
+            result = one.refused or f"{one.peak / GIB:.2f} GiB{'' if one.fits else ', does not fit'}"
             tell(f"fsdp {mesh.fsdp}, tensor {mesh.tensor}, expert {mesh.expert}, {tokens} tokens a device: {result}")
             if not one.fits:
                 break
     reasons = {one.refused for one in tried}
     if len(reasons) == 1 and tried[0].plan is None:
         raise UserError(tried[0].refused)
-    return Found(tuple(sorted(tried, key=lambda one: one.order)))
+    return sorted(tried, key=lambda one: one.order)
 
 
 def candidates(devices: int, experts: bool) -> Iterator[MeshSettings]:
     """Meshes to try, the ones without a tensor axis first."""
-    sizes = [size for size in (1, 2, 4, 8) if size <= _WIDEST_TENSOR]
-    for expert in sizes if experts else (1,):
-        for tensor in sizes:
+    for expert in _WAYS if experts else (1,):
+        for tensor in _WAYS:
             if devices % (expert * tensor) == 0:
                 yield MeshSettings(data=1, fsdp=devices // (expert * tensor), tensor=tensor, expert=expert)
-
-
-def _try(config: Config, topology: Topology, mesh: MeshSettings, tokens: int) -> Tried:
-    changed = dataclasses.replace(
-        config, mesh=mesh, training=dataclasses.replace(config.training, micro_batch_tokens=tokens)
-    )
-    try:
-        plan = compile_run(changed, topology, only=("step",), refuse=True)
-    except UserError as error:
-        return Tried(mesh, tokens, None, str(error))
-    return Tried(mesh, tokens, plan)
-
-
-def _peak(plan: CompiledRun) -> int:
-    return max(phase.total for phase in plan.phases)

@@ -8,7 +8,7 @@ from benchmarks.compiled_parts.flops import step_flops
 from dcmdp_jax.data.lengths import Lengths
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.plan.plan_text import at_lengths
+from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths
 
 MODEL = ModelConfig("qwen3", 32, 16, 32, 2, 2, 1, 8)
 
@@ -21,8 +21,9 @@ def test_a_step_at_lengths_by_hand():
     run = SimpleNamespace(placement=SimpleNamespace(packing=packing), config=config, model=MODEL)
     plan = SimpleNamespace(run=run, programs={})
     found = at_lengths(plan, Lengths("eleven", (0.0, 1.0), (11.0, 11.0)))
-    assert (found.expected.tokens, found.expected.computed, found.worst) == (72, 128, 128)
+    assert (found["tokens"], found["computed"], found["worst_computed"]) == (72, 128, 128)
     # As for six rows of 12 tokens that are one sequence each, of which three need p^Train by a pass of their own.
-    assert found.flops == pytest.approx(step_flops(MODEL, length=12, tokens=72, recomputed_tokens=36))
-    assert found.lines()[1] == "  computed   128 positions, 1.78 times the tokens (44% padding); worst case 128"
-    assert found.record()["computed_over_real"] == pytest.approx(128 / 72)
+    assert found["model_flops"] == pytest.approx(step_flops(MODEL, length=12, tokens=72, recomputed_tokens=36))
+    line = describe_lengths(found).splitlines()[1]
+    assert line == "  computed   128 positions, 1.78 times the tokens (44% padding); worst case 128"
+    assert found["computed_over_real"] == pytest.approx(128 / 72)

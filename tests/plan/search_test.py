@@ -6,7 +6,7 @@ import pytest
 from configs import qwen3_8b
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.plan.search import candidates, search
+from dcmdp_jax.plan.search import candidates, search, search_record, table
 from dcmdp_jax.plan.topologies import CHIPS, Topology
 
 
@@ -28,16 +28,16 @@ def test_an_engine_that_leaves_no_room_is_refused_before_anything_is_compiled():
     config.training.prompts_per_step = config.training.prompts_per_mini_batch = 4
     told = []
     found = search(from_config_dict(config), _small_chips(2 / 1024), tell=told.append)
-    assert len(found.tried) == len(told) == 4 and all(one.plan is None for one in found.tried)
-    by_tensor = {one.mesh.tensor: one.refused for one in found.tried}
+    assert len(found) == len(told) == 4 and all(one.plan is None for one in found)
+    by_tensor = {one.mesh.tensor: one.refused for one in found}
     assert by_tensor[8].startswith("config.mesh.tensor: got 8, must divide the model's 4 query heads")
     for tensor in (1, 2, 4):
         assert by_tensor[tensor].startswith(
             "memory: the first device has 0.0 GiB and the phase 'sample' takes at least"
         )
         assert "of which engine's weights" in by_tensor[tensor] and "\n" not in by_tensor[tensor]
-    assert found.table().splitlines()[-1] == "nothing of these fits"
-    assert {one["fits"] for one in found.record()["candidates"]} == {False}
+    assert table(found).splitlines()[-1] == "nothing of these fits"
+    assert {one["fits"] for one in search_record(found)["candidates"]} == {False}
 
 
 def test_what_is_wrong_with_every_candidate_is_told_once():
