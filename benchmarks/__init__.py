@@ -5,7 +5,8 @@ import sys
 from dcmdp_jax.process_memory import hide_torch, keep_freed_memory
 
 # Before what they import makes threads. Peers run as their users run them, vLLM without this package too.
-if not {"benchmarks.peers.trl", "benchmarks.peers.tunix"}.intersection(sys.orig_argv):
-    keep_freed_memory("benchmarks")
+_COMMAND = {word for word in sys.orig_argv if word.partition(".")[0] == "benchmarks"}
+if _COMMAND and not _COMMAND & {"benchmarks.peers.trl", "benchmarks.peers.tunix"}:
+    keep_freed_memory()
     if not {"benchmarks.vllm_direct", "torch_step"}.intersection(sys.orig_argv):
-        hide_torch("benchmarks")
+        hide_torch()
