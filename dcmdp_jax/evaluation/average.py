@@ -33,8 +33,8 @@ class EvaluationResult:
         unparsed: bool, without an answer, which `math` scores 0; false where it is no reward.
         texts: objects, each completion's text.
         found: objects, the answer that `math` found in it; None where there is none, or `math` is no reward.
-        verifier_timeouts, verifier_errors, verifier_over_budget: answers over the time limit, answers that the verifier
-            raised on, answers undecided when the budget of the batch ran out; they count as wrong.
+        unjudged: `verifier_timeouts`, `verifier_errors`, `verifier_over_budget` -> answers over the time limit, answers
+            that the verifier raised on, answers undecided when the budget of the batch ran out; they count as wrong.
         values: with several rewards, short name of each -> float32, NaN where it has no value.
         logged: name -> sum and count of what reward functions logged.
     """
@@ -46,9 +46,7 @@ class EvaluationResult:
     unparsed: np.ndarray
     texts: np.ndarray
     found: np.ndarray
-    verifier_timeouts: int
-    verifier_errors: int
-    verifier_over_budget: int
+    unjudged: dict[str, int]
     values: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     logged: dict[str, tuple[float, int]] = dataclasses.field(default_factory=dict)
 
@@ -74,18 +72,8 @@ class EvaluationResult:
 
     @property
     def pass_at(self) -> np.ndarray:
-        """[K] float64, unbiased pass@k for k = 1 .. K."""
-        return self.problem_pass_at.mean(axis=0)
-
-    @property
-    def problem_pass_at(self) -> np.ndarray:
-        """[problems, K] float64, unbiased pass@k of each problem."""
-        return pass_at_every_k(self.solved.sum(axis=1), self.samples)
-
-    @property
-    def pass_at_k(self) -> float:
-        """pass@K: share of problems that at least one of the K solved."""
-        return float(self.solved.any(axis=1).mean())
+        """[K] float64, unbiased pass@k for k = 1 .. K; the last is the share of problems that one of the K solved."""
+        return pass_at_every_k(self.solved.sum(axis=1), self.samples).mean(axis=0)
 
     @property
     def standard_error(self) -> float:
@@ -114,15 +102,15 @@ class EvaluationResult:
 
     def select(self, problems: Sequence[int]) -> EvaluationResult:
         """The same task on some of its problems. The verifier's counts stay those of all problems."""
-        chosen = {name: getattr(self, name)[list(problems)] for name in _PER_COMPLETION}
+        chosen = {name: getattr(self, name)[list(problems)] for name in COLUMNS}
         values = {name: each[list(problems)] for name, each in self.values.items()}
         return dataclasses.replace(self, **chosen, values=values)
 
 
-_PER_COMPLETION = ("scores", "lengths", "truncated", "unparsed", "texts", "found")
+COLUMNS = dict(scores=np.float32, lengths=np.int32, truncated=bool, unparsed=bool, texts=object, found=object)
+"""Fields of a result with a value for each completion -> dtype."""
+UNJUDGED = ("timeouts", "errors", "over_budget")
 _SHOWN = 200
-VERIFIER_COUNTS = ("verifier_timeouts", "verifier_errors", "verifier_over_budget")
-"""Fields of a result that count what the verifier gave up on."""
 
 
 def describe(result: EvaluationResult, prompts: Sequence[str], answers: Sequence[str | None]) -> list[str]:
@@ -148,11 +136,11 @@ def describe(result: EvaluationResult, prompts: Sequence[str], answers: Sequence
 
 def join(parts: Sequence[EvaluationResult]) -> EvaluationResult:
     """Join the results of a task's parts, in order."""
-    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _PER_COMPLETION}
-    counts = {name: sum(getattr(part, name) for part in parts) for name in VERIFIER_COUNTS}
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
+    unjudged = {name: sum(part.unjudged[name] for part in parts) for name in parts[0].unjudged}
     values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
     logged = add_logged([part.logged for part in parts])
-    return EvaluationResult(parts[0].task, **arrays, **counts, values=values, logged=logged)
+    return EvaluationResult(parts[0].task, **arrays, unjudged=unjudged, values=values, logged=logged)
 
 
 class Evaluator(Protocol):
@@ -227,19 +215,13 @@ def evaluate(
         scoring.add_played(turns.played)
     texts, scores = scoring.finish(check_stop)
     judged = scores.grades is not None
-    find = parts.scorer.verifier.found_answer
-    found = np.array([find(text) if judged else None for text in texts], object).reshape(shape)
+    found = [parts.scorer.verifier.found_answer(text) if judged else None for text in texts]
+    columns = {"scores": scores.totals, "lengths": lengths, "truncated": truncated, "texts": texts, "found": found}
+    columns["unparsed"] = [judged and each is None for each in found]
     return EvaluationResult(
         task=task,
-        scores=scores.totals.reshape(shape),
-        lengths=lengths,
-        truncated=truncated,
-        unparsed=np.array([judged and each is None for each in found.flat], bool).reshape(shape),
-        texts=np.array(texts, object).reshape(shape),
-        found=found,
-        verifier_timeouts=scores.grades.timeouts if judged else 0,
-        verifier_errors=scores.grades.errors if judged else 0,
-        verifier_over_budget=scores.grades.over_budget if judged else 0,
+        **{name: np.array(values, COLUMNS[name]).reshape(shape) for name, values in columns.items()},
+        unjudged={f"verifier_{name}": getattr(scores.grades, name) if judged else 0 for name in UNJUDGED},
         values={name: each.reshape(shape) for name, each in scores.values.items()} if len(scores.values) > 1 else {},
         logged=scores.logged,
     )

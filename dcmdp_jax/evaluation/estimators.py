@@ -55,8 +55,7 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
         return float("nan"), float("nan")
     random = np.random.default_rng(seed)
     means = [values[random.integers(problems, size=problems)].mean() for _ in range(_RESAMPLES)]
-    low, high = np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
-    return float(low), float(high)
+    return tuple(np.quantile(means, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2]).tolist())
 
 
 def t_quantile(count: int, level: float = _LEVEL) -> float:
@@ -68,5 +67,4 @@ def t_half_width(values: Sequence[float]) -> float:
     """Half of the 95% t interval of the mean of a few independent values, such as runs; NaN with one."""
     if len(values) < 2:
         return float("nan")
-    quantile = t_quantile(len(values))
-    return float(quantile * np.std(values, ddof=1) / np.sqrt(len(values)))
+    return float(t_quantile(len(values)) * np.std(values, ddof=1) / np.sqrt(len(values)))

@@ -76,7 +76,7 @@ def held_out_metrics(result: EvaluationResult) -> dict[str, float]:
     means = {name: float(values.mean(dtype=np.float64)) for name, values in valued.items() if values.size}
     return {
         f"eval/{task}/avg@{result.samples}": result.average,
-        f"eval/{task}/pass@{result.samples}": result.pass_at_k,
+        f"eval/{task}/pass@{result.samples}": float(result.pass_at[-1]),
         **{f"eval_reward/{task}/{name}": mean for name, mean in means.items()},
         **{f"eval_logged/{task}/{name}": total / count for name, (total, count) in result.logged.items()},
         **{f"eval_interval/{task}/{name}": bound for name, bound in zip(("low", "high"), interval, strict=False)},

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,17 @@ import numpy as np
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.evaluation.average import VERIFIER_COUNTS, EvaluationResult
+from dcmdp_jax.evaluation.average import COLUMNS, UNJUDGED, EvaluationResult
 from dcmdp_jax.evaluation.held_out import HeldOut
 from dcmdp_jax.evaluation.overlap import Overlap
 from dcmdp_jax.evaluation.table import plain_average, to_record
+from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import shorten
 
 _DONE = {"done": True}
+_LINES = ".problems.jsonl"
+_KEYS = {name: "completions" if name == "texts" else name for name in COLUMNS}
+"""Field of a result -> its key in a problem's line."""
 
 
 class EvaluationLog:
@@ -59,9 +63,7 @@ class EvaluationLog:
     def __enter__(self) -> EvaluationLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self._parts:  # nothing to continue from
             self.path.unlink(missing_ok=True)
         self._file.close()
@@ -79,22 +81,11 @@ class EvaluationLog:
             result: result on these problems.
         """
         lines = [
-            {
-                "task": result.task,
-                **problem,
-                "average": float(result.problem_averages[index]),
-                "scores": [int(score) if score == int(score) else score for score in result.scores[index].tolist()],
-                "lengths": result.lengths[index].tolist(),
-                "truncated": result.truncated[index].astype(int).tolist(),
-                "unparsed": result.unparsed[index].astype(int).tolist(),
-                "completions": result.texts[index].tolist(),
-                "found": result.found[index].tolist(),
-            }
+            {"task": result.task, **problem, "average": float(result.problem_averages[index])}
+            | {key: [_plain(value) for value in getattr(result, name)[index].tolist()] for name, key in _KEYS.items()}
             for index, problem in enumerate(asked)
         ]
-        counts = {name: getattr(result, name) for name in VERIFIER_COUNTS}
-        lines.append({"task": result.task, "part": part, "problems": len(asked), **counts})
-        self._write(lines)
+        self._write([*lines, {"task": result.task, "part": part, "problems": len(asked), **result.unjudged}])
         self._parts[result.task, part] = result
 
     def close_finished(self) -> None:
@@ -137,6 +128,11 @@ class EvaluationLog:
             self._write([header])
 
 
+def _plain(value: Any) -> Any:
+    """A truth value or whole number as an integer, which takes fewer bytes."""
+    return int(value) if isinstance(value, bool | float) and value == int(value) else value
+
+
 def _encode(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(record, allow_nan=False) + "\n").encode()
 
@@ -151,30 +147,19 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _check_header(path: Path, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-    for name, value in header.items():
-        if isinstance(value, dict) and isinstance(found.get(name), dict):
-            _check_header(path, found[name], value)
-        elif found.get(name) != value:
+    there = flatten(found)
+    for name, value in flatten(header).items():
+        if there.get(name) != value:
             raise UserError(
-                f"{path}: holds an unfinished evaluation with {name}={shorten(found.get(name))}, this one has "
-                f"{shorten(value)}; delete it, or choose another file"
+                f"{path}: holds an unfinished evaluation with {name.removeprefix('settings.')}="
+                f"{shorten(there.get(name))}, this one has {shorten(value)}; delete it, or choose another file"
             )
 
 
 def _result(closing: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> EvaluationResult:
-    def column(name: str, dtype: type) -> np.ndarray:
-        return np.array([problem[name] for problem in problems], dtype)
-
-    return EvaluationResult(
-        task=closing["task"],
-        scores=column("scores", np.float32),
-        lengths=column("lengths", np.int32),
-        truncated=column("truncated", bool),
-        unparsed=column("unparsed", bool),
-        texts=column("completions", object),
-        found=column("found", object),
-        **{name: closing[name] for name in VERIFIER_COUNTS},
-    )
+    columns = {name: np.array([each[key] for each in problems], COLUMNS[name]) for name, key in _KEYS.items()}
+    unjudged = {f"verifier_{name}": closing[f"verifier_{name}"] for name in UNJUDGED}
+    return EvaluationResult(closing["task"], **columns, unjudged=unjudged)
 
 
 def open_output(out: Path | None, directory: Path, stem: str, header: Mapping[str, Any]) -> tuple[Path, EvaluationLog]:
@@ -192,27 +177,19 @@ def open_output(out: Path | None, directory: Path, stem: str, header: Mapping[st
         UserError: if `out` can't be written or belongs to another unfinished evaluation.
     """
     if out is None:
-        out, number = directory / f"{stem}.json", 1
-        while not _belongs(out, header):
-            number += 1
-            out = directory / f"{stem}-{number}.json"
-    if out.is_dir():
-        raise UserError(f"--out: {out} is a directory, name a file")
-    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
-        raise UserError(f"--out: {out} can't be written, {out.parent} is no directory one can write to")
-    lines = _lines_path(out)
+        names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        out = next(path for name in names if _belongs(path := directory / f"{name}.json", header))
+    if out.is_dir() or not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
+        raise UserError(f"--out: {out} can't be written; name a file in a directory one can write to")
+    lines = out.with_suffix(_LINES)
     if lines.exists() and lines.read_bytes().endswith(_encode(_DONE)):
         lines.unlink()
     return out, EvaluationLog(lines, header)
 
 
-def _lines_path(out: Path) -> Path:
-    return out.with_suffix(".problems.jsonl")
-
-
 def _belongs(out: Path, header: Mapping[str, Any]) -> bool:
     """Whether a name is free, or its evaluation is this one and not done."""
-    lines = _lines_path(out)
+    lines = out.with_suffix(_LINES)
     if not lines.exists():
         return not out.exists()
     with lines.open("rb") as file:

@@ -27,13 +27,11 @@ class Overlap(NamedTuple):
     Attributes:
         problem: index of the evaluation problem.
         train_problem: index of the training problem.
-        same_text: equal but for white space and dollar signs.
         share: share of the evaluation problem's runs of 8 words that the training problem has; 1 for the same text.
     """
 
     problem: int
     train_problem: int
-    same_text: bool
     share: float
 
 
@@ -41,7 +39,8 @@ def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[O
     """Find training problems that are evaluation problems, or contain at least half of one.
 
     Half counts the runs of 8 consecutive words (letters or digits) of the evaluation problem. A problem of fewer
-    than 8 words overlaps with the same text alone. Some near matches ask a changed question.
+    than 8 words overlaps with the same text alone, but for white space and dollar signs. Some near matches ask a
+    changed question.
 
     Args:
         prompts: texts of the evaluation problems.
@@ -50,25 +49,15 @@ def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[O
     Returns:
         Pairs by evaluation problem, then training problem.
     """
-    texts: dict[str, list[int]] = defaultdict(list)
-    runs: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    totals = []
-    for index, prompt in enumerate(prompts):
-        texts[_SKIPPED.sub("", prompt)].append(index)
-        own = _runs(prompt)
-        totals.append(len(own))
+    runs, places = [_runs(prompt) for prompt in prompts], defaultdict(list)
+    for index, own in enumerate(runs):
         for run in own:
-            runs[run].append(index)
+            places[run].append(index)
     found = []
     for train_index, prompt in enumerate(train_prompts):
-        same = set(texts.get(_SKIPPED.sub("", prompt), ()))
-        shared = Counter(index for run in _runs(prompt) for index in runs.get(run, ()))
-        found += [Overlap(index, train_index, True, 1.0) for index in same]
-        found += [
-            Overlap(index, train_index, False, count / totals[index])
-            for index, count in shared.items()
-            if index not in same and count >= _SHARE * totals[index]
-        ]
+        shared = Counter(index for run in _runs(prompt) for index in places.get(run, ()))
+        overlaps = (Overlap(index, train_index, count / len(runs[index])) for index, count in shared.items())
+        found += [overlap for overlap in overlaps if overlap.share >= _SHARE]
     return sorted(found)
 
 
@@ -132,15 +121,14 @@ def describe_overlaps(
         shared = {overlap.problem for overlap in overlaps.get(result.task, ())}
         if not shared:
             continue
-        found = f"overlap of {result.task} with {train}: {len(shared)} problems"
-        if dropped:
-            yield f"{found}, left out"
-        else:
-            rest = [place for place in range(len(result.scores)) if place not in shared]
-            alone = shown_score(result, result.select(rest).average) if rest else "no problem"
-            yield f"{found}; avg@{result.samples} is {shown_score(result, result.average)}, without them {alone}"
+        rest = [place for place in range(len(result.scores)) if place not in shared]
+        alone = shown_score(result, result.select(rest).average) if rest else "no problem"
+        scores = f"; avg@{result.samples} is {shown_score(result, result.average)}, without them {alone}"
+        yield f"overlap of {result.task} with {train}: {len(shared)} problems{', left out' if dropped else scores}"
 
 
 def _runs(prompt: str) -> set[tuple[str, ...]]:
+    """The runs of 8 words of a text, of a shorter one the text."""
     words = _WORD.findall(prompt.lower())
-    return {tuple(words[start : start + _RUN]) for start in range(len(words) - _RUN + 1)}
+    runs = {tuple(words[start : start + _RUN]) for start in range(len(words) - _RUN + 1)}
+    return runs or {(_SKIPPED.sub("", prompt),)}

@@ -145,7 +145,7 @@ def test_overlap_with_training_data_is_reported_or_left_out(hf_dir, tmp_path, ca
     line = f"overlap of t with {tmp_path}/train.jsonl: 1 problems; avg@1 is 50.0, without them 0.0"
     assert line in capsys.readouterr().out.splitlines()
     task = json.loads((tmp_path / "a.json").read_text())["tasks"]["t"]
-    assert task["overlap"] == [{"problem": 0, "train_problem": 1, "same_text": True, "share": 1.0}]
+    assert task["overlap"] == [{"problem": 0, "train_problem": 1, "share": 1.0}]
     main([*words, "--overlap=drop", "--out", str(tmp_path / "b.json")])
     assert "1 problems, left out" in capsys.readouterr().out
     task = json.loads((tmp_path / "b.json").read_text())["tasks"]["t"]

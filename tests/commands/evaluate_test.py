@@ -273,8 +273,8 @@ def test_an_arithmetic_task_keeps_its_commas(hf_dir, tmp_path, tasks):
         ((TASK, "a/x.jsonl,b/x.jsonl"), "config.evaluation.task: two tasks are called 'x'; rename one"),
         ((TASK, "a.jsonl,,b.jsonl"), "config.evaluation.task: got 'a.jsonl,,b.jsonl', an empty name is no task"),
         (("--overlap=report",), "--overlap: goes with config.task.train"),
-        (("--out", "{tmp}"), "--out: {tmp} is a directory, name a file"),
-        (("--out", "{tmp}/no/o.json"), "--out: {tmp}/no/o.json can't be written, {tmp}/no is no directory"),
+        (("--out", "{tmp}"), "--out: {tmp} can't be written; name a file in a directory"),
+        (("--out", "{tmp}/no/o.json"), "--out: {tmp}/no/o.json can't be written; name a file"),
     ],
 )
 def test_bad_arguments_are_one_line_before_any_weight_is_read(hf_dir, tasks, tmp_path, capsys, monkeypatch, argv, line):

@@ -23,9 +23,7 @@ def _part(seed, problems=2, task="t"):
         unparsed=random.random((problems, 3)) < 0.5,
         texts=np.array([[f"text {seed} {row} {place}" for place in range(3)] for row in range(problems)], object),
         found=np.array([["7", None, "x"]] * problems, object),
-        verifier_timeouts=seed,
-        verifier_errors=0,
-        verifier_over_budget=1,
+        unjudged={"verifier_timeouts": seed, "verifier_errors": 0, "verifier_over_budget": 1},
     )
 
 
@@ -95,7 +93,7 @@ def test_finished_parts_come_back_as_they_were(tmp_path):
             for name in ("scores", "lengths", "truncated", "unparsed"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(made, name))
                 assert getattr(found, name).dtype == getattr(made, name).dtype
-            assert (found.verifier_timeouts, found.verifier_over_budget) == (part, 1)
+            assert found.unjudged == made.unjudged
         assert log.finished("t", 3) is None and log.finished("u", 0) is None
 
 

@@ -27,9 +27,9 @@ def test_the_same_text_and_half_of_the_runs():
         "a b c d e f g h and then the rest of a long problem",
     ]
     assert find_overlap(prompts, train) == [
-        Overlap(0, 3, False, 0.6),
-        Overlap(1, 1, True, 1.0),
-        Overlap(2, 4, False, 1.0),
+        Overlap(0, 3, 0.6),
+        Overlap(1, 1, 1.0),
+        Overlap(2, 4, 1.0),
     ]
 
 
@@ -37,11 +37,11 @@ def test_what_overlaps_can_be_left_out():
     problems = [Problem(text, "1", "s", index) for index, text in enumerate("abc")]
     prompts = EncodedPrompts(problems, [np.array([place]) for place in range(3)], dropped=4, with_control_tokens=0)
     asked = ((HeldOutTask("t", "t.jsonl", 1), prompts),)
-    [(_, rest)] = leave_out(asked, {"t": [Overlap(1, 9, True, 1.0)]})
+    [(_, rest)] = leave_out(asked, {"t": [Overlap(1, 9, 1.0)]})
     assert [problem.prompt for problem in rest.problems] == ["a", "c"] and rest.dropped == 4
     assert [ids.tolist() for ids in rest.token_ids] == [[0], [2]]
     with pytest.raises(UserError, match="every problem of t is in config.task.train"):
-        leave_out(asked, {"t": [Overlap(place, 0, True, 1.0) for place in range(3)]})
+        leave_out(asked, {"t": [Overlap(place, 0, 1.0) for place in range(3)]})
 
 
 @pytest.mark.skipif(not _DATA.is_dir(), reason="the data files are not beside this checkout")

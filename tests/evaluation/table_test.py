@@ -32,9 +32,7 @@ def _result(task, average, *, samples=4, problems=250):
         unparsed=every % 8 == 0,
         texts=np.full((problems, samples), ""),
         found=np.full((problems, samples), None),
-        verifier_timeouts=1,
-        verifier_errors=2,
-        verifier_over_budget=3,
+        unjudged={"verifier_timeouts": 1, "verifier_errors": 2, "verifier_over_budget": 3},
     )
 
 
@@ -49,9 +47,9 @@ def _cells(line):
 def test_the_papers_row_is_printed_as_the_paper_prints_it():
     shuffled = [_result(task, _PAPER[task]) for task in sorted(_PAPER, reverse=True)]
     lines = format_table("DC-GRPO", shuffled).splitlines()
-    assert lines[0] == "Method            | AIME24 | AIME25 |  AMC23 | MATH-500 | Minerva | Olympiad |  Avg"
-    assert lines[1] == "------------------+--------+--------+--------+----------+---------+----------+-----"
-    assert lines[2] == "DC-GRPO           |   63.2 |   52.5 |   91.8 |     94.2 |    50.1 |     74.4 | 71.0"
+    assert lines[0] == "Method               | AIME24 | AIME25 |  AMC23 | MATH-500 | Minerva | Olympiad |  Avg"
+    assert lines[1] == "---------------------+--------+--------+--------+----------+---------+----------+-----"
+    assert lines[2] == "DC-GRPO              |   63.2 |   52.5 |   91.8 |     94.2 |    50.1 |     74.4 | 71.0"
     assert lines[3] == lines[1]
 
 
@@ -118,14 +116,9 @@ def test_what_the_numbers_rest_on_stands_beneath():
         "mean length": ["1234.5", "1234.5"],
         "verifier timeouts": ["1", "1"],
         "verifier errors": ["2", "2"],
-        "over budget": ["3", "3"],
+        "verifier over budget": ["3", "3"],
     }
     assert _cells(lines[2]) == ["m", "50.0", "25.0", "37.5"]
-
-
-def test_no_result_is_an_error():
-    with pytest.raises(ValueError, match="results: got none"):
-        format_table("m", [])
 
 
 def test_k_is_the_papers_on_its_benchmarks_and_8_elsewhere():
@@ -179,10 +172,8 @@ def test_one_table_over_methods_and_runs():
 
 
 def test_runs_of_other_tasks_or_k_do_not_share_a_table():
-    with pytest.raises(UserError, match=r"a and b: evaluated on aime24 \(K=4\) and on aime24 \(K=8\); one table needs"):
+    with pytest.raises(UserError, match=r"a and b: one table needs .*, got {'aime24': 4} and {'aime24': 8}"):
         format_comparison([_run("a", 0.4), _run("b", 0.5, samples=8)])
-    with pytest.raises(UserError, match="no evaluation given"):
-        format_comparison([])
 
 
 @pytest.mark.parametrize("text", ["{}", '{"tasks": {"a": {}}, "method": "m"}', '{"tasks": 3}', "[1]"])
