@@ -28,19 +28,12 @@ _LEAST_SHARE, _WHOLE_ADVANTAGE = 0.01, 0.5
 _PUSH_ROUNDING, _IDENTICAL = "mismatch/push_rounding", ("completion/identical_fraction", "completion/identical_chance")
 _MOSTLY_KEPT, _BEHIND, _STEADY_BEHIND, _ENGINE_MOVES, _AS_ROUNDING, _TWINS = 0.7, 10.0, 0.8, 0.2, 0.04, 0.1
 _LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
+_NOTHING = np.zeros(0), np.zeros(0)
 
 ALARMS = {
-    "noise": "alarm/noise",
-    "mismatch": "alarm/mismatch",
-    "staleness": "alarm/staleness",
-    "weight_sync": "alarm/weight_sync",
-    "unseen_updates": "alarm/unseen_updates",
-    "identical": "alarm/identical",
-    "support": "alarm/support",
-    "retokenization": "alarm/retokenization",
-    "charge": "alarm/charge",
-    "collapse": "alarm/collapse",
-    "displacement": "alarm/displacement",
+    name: f"alarm/{name}"
+    for name in "noise mismatch staleness weight_sync unseen_updates identical support retokenization charge collapse "
+    "displacement".split()
 }
 """Every alarm's name -> its metric."""
 OF_A_BUDGET = ("noise", "mismatch", "staleness")
@@ -113,16 +106,14 @@ def broken_completions(discrepancy: np.ndarray) -> float:
     return float(np.mean(values > max(_BROKEN, _BROKEN_TIMES * float(np.median(values)))))
 
 
-def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray | None:
-    """The last `count` values; None if there are fewer, or one is not finite."""
-    if name not in series or len(series[name][1]) < count:
-        return None
-    values = np.asarray(series[name][1][-count:], np.float64)
-    return values if np.isfinite(values).all() else None
+def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray:
+    """The last `count` values; NaN, by which no rule speaks, if there are fewer or one is not finite."""
+    values = np.asarray(series.get(name, _NOTHING)[1][-count:], np.float64)
+    return values if len(values) == count and np.isfinite(values).all() else np.full(count, np.nan)
 
 
 def _floor(series: Series) -> float:
-    values = series["mismatch/noise_floor"][1] if "mismatch/noise_floor" in series else np.zeros(0)
+    values = series.get("mismatch/noise_floor", _NOTHING)[1]
     values = values[np.isfinite(values)]
     return float(values[-1]) if len(values) else 0.0
 
@@ -134,66 +125,66 @@ def bounded_metric(metrics: Collection[str]) -> str:
 
 def _over(series: Series) -> tuple[float, float] | None:
     """Mean delta of the window and c, if that delta is well above both c and the noise floor."""
-    delta, tolerance = _last(series, bounded_metric(series)), _last(series, "dual/tolerance", 1)
-    if delta is None or tolerance is None:
-        return None
-    mean, c = float(delta.mean()), float(tolerance[0])
+    mean, c = float(_last(series, bounded_metric(series)).mean()), float(_last(series, "dual/tolerance", 1)[0])
     return (mean, c) if mean > max(_OVER_BUDGET * c, _FLOORS * _floor(series)) else None
 
 
-def _mixed_lag(series: Series, count: int) -> np.ndarray | None:
-    """Age of the oldest token of each of the last steps, where delta mixes it in; None where the two are apart."""
-    return None if _STALENESS in series else _last(series, "rollout/staleness_max", count)
+def _mixed_lag(series: Series, count: int = WINDOW) -> float:
+    """Age of the oldest token of the last steps, where delta mixes it in; 0 where the two are apart."""
+    return 0.0 if _STALENESS in series else float(np.nan_to_num(_last(series, "rollout/staleness_max", count).max()))
+
+
+def _course(series: Series) -> np.ndarray:
+    """The mean discrepancy of every step; empty if one is not finite, or mixes staleness in."""
+    values = np.asarray(series.get("discrepancy/mean", _NOTHING)[1], np.float64)
+    return values if np.isfinite(values).all() and not _mixed_lag(series) else np.zeros(0)
+
+
+def _trend(series: Series, name: str) -> tuple[float, float, float]:
+    """Means of the first and the last 5 of 20 steps, and the rank correlation with the step."""
+    values = _last(series, name, _TREND_WINDOW)
+    return float(values[:5].mean()), float(values[-5:].mean()), _rank_correlation(values)
 
 
 def _support(series: Series) -> str | None:
-    k1, k3 = _last(series, "mismatch/k1"), _last(series, "mismatch/k3")
-    size = _last(series, "mismatch/effective_sample_size")
-    if k1 is None or k3 is None or size is None or size.mean() < _LEAST_SAMPLE_SIZE:
-        return None
+    k1, k3, size = (_last(series, f"mismatch/{name}") for name in ("k1", "k3", "effective_sample_size"))
     missing = k1 - k3
-    if missing.mean() - 4 * missing.std() / np.sqrt(WINDOW) <= _MISSING_MASS:
-        return None
-    return (
-        f"The trainer gives {missing.mean():.1%} of its probability to tokens that the engine did not: sampling is cut "
-        "(top-p, top-k). Sample with top_p=1 and no top_k."
-    )
+    if size.mean() >= _LEAST_SAMPLE_SIZE and missing.mean() - 4 * missing.std() / np.sqrt(WINDOW) > _MISSING_MASS:
+        return (
+            f"The trainer gives {missing.mean():.1%} of its probability to tokens that the engine did not: sampling is "
+            "cut (top-p, top-k). Sample with top_p=1 and no top_k."
+        )
+    return None
 
 
 def _retokenization(series: Series) -> str | None:
     broken = _last(series, "discrepancy/broken_completions", _BROKEN_STEPS)
-    lag = _mixed_lag(series, _BROKEN_STEPS)
-    if broken is None or not broken.min() > 0 or (lag is not None and lag.max() > 0):
-        return None
-    return (
-        f"{broken.mean():.1%} of the completions disagree wildly while the others agree: they were decoded and encoded "
-        "again on their way, or their prompts were. Pass the sampled token ids on."
-    )
+    if broken.min() > 0 and not _mixed_lag(series, _BROKEN_STEPS):
+        return (
+            f"{broken.mean():.1%} of the completions disagree wildly while the others agree: they, or their prompts, "
+            "were decoded and encoded again on their way. Pass the sampled token ids on."
+        )
+    return None
 
 
 def _staleness(series: Series) -> str | None:
-    moved = _last(series, _STALENESS)
-    if moved is not None and moved.mean() > _MOST_STALENESS:
+    if (moved := _last(series, _STALENESS).mean()) > _MOST_STALENESS:
         return (
-            f"Since its tokens were sampled the policy moved by {moved.mean():.2g} nats a token: the clip stops many. "
+            f"Since its tokens were sampled the policy moved by {moved:.2g} nats a token: the clip stops many. "
             "Lower rollout.lag or the learning rate, or set algorithm.ratio_denominator=proximal."
         )
-    lag, over = _mixed_lag(series, WINDOW), _over(series)
-    if lag is None or over is None or not lag.max() > 0:
-        return None
-    return (
-        f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g}, and the tokens were sampled by weights up to "
-        f"{lag.max():.0f} steps old. Push weights more often, or correct by importance weights."
-    )
+    if (lag := _mixed_lag(series)) and (over := _over(series)):
+        return (
+            f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g}, and the tokens were sampled by weights up "
+            f"to {lag:.0f} steps old. Push weights more often, or correct by importance weights."
+        )
+    return None
 
 
 def _jump(series: Series) -> tuple[float, float, int] | None:
     """Usual and last delta, and the place where it rose, if it rose to 5 times what was usual before the window."""
-    if "discrepancy/mean" not in series:
-        return None
-    values = np.asarray(series["discrepancy/mean"][1], np.float64)
-    lag = _mixed_lag(series, WINDOW)
-    if len(values) < WINDOW + _USUAL_STEPS or not np.isfinite(values).all() or (lag is not None and lag.max() > 0):
+    values = _course(series)
+    if len(values) < WINDOW + _USUAL_STEPS:
         return None
     usual = float(np.median(values[:-WINDOW]))
     low = np.flatnonzero(values <= max(_JUMP * usual, _FLOORS * _floor(series)))
@@ -202,10 +193,8 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
 
 
 def _charge(series: Series) -> str | None:
-    if "dual/multiplier" not in series:
-        return None
-    share, every = _charge_share(series), series["dual/multiplier"][1]
-    if share is not None and share > _CHARGE_SHARE:
+    share, every = _charge_share(series), series.get("dual/multiplier", _NOTHING)[1]
+    if len(every) and share > _CHARGE_SHARE:
         text = f"The charge is {share:.1%} of the update at lambda = {every[-1]:.3g}: the policy learns the charge."
     elif (text := _vain_lambda(series, share)) is None:
         return None
@@ -213,32 +202,26 @@ def _charge(series: Series) -> str | None:
     return f"{text} Set algorithm.method=grpo, {remedy}."
 
 
-def _charge_share(series: Series) -> float | None:
-    """The median of the last steps' `dual/charge_share`; None where few of them have a signal."""
+def _charge_share(series: Series) -> float:
+    """The median of the last steps' `dual/charge_share`; NaN where few of them have a signal."""
     share, equal = (_last(series, name, _SHARE_STEPS) for name in ("dual/charge_share", "reward/all_equal_groups"))
-    if share is not None and equal is not None:
-        # Without a prompt that has a signal the charge is all there is, however small: another problem.
-        share = share[equal < 1] if np.mean(equal < 1) >= 0.5 else None
-    return None if share is None else float(np.median(share))
+    # Without a prompt that has a signal the charge is all there is, however small: another problem.
+    share = share[~(equal >= 1)]
+    return float(np.median(share)) if 2 * len(share) >= _SHARE_STEPS else np.nan
 
 
-def _vain_lambda(series: Series, share: float | None) -> str | None:
+def _vain_lambda(series: Series, share: float) -> str | None:
     """A lambda that rises without effect, or charges single tokens an advantage while delta rises."""
-    multiplier, delta, largest = (
-        _last(series, name) for name in ("dual/multiplier", bounded_metric(series), "discrepancy/max")
-    )
-    if multiplier is None or delta is None:
-        return None
-    whole = np.zeros(1) if largest is None else (multiplier * largest)[-3:]
-    first, last, half = multiplier[0], multiplier[-1], WINDOW // 2
-    tolerance = _last(series, "dual/tolerance", 1)
-    over = tolerance is None or delta[half:].mean() > tolerance[0]
-    rises = over and last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY
-    if rises and delta[half:].mean() >= delta[:half].mean() and (share is None or share >= _LEAST_SHARE):
+    names = "dual/multiplier", bounded_metric(series), "discrepancy/max"
+    multiplier, delta, largest = (_last(series, name) for name in names)
+    (first, last), (earlier, later) = multiplier[[0, -1]], (half.mean() for half in np.split(delta, 2))
+    vain = later >= earlier and not later <= _last(series, "dual/tolerance", 1)[0] and not share < _LEAST_SHARE
+    if vain and last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY:
         return (
-            f"lambda went from {first:.3g} to {last:.3g} over {WINDOW} steps, and the discrepancy, now "
-            f"{delta[half:].mean():.3g}, did not follow: c may be below what a charge reaches."
+            f"lambda went from {first:.3g} to {last:.3g} over {WINDOW} steps, and the discrepancy, now {later:.3g}, "
+            "did not follow: c may be below what a charge reaches."
         )
+    whole = (multiplier * largest)[-3:]
     if whole.min() >= _WHOLE_ADVANTAGE and (jump := _jump(series)):
         return (
             f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g}, and lambda = {last:.3g} charges single tokens "
@@ -247,41 +230,35 @@ def _vain_lambda(series: Series, share: float | None) -> str | None:
     return None
 
 
-def _reward_fell(series: Series, place: int) -> bool:
-    """Whether the mean reward of the 3 steps before `place` was below what was usual, by half of its size."""
-    if "reward/mean" not in series or len(series["reward/mean"][1]) != len(series["discrepancy/mean"][1]) or place < 3:
-        return False
-    values = np.asarray(series["reward/mean"][1], np.float64)
-    usual = float(np.median(values[:-WINDOW]))
-    return bool(values[place - 3 : place].mean() < usual - _REWARD_FALL * abs(usual))
-
-
 def _weight_sync(series: Series) -> str | None:
-    jump = _jump(series)
-    if jump is None or _entropy_moves(series) or _reward_fell(series, jump[2]):
+    if (jump := _jump(series)) is None or _entropy_moves(series):
         return None
+    usual, last, place = jump
+    rewards = np.asarray(series.get("reward/mean", _NOTHING)[1], np.float64)
+    if len(rewards) == len(series["discrepancy/mean"][1]) and place >= 3:
+        before = float(np.median(rewards[:-WINDOW]))
+        if rewards[place - 3 : place].mean() < before - _REWARD_FALL * abs(before):
+            return None
     return (
-        f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g} within a few steps: the engine's weights "
-        "are not the trainer's. Check the push, compare checksums, and run dcmdp probe with --earlier."
+        f"The discrepancy rose from {usual:.3g} to {last:.3g} within a few steps: the engine's weights are not the "
+        "trainer's. Check the push, compare checksums, and run dcmdp probe with --earlier."
     )
 
 
 def _unseen_updates(series: Series) -> str | None:
-    if "discrepancy/mean" not in series:
-        return None
-    delta, lag = np.asarray(series["discrepancy/mean"][1], np.float64), _mixed_lag(series, WINDOW)
-    if len(delta) < WINDOW or not np.isfinite(delta).all() or (lag is not None and lag.max() > 0):
+    delta = _course(series)
+    if len(delta) < WINDOW:
         return None
     first, last = float(delta[0]), float(delta[-3:].mean())
     if last < max(_BEHIND * first, _FLOORS * _floor(series)) or _rank_correlation(delta) < _STEADY_BEHIND:
         return None
-    kept, surprise = _last(series, _PUSH_ROUNDING), _last(series, "engine/surprise", len(delta))
-    if kept is not None and np.median(kept) >= _MOSTLY_KEPT:
-        why = f"rounding keeps back {np.median(kept):.0%} of an update's norm"
-    elif kept is None and surprise is not None and series["mismatch/median_log_ratio"][1][0] <= _AS_ROUNDING:
-        before, now = (float(part.mean()) for part in np.array_split(surprise, 3)[::2])
-        if abs(now - before) > _ENGINE_MOVES * before:
-            return None
+    kept, surprise = np.median(_last(series, _PUSH_ROUNDING)), _last(series, "engine/surprise", len(delta))
+    before, now = (float(part.mean()) for part in np.array_split(surprise, 3)[::2])
+    if kept >= _MOSTLY_KEPT:
+        why = f"rounding keeps back {kept:.0%} of an update's norm"
+    elif not np.isnan(kept) or not abs(now - before) <= _ENGINE_MOVES * before:
+        return None
+    elif series["mismatch/median_log_ratio"][1][0] <= _AS_ROUNDING:
         why = f"its own mean -log q stays at {before:.2g} to {now:.2g} nats"
     else:
         return None
@@ -294,77 +271,65 @@ def _unseen_updates(series: Series) -> str | None:
 
 def _identical(series: Series) -> str | None:
     twins, chance = (_last(series, name) for name in _IDENTICAL)
-    if twins is None or chance is None:
-        return None
     more = twins - chance
-    if more.mean() - 4 * more.std() / np.sqrt(WINDOW) <= _TWINS:
-        return None
-    return (
-        f"{twins.mean():.1%} of the completions equal another one of their group token by token, {chance.mean():.1%} "
-        "would by chance: they are not independent samples. Seed each completion of a group differently."
-    )
+    if more.mean() - 4 * more.std() / np.sqrt(WINDOW) > _TWINS:
+        return (
+            f"{twins.mean():.1%} of the completions equal another one of their group token by token, "
+            f"{chance.mean():.1%} would by chance. Seed each completion of a group differently."
+        )
+    return None
 
 
 def _noise(series: Series) -> str | None:
-    delta, tolerance = _last(series, bounded_metric(series)), _last(series, "dual/tolerance", 1)
-    if delta is None or tolerance is None or not np.mean(delta > tolerance) > 0.5:
-        return None
-    floor = _floor(series)
-    if not (floor <= tolerance[-1] and delta.mean() <= _FLOORS * floor):
-        return None
-    return (
-        f"The discrepancy {delta.mean():.3g} is over the budget c = {tolerance[-1]:.3g} but within the noise of the "
-        f"engine, {floor:.3g} against itself: lambda charges for rounding. Raise c above {2 * floor:.2g}."
-    )
+    delta, c, floor = _last(series, bounded_metric(series)), _last(series, "dual/tolerance", 1)[0], _floor(series)
+    if np.mean(delta > c) > 0.5 and floor <= c and delta.mean() <= _FLOORS * floor:
+        return (
+            f"The discrepancy {delta.mean():.3g} is over the budget c = {c:.3g} but within the noise of the engine, "
+            f"{floor:.3g} against itself: lambda charges for rounding. Raise c above {2 * floor:.2g}."
+        )
+    return None
 
 
 def _mismatch(series: Series) -> str | None:
     if (over := _over(series)) is None:
         return None
+    floor = f"of {_floor(series):.3g}" if _floor(series) else "that was not measured"
     return (
-        f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor "
-        f"{f'of {_floor(series):.3g}' if _floor(series) else 'that was not measured'}: the engines differ. Run "
-        "dcmdp probe on this run for the cause; then raise c, or the engine's precision."
+        f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor {floor}: the engines differ. "
+        "Run dcmdp probe on this run for the cause; then raise c, or the engine's precision."
     )
 
 
-def _entropy_moves(series: Series, count: int = _TREND_WINDOW) -> bool:
+def _entropy_moves(series: Series) -> bool:
     """Whether the entropy changes by 40% or more over the window, steadily."""
-    entropy = _last(series, "policy/entropy", count)
-    if entropy is None or not entropy[:5].mean() > 0:
-        return False
-    change = entropy[-5:].mean() / entropy[:5].mean()
-    large = change <= 1 - _ENTROPY_CHANGE or change >= 1 / (1 - _ENTROPY_CHANGE)
-    return large and abs(_rank_correlation(entropy)) >= _RANK_CORRELATION
+    first, last, steady = _trend(series, "policy/entropy")
+    least = 1 - _ENTROPY_CHANGE
+    return first > 0 and not least < last / first < 1 / least and abs(steady) >= _RANK_CORRELATION
 
 
 def _collapse(series: Series) -> str | None:
-    delta = _last(series, "discrepancy/mean", _TREND_WINDOW)
-    if delta is None or delta[-5:].mean() <= _FLOORS * _floor(series):
+    first, last, steady = _trend(series, "discrepancy/mean")
+    rises = last > _FLOORS * _floor(series) and last >= _GROWTH * first and steady >= _RANK_CORRELATION
+    if not rises or not _entropy_moves(series):
         return None
-    first, last = delta[:5].mean(), delta[-5:].mean()
-    if last < _GROWTH * first or _rank_correlation(delta) < _RANK_CORRELATION or not _entropy_moves(series):
-        return None
-    entropy = _last(series, "policy/entropy", _TREND_WINDOW)
+    before, after, _ = _trend(series, "policy/entropy")
     return (
         f"Over {_TREND_WINDOW} steps the discrepancy rose from {first:.3g} to {last:.3g} and the entropy went from "
-        f"{entropy[:5].mean():.3g} to {entropy[-5:].mean():.3g} nats: a collapse may be ahead. Go back to an earlier "
-        "checkpoint with a lower learning rate, a more precise engine or, where lambda is above 0, without the charge."
+        f"{before:.3g} to {after:.3g} nats: a collapse may be ahead. Go back to an earlier checkpoint with a lower "
+        "learning rate, a more precise engine or, where lambda is above 0, without the charge."
     )
 
 
 def _displacement(series: Series) -> str | None:
-    tail, delta = (_last(series, name, _TREND_WINDOW) for name in ("displacement/abs_p95", "discrepancy/mean"))
-    if tail is None or delta is None or delta[-5:].mean() > delta[:5].mean():
-        return None
-    first, last = tail[:5].mean(), tail[-5:].mean()
-    if last < _TAIL_GROWTH * first or _rank_correlation(tail) < _RANK_CORRELATION:
-        return None
-    return (
-        f"Over {_TREND_WINDOW} steps the 95th percentile of |logit p - logit q| rose from {first:.3g} to {last:.3g}, "
-        "the discrepancy did not: the policy became confident while the engines diverged. Constrain log-odds instead: "
-        "measure=logit, budget=p95."
-    )
+    first, last, steady = _trend(series, "displacement/abs_p95")
+    before, after, _ = _trend(series, "discrepancy/mean")
+    if after <= before and last >= _TAIL_GROWTH * first and steady >= _RANK_CORRELATION:
+        return (
+            f"Over {_TREND_WINDOW} steps the 95th percentile of |logit p - logit q| rose from {first:.3g} to "
+            f"{last:.3g}, the discrepancy did not: the policy became confident while the engines diverged. Constrain "
+            "log-odds instead: measure=logit, budget=p95."
+        )
+    return None
 
 
 def _rank_correlation(values: np.ndarray) -> float:
