@@ -109,7 +109,6 @@ def inline_svg(figure: Figure) -> markupsafe.Markup:
     Text stays text, and the same figure gives the same bytes. The figure is changed: save it as a picture before.
     """
     import matplotlib
-    from matplotlib.transforms import Bbox
 
     for axes in figure.axes:
         for line in axes.get_lines():
@@ -117,25 +116,15 @@ def inline_svg(figure: Figure) -> markupsafe.Markup:
         for area in axes.collections:
             area.set_rasterized(sum(len(path.vertices) for path in area.get_paths()) > _FINEST)
     figure.suptitle("")
-    panels: dict[Any, list[Axes]] = {}
-    for axes in figure.axes:  # what has no place of its own, a color bar, keeps all in one picture
-        spec = axes.get_subplotspec()
-        panels.setdefault(spec and (spec.num1, spec.num2), []).append(axes)
     made = []
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dcmdp_jax", "font.family": "sans-serif"}):
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
-        inches = figure.dpi_scale_trans.inverted()
-        boxes = {place: Bbox.union([each.get_tightbbox() for each in panel]) for place, panel in panels.items()}
-        boxes = {place: box.transformed(inches).padded(0.06) for place, box in boxes.items()}
-        width = max((box.width for box in boxes.values()), default=0.0)
-        whole = None in panels or not panels
-        for place in [None] if whole else panels:
+        for panel in figure.axes:
             for axes in figure.axes:
-                axes.set_visible(whole or axes in panels[place])
-            box = None if whole else Bbox([[boxes[place].x1 - width, boxes[place].y0], boxes[place].max])
+                axes.set_visible(axes is panel)
             drawn = io.StringIO()
-            figure.savefig(drawn, format="svg", dpi=_DPI, metadata={"Date": None}, bbox_inches=box)
+            figure.savefig(drawn, format="svg", dpi=_DPI, metadata={"Date": None}, bbox_inches="tight", pad_inches=0.06)
             text = drawn.getvalue()
             made.append(re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL))
     return markupsafe.Markup("".join(made))
@@ -191,7 +180,8 @@ _FULL_COLOR = 0.99
 """Quantile of |p - q| over a page's tokens from which on a token has the full color: mismatch differs by orders between
 engines, so no absolute scale shows all."""
 _UNIT = 100_000
-_LEAST_SHOWN, _MOST_SHOWN = 100, 2_000
+_LEAST_SHOWN, _MOST_SHOWN, _OVERHEAD = 100, 2_000, 20
+"""Tokens of a completion on a page: at least and at most; what its other fields take, in tokens."""
 _LONGEST_PROMPT = 2_000
 MOST_LISTED = 5
 """Of the engine's likeliest tokens in a state, those on a page."""
@@ -248,21 +238,16 @@ def completions_data(completions: Sequence[Completion], most_tokens: int = MOST_
     sizes = np.array([len(each.tokens or ()) or len(each.text) // _BYTES for each in completions], np.int64)
     if any(each.top is not None for each in completions):
         most_tokens //= 1 + MOST_LISTED  # a listed token takes what a token does
-    overhead = 20  # of a completion, in tokens
     counts = range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50)
-    fitting = [n for n in counts if (np.minimum(sizes, n) + overhead).sum() <= most_tokens]
-    longest = max(fitting, default=_LEAST_SHOWN)
-    every = max(1, math.ceil((np.minimum(sizes, longest) + overhead).sum() / most_tokens))
-    kept = completions[::every]
+    tokens = {n: int((np.minimum(sizes, n) + _OVERHEAD).sum()) for n in counts}
+    longest = max((n for n in counts if tokens[n] <= most_tokens), default=_LEAST_SHOWN)
+    kept = completions[:: max(1, math.ceil(tokens[longest] / most_tokens))]
     words: dict[str, int] = {}
     rows = sorted((_row(each, words, longest) for each in kept), key=lambda row: -(row["discrepancy"] or 0))
-    apart = [
-        abs(p - q) for row in rows for p, q in zip(row.get("p", ()), row.get("q", ()), strict=True) if p is not None
-    ]
-    full = max(1, float(np.quantile(apart, _FULL_COLOR)) if apart else 0) / _UNIT
-    left_out = len(completions) - len(kept)
-    shown = {"words": list(words), "rows": rows, "left_out": left_out, "unit": _UNIT, "full_color": full}
-    return shown | {"control": CONTROL}
+    pairs = [pair for row in rows if "p" in row for pair in zip(row["p"], row["q"], strict=True)]
+    full = np.quantile([abs(p - q) for p, q in pairs if p is not None] or [0], _FULL_COLOR)
+    shown = {"words": list(words), "rows": rows, "left_out": len(completions) - len(kept), "control": CONTROL}
+    return shown | {"unit": _UNIT, "full_color": max(1.0, float(full)) / _UNIT}
 
 
 def _row(each: Completion, words: dict[str, int], longest: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -43,9 +42,8 @@ class Panel:
         percent: its values are shares.
         smoothed: curves above 40 steps are drawn under their moving average.
         marker: matplotlib's name of a point's marker.
-        draw: draws (axes, runs) in place of the curves.
+        draw: draws (axes, runs) in place of the curves, without a step axis.
         overlay: draws (axes, runs) on top of the curves.
-        by_step: the horizontal axis is the training step.
     """
 
     heading: str
@@ -59,7 +57,6 @@ class Panel:
     marker: str | None = None
     draw: Callable[[Axes, Runs], None] | None = None
     overlay: Callable[[Axes, Runs], None] | None = None
-    by_step: bool = True
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -69,18 +66,14 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
     Args:
         values: [n] float.
-        window: odd number of values; 1 returns the values unchanged.
+        window: odd number of values, at most n; 1 returns the values unchanged.
 
     Returns:
         [n] float64; NaN only where a window holds no finite value.
     """
     finite = np.isfinite(values)
-    totals = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    place = np.arange(len(values))
-    low, high = np.maximum(place - window // 2, 0), np.minimum(place + window // 2 + 1, len(values))
-    count = counts[high] - counts[low]
-    return np.where(count > 0, (totals[high] - totals[low]) / np.maximum(count, 1), np.nan)
+    total, count = (np.convolve(x, np.ones(window), "same") for x in (np.where(finite, values, 0.0), finite))
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
 def _draw(runs: Runs, *, title: str, panels: Callable[[Runs], Iterable[Panel]]) -> Figure | None:
@@ -88,28 +81,22 @@ def _draw(runs: Runs, *, title: str, panels: Callable[[Runs], Iterable[Panel]]) 
     shown = [panel for panel in panels(runs) if _recorded(runs, panel.names)]
     if not shown:
         return None
-    figure, places = _place_panels(title, len(shown))
+    columns = min(len(shown), 2 if len(shown) <= 6 else 4)
+    rows = -(-len(shown) // columns)
+    height = 0.5 + (3.7 if rows == 1 else 2.9 * rows)
+    figure, places = make_figure(_WIDTHS[columns], height, title, rows=rows, columns=columns)
     last = max(int(steps[-1]) for series in runs.values() for steps, _ in series.values() if len(steps))
-    for axes, panel in zip(places, shown, strict=True):
-        if panel.draw is None:
-            _draw_curves(axes, panel, runs)
-        else:
+    for spare in places[len(shown) :]:
+        spare.remove()
+    for axes, panel in zip(places, shown, strict=False):
+        if panel.draw is not None:
             panel.draw(axes, runs)
+            continue
+        _draw_curves(axes, panel, runs)
         if panel.overlay is not None:
             panel.overlay(axes, runs)
-        if panel.by_step:
-            _finish(axes, panel, last, legend=len(runs) > 1)
+        _finish(axes, panel, last, legend=len(runs) > 1)
     return figure
-
-
-def _place_panels(title: str, count: int) -> tuple[Figure, list[Axes]]:
-    columns = min(count, 2 if count <= 6 else 4)
-    rows = -(-count // columns)
-    height = 0.5 + (3.7 if rows == 1 else 2.9 * rows)
-    figure, axes = make_figure(_WIDTHS[columns], height, title, rows=rows, columns=columns)
-    for spare in axes[count:]:
-        spare.remove()
-    return figure, axes[:count]
 
 
 def _draw_curves(axes: Axes, panel: Panel, runs: Runs) -> None:
@@ -145,46 +132,26 @@ def _finish(axes: Axes, panel: Panel, last: int, *, legend: bool) -> None:
     style_axes(axes, panel.heading, x="training step", y=panel.unit, legend=legend)
     axes.set_xlim(-0.02 * max(last, 2), 1.02 * max(last, 2))  # all panels of a page alike
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    low, high = axes.dataLim.intervaly if np.isfinite(axes.dataLim.intervaly).all() else (0.0, 0.0)
+    low, high = (min(low, 0.0), max(high, 0.0)) if panel.from_zero else (low, high)
     # A constant curve gets a fixed scale, so that rounding is not magnified.
-    low, high = axes.get_ylim()
-    if panel.from_zero:
-        low, high = min(0.0, low if axes.dataLim.ymin < 0 else 0.0), max(high, 0.0)
-    if not axes.dataLim.height > 1e-12 * max(abs(low), abs(high)):
-        level = axes.dataLim.ymax if np.isfinite(axes.dataLim.ymax) else 0.0
-        room = max(0.5 * abs(level), 1e-3)
-        low, high = 0.0 if panel.from_zero and level >= 0 else level - room, level + room
-    axes.set_ylim(low, high)
+    room = 0.05 * (high - low) if high - low > 1e-12 * max(abs(low), abs(high)) else max(0.5 * abs(high), 1e-3)
+    axes.set_ylim(0.0 if panel.from_zero and not low else low - room, high + room)
     axes.yaxis.set_major_formatter(PercentFormatter(1) if panel.percent else StrMethodFormatter("{x:.6g}"))
 
 
 def _draw_budget(axes: Axes, runs: Runs) -> None:
-    """Draw budgets dashed and noise floors dotted: one line per constant c, a curve for one that changes."""
-    constant: dict[float, list[tuple[int, np.ndarray]]] = {}
+    """Draw each run's budget dashed, from the step on at which it was known, and its noise floor dotted."""
+    nothing = np.zeros(0), np.zeros(0)
     for index, (label, series) in enumerate(runs.items()):
-        steps, values = series.get("dual/tolerance", (np.zeros(0), np.zeros(0)))
-        levels = set(values[np.isfinite(values)].tolist())
-        if len(levels) == 1:
-            constant.setdefault(levels.pop(), []).append((index, steps[np.isfinite(values)]))
-        elif levels:  # a resumed run was given another
-            axes.plot(steps, values, color=_color(index), linestyle="--", linewidth=1.3, label="budget c", zorder=2)
-        floors = series.get("mismatch/noise_floor", (None, np.zeros(0)))[1]
+        color, whose = (_color(index), f", {label}") if len(runs) > 1 else (INK, "")
+        style = {"color": color, "linewidth": 1.3, "zorder": 2}
+        (steps, budgets), floors = series.get("dual/tolerance", nothing), series.get("mismatch/noise_floor", nothing)[1]
+        if (known := np.isfinite(budgets)).any():
+            text = f"budget c = {budgets[known][-1]:g}{whose}"
+            axes.plot(steps[known], budgets[known], linestyle="--", label=text, **style)
         if (floors := floors[np.isfinite(floors)]).size:
-            text = f"noise floor = {floors[-1]:.2g}" + (f", {label}" if len(runs) > 1 else "")
-            _draw_level(axes, float(floors[-1]), color=_color(index), linestyle=":", label=text)
-    for level, of_runs in constant.items():
-        color = INK if len(constant) == 1 else _color(of_runs[0][0])
-        steps = np.concatenate([steps for _, steps in of_runs])
-        # From the step on at which it was known.
-        span = [steps.min() - 0.5, steps.max() + 0.5]
-        style = {"color": color, "linestyle": "--", "linewidth": 1.3, "zorder": 2}
-        axes.plot(span, [level] * 2, label=f"budget c = {level:g}", **style)
-
-
-def _draw_level(axes: Axes, level: float, **style: Any) -> None:
-    axes.axhline(level, linewidth=1.3, zorder=2, **style)
-    # axhline does not extend the axes' limits by itself.
-    axes.update_datalim([(1.0, level)], updatex=False)
-    axes.autoscale_view(scalex=False)
+            axes.axhline(floors[-1], linestyle=":", label=f"noise floor = {floors[-1]:.2g}{whose}", **style)
 
 
 def _draw_phases(axes: Axes, runs: Runs) -> None:
@@ -214,12 +181,6 @@ def _color(index: int) -> str:
 
 def _recorded(runs: Runs, names: Iterable[str]) -> bool:
     return any(name in series for series in runs.values() for name in names)
-
-
-def _at(series: tuple[np.ndarray, np.ndarray], steps: np.ndarray) -> np.ndarray:
-    """Return the values at `steps`, NaN where the series has none."""
-    known = dict(zip(series[0].tolist(), series[1].tolist(), strict=True))
-    return np.array([known.get(step, np.nan) for step in steps.tolist()])
 
 
 def _source_panels(runs: Runs) -> Iterable[Panel]:
@@ -287,7 +248,7 @@ _OPTIMIZATION = (
     Panel("prompts with all-equal rewards", "share of prompts", ("reward/all_equal_groups",), percent=True),
 )  # fmt: skip
 _TIME = (
-    Panel("", "", tuple(f"time/{phase}" for phase in STEP_PHASES), draw=_draw_phases, by_step=False),
+    Panel("", "", tuple(f"time/{phase}" for phase in STEP_PHASES), draw=_draw_phases),
     Panel("throughput", "tokens / s", ("throughput/tokens_per_second",), from_zero=True),
 )
 
