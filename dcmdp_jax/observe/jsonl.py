@@ -49,18 +49,29 @@ def encode(record: Mapping[str, Any]) -> str:
     Raises:
         ValueError: if JSON cannot represent a value's type.
     """
-    return json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(json_values(record, by_name=True), allow_nan=False, ensure_ascii=False) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def json_values(value: Any, *, by_name: bool = False) -> Any:
+    """Return a tree of what strict JSON holds.
+
+    Args:
+        value: NumPy's values become Python's, named tuples mappings.
+        by_name: write NaN and infinity by their names; else they become None.
+
+    Raises:
+        ValueError: if JSON cannot represent a value's type.
+    """
+    value = value._asdict() if hasattr(value, "_asdict") else value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): json_values(item, by_name=by_name) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [_plain(item) for item in value]
+        return [json_values(item, by_name=by_name) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        name = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return name if by_name else None
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise ValueError(
@@ -108,23 +119,16 @@ def truncate(path: Path, last_step: float = math.inf, allowed: Callable[[Any], b
     """
     if not path.exists():
         return
-    kept, dropped = [], 0
+    kept = []
     for number, complete, line, record in _lines(path, allowed):
         step = None if record is None else record.get("step")
-        if not isinstance(step, int):
-            dropped += 1
-            if complete:
-                _LOG.warning("%s line %d is unreadable and was dropped", path, number)
-        elif step > last_step:
-            dropped += 1
-        elif not complete:
-            kept.append(line + b"\n")
-            dropped += 1
-        else:
-            kept.append(line)
-    if not dropped:
-        return
-    atomic_write(path, b"".join(kept))
+        if isinstance(step, int):
+            if step <= last_step:
+                kept.append(line if complete else line + b"\n")
+        elif complete:
+            _LOG.warning("%s line %d is unreadable and was dropped", path, number)
+    if (whole := b"".join(kept)) != path.read_bytes():
+        atomic_write(path, whole)
 
 
 def _lines(

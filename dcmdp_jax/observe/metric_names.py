@@ -77,8 +77,7 @@ rollout/dropped_completions | completions | left out because a log-prob was not 
 rollout/padding_fraction | fraction | padding among the tokens that the training step computed
 @training/step.py:_objective
 discrepancy/mean | discrepancy | token-weighted batch mean: what the dual step compares with the tolerance
-dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum |advantage| (1 - p),
-    as tokens weigh; of a charge in the loss C = sum lambda sum_a |dD / dz_a| / 2, z the logits
+dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum |advantage| (1 - p)
 policy/entropy | nats | mean entropy of the policy over sampled tokens
 @config/algorithm.py:AlgorithmSettings.bounded_metric
 discrepancy/spent | discrepancy | quantile that algorithm.budget names, compared with the tolerance; absent for "mean"
@@ -113,26 +112,21 @@ distribution/head_mass | probability | mean mass of the k likeliest tokens, by t
 @training/step.py:_train_step
 distribution/sampling_noise | discrepancy | standard deviation of discrepancy/mean about that expectation, by sampling
 @training/loss_terms.py:head_statistics
-distribution/kept_mass | probability | with rollout.top_p or top_k: mean of S, the trainer's mass of the tokens that the
-    engine kept, before its distribution was cut to them
+distribution/kept_mass | probability | with top_p or top_k: mean S, the trainer's mass of the tokens kept by the engine
 @training/batches.py:Batches
-mismatch/noise_floor | discrepancy | mean discrepancy, or the quantile of algorithm.budget, of the engine against
-    itself in another batch shape, at steps 1, 17, 65, 257, ...
+mismatch/noise_floor | discrepancy | of the engine against itself in another batch shape, at steps 1, 17, 65, 257, ...
 mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were replaced
 @training/rollout_metrics.py:leg_metrics
-mismatch/leg_decoding | probability | mean |q - s|, s the engine's own probability in one pass, of the first 32
-    completions; at the steps of the noise floor whose tokens are recorded, step 1 by default
+mismatch/leg_decoding | probability | mean |q - s|, s the engine's own probability in one pass; at recorded steps
 mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is the sum of both legs
 mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the other leg has the rest
 @engines/vllm/engine.py:VllmEngine.push_weights
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
 @models/lora.py:merged_and_measured
-mismatch/merge_rounding | fraction | with adapters: what the engine's rounding of the merged matrices adds to or takes
-    from their change, as a norm over that of the change; 0: none, 1: the engine samples from the base
+mismatch/merge_rounding | fraction | with adapters: as push_rounding, of the change of the merged matrices
 @models/quantize.py:arrival
 mismatch/push_changed | fraction | weights of the engine's matrices that the step's update changes; not with adapters
-mismatch/push_rounding | 1 | norm of what the engine's rounding adds to or takes from the step's update, over
-    that of the update; 0: none, 1: none of the update arrives, above 1: the rounding is larger than the update
+mismatch/push_rounding | 1 | norm of what rounding adds to or takes from the update, over the update's; 1: none arrives
 @training/step_metrics.py:gap_metrics
 staleness/log_ratio_mean | nats | with rollout.lag: mean of log p_train now - log p_train of the weights that sampled
 staleness/log_ratio_abs_mean | nats | mean of its absolute value

@@ -20,10 +20,9 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.errors import UserError
@@ -65,7 +64,6 @@ class MetricsWriter:
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
-        ValueError: if `resume_step` is negative.
         UserError: if the run directory can't be written, or a tracker is not installed or does not start.
     """
 
@@ -80,23 +78,19 @@ class MetricsWriter:
         rollouts_every_steps: int = 0,
         devices: int | None = None,
     ) -> None:
-        if resume_step is not None and resume_step < 0:
-            raise ValueError(f"resume_step is {resume_step}; allowed: 0 or more, or None for a new run")
-        projects = {"wandb": wandb_project, "trackio": trackio_project}
-        projects = {kind: project for kind, project in projects.items() if project is not None}
+        given = ("wandb", wandb_project), ("trackio", trackio_project)
+        projects = {kind: project for kind, project in given if project is not None}
         for kind, project in projects.items():
             require_tracker(kind, project)
         self._listener = listener
         self._step = 0
         self._closed = False
-        self._files: dict[str, TextIO] = {}
         self._run_dir = run_dir = Path(run_dir)
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             jsonl.truncate(run_dir / STARTS_FILE)
             for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE):
                 _prepare(run_dir / name, resume_step)
-                self._files[name] = open(run_dir / name, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
             self._rollouts = RolloutWriter(run_dir, every_steps=rollouts_every_steps, resume_step=resume_step)
         except OSError as error:
             raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
@@ -126,22 +120,16 @@ class MetricsWriter:
             ValueError: if the step goes backwards, a value is not a scalar, a metric is named "step", or the writer
                 is closed.
         """
-        if self._closed:
-            raise ValueError(f"metrics of step {step} came after close()")
-        for name, value in metrics.items():
-            if name == "step":
-                raise ValueError('a metric is named "step"; that name is the line\'s own')
-            if not _is_scalar(value):
-                shape = getattr(value, "shape", None)
-                shown = repr(value) if shape is None else f"{value.dtype}{list(shape)}"
-                raise ValueError(f"metric {name} is {shown}; allowed: a number or a numeric array of shape []")
         if step < self._step:
             raise ValueError(f"metrics of step {step} came after step {self._step}")
-        self._step = step
+        self._step, values = step, {}
         # A transfer guard allows an explicit device_get. A list keeps the order of the names; a dict
         # would come back sorted.
-        host = jax.device_get(list(metrics.values()))
-        values = {name: np.asarray(value).item() for name, value in zip(metrics, host, strict=True)}
+        for name, value in zip(metrics, jax.device_get(list(metrics.values())), strict=True):
+            number = None if np.ndim(value) else np.asarray(value).item()
+            if name == "step" or not isinstance(number, int | float):
+                raise ValueError(f'metric {name} is {value!r}; allowed: a number or an array of shape [], not "step"')
+            values[name] = number
         self._append(METRICS_FILE, step, [values | {CLOCK: round(time.time(), 3)}])
         if (tensorboard := self._live_tensorboard()) is not None:
             for name, value in values.items():
@@ -163,8 +151,6 @@ class MetricsWriter:
         Raises:
             ValueError: if JSON can't represent a value of a record, or the writer is closed.
         """
-        if self._closed:
-            raise ValueError(f"samples of step {step} came after close()")
         self._append(SAMPLES_FILE, step, records)
         for tracker in self._trackers:
             tracker.write_samples(step, records)
@@ -178,15 +164,14 @@ class MetricsWriter:
             step: finished training steps.
             records: host data: "task", "place" of the problem, "prompt", "completion", "answer", "reward".
         """
-        path = self._run_dir / HELD_OUT_FILE
-        self._files.pop(HELD_OUT_FILE).close()
-        jsonl.truncate(path, step - 1)
-        self._files[HELD_OUT_FILE] = open(path, "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
+        jsonl.truncate(self._run_dir / HELD_OUT_FILE, step - 1)
         self._append(HELD_OUT_FILE, step, records)
 
     def _append(self, name: str, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        self._files[name].writelines([jsonl.encode({"step": step, **record}) for record in records])
-        self._files[name].flush()
+        if self._closed:
+            raise ValueError(f"{name}: step {step} came after close()")
+        with open(self._run_dir / name, "a", encoding="utf-8") as file:
+            file.writelines([jsonl.encode({"step": step, **record}) for record in records])
 
     def records(self, step: int) -> bool:
         """Whether the tokens of this step are to be recorded."""
@@ -211,12 +196,10 @@ class MetricsWriter:
         return self._tensorboard
 
     def close(self) -> None:
-        """Close every file. A second call does nothing."""
+        """Close TensorBoard's files and the trackers. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        for file in self._files.values():
-            file.close()
         if (tensorboard := self._live_tensorboard()) is not None:
             tensorboard.close()
         for tracker in self._trackers:
@@ -230,23 +213,10 @@ class MetricsWriter:
 
 
 class NoWriter:
-    """Takes what a `MetricsWriter` does and writes nothing: for processes other than the first."""
+    """Takes every call of a `MetricsWriter` and does nothing: for processes other than the first."""
 
-    def write(self, step: int, metrics: Mapping[str, Scalar]) -> None:
-        """Do nothing."""
-
-    def write_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing."""
-
-    def write_held_out(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing."""
-
-    def records(self, step: int) -> bool:
-        """Nothing is recorded here."""
-        return False
-
-    def write_rollouts(self, step: int, completions: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing."""
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: None
 
 
 def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
@@ -282,7 +252,8 @@ def read_metrics(run_dir: str | Path) -> Series:
             merged.setdefault(name, {})[step] = float("nan") if value is None else float(value)
     if not merged:
         raise UserError(f"{path} holds no metrics yet; wait for the run's first step")
-    return {name: _series(points) for name, points in merged.items()}
+    tables = {name: np.array(list(zip(*sorted(points.items()), strict=True))) for name, points in merged.items()}
+    return {name: (steps.astype(np.int64), values) for name, (steps, values) in tables.items()}
 
 
 def without_placeholder(series: Series, measured_steps: int) -> Series:
@@ -295,36 +266,12 @@ def without_placeholder(series: Series, measured_steps: int) -> Series:
     return kept
 
 
-def _series(points: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    steps = sorted(points)
-    return np.array(steps, np.int64), np.array([points[step] for step in steps], np.float64)
-
-
-def _is_scalar(value: object) -> bool:
-    if not isinstance(value, np.generic | np.ndarray | jax.Array):
-        return isinstance(value, int | float)
-    # jax decides: to numpy, bfloat16 is not a number.
-    return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
-
-
 def _prepare(path: Path, resume_step: int | None) -> None:
+    """Leave the records up to a step; of a new run, none. The file is there then."""
     if resume_step is not None:
         jsonl.truncate(path, resume_step, jsonl.is_number if path.name == METRICS_FILE else None)
-        if path.name == METRICS_FILE:
-            _warn_of_gaps(path, resume_step)
     elif path.exists() and path.stat().st_size:
         aside = path.with_name(path.name + ".previous")
         os.replace(path, aside)
         _LOG.warning("a new run starts in %s: the earlier %s is now %s", path.parent, path.name, aside.name)
-
-
-def _warn_of_gaps(path: Path, finished: int) -> None:
-    """One line if records of finished steps are lost: figures and the report will lack them."""
-    recorded = {record.get("step") for record in jsonl.read(path)} & set(range(1, finished + 1))
-    if len(recorded) < finished:
-        _LOG.warning(
-            "%s has records of %d of the %d finished steps: the others are lost to figures and report",
-            path,
-            len(recorded),
-            finished,
-        )
+    path.touch()

@@ -40,8 +40,8 @@ def model_card(run_dir: Path, step: int, *, on_hub: Callable[[str], bool]) -> st
     """
     run = read_run(run_dir, without_metrics=True).until(step)
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    start = str(run.config.get("model.path") or "")
-    front += [f"base_model: {start.partition('@')[0]}"] if on_hub(start) else []
+    if on_hub(start := str(run.config.get("model.path") or "")):
+        front.append(f"base_model: {start.partition('@')[0]}")
     front += ["tags: [dcmdp_jax, dc-grpo, grpo, reinforcement-learning]", "---"]
     parts = [
         "\n".join(front),

@@ -1,4 +1,4 @@
-"""Parts that all pages and figures share: HTML of the templates, JSON values, one figure style, completions.
+"""Parts that all pages and figures share: HTML of the templates, one figure style, completions.
 
 A page extends `templates/page.html`, which has the style, and uses the macros of `parts.html`: `table`, `figure`,
 `warnings`. Figures, data and scripts are embedded, all text is escaped, and no page makes a request: it runs the
@@ -15,7 +15,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -54,18 +54,6 @@ def render_page(template: str, **values: Any) -> str:
 def drawable(text: str) -> str:
     """Return text with a ? for each byte of a file's name that is not UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def json_values(value: Any) -> Any:
-    """Return a tree of what strict JSON holds: NaN and infinity become None, NumPy's numbers Python's."""
-    if isinstance(value, Mapping):
-        return {str(key): json_values(each) for key, each in value.items()}
-    if hasattr(value, "_asdict"):
-        return json_values(value._asdict())
-    if isinstance(value, list | tuple):
-        return [json_values(each) for each in value]
-    value = value.item() if isinstance(value, np.generic) else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def make_figure(

@@ -24,8 +24,6 @@ Runs = Mapping[str, Series]
 
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _SMOOTH_ABOVE = 40
-_WIDTHS = {1: 10.8, 2: 10.8, 4: 14.4}
-"""Columns of panels -> width of the figure, inches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +82,7 @@ def _draw(runs: Runs, *, title: str, panels: Callable[[Runs], Iterable[Panel]]) 
     columns = min(len(shown), 2 if len(shown) <= 6 else 4)
     rows = -(-len(shown) // columns)
     height = 0.5 + (3.7 if rows == 1 else 2.9 * rows)
-    figure, places = make_figure(_WIDTHS[columns], height, title, rows=rows, columns=columns)
+    figure, places = make_figure(14.4 if columns == 4 else 10.8, height, title, rows=rows, columns=columns)
     last = max(int(steps[-1]) for series in runs.values() for steps, _ in series.values() if len(steps))
     for spare in places[len(shown) :]:
         spare.remove()

@@ -83,10 +83,8 @@ class Progress(Activity):
         if "reward/mean" in metrics and (due or self.done == self._first):
             say(f"step {self.done}/{self.total}  {'  '.join(self._fields())}")
             self._last_line_at = now
-        elif "reward/mean" not in metrics:
-            evaluation = self._evaluation()
-            if evaluation:
-                say(f"step {self.done}/{self.total}  {evaluation}")
+        elif "reward/mean" not in metrics and (evaluation := self._evaluation()):
+            say(f"step {self.done}/{self.total}  {evaluation}")
 
     def close(self) -> None:
         """Give the terminal's last lines back, with the last state above. Safe to call twice."""
@@ -105,27 +103,21 @@ class Progress(Activity):
 
     def seconds_left(self) -> float:
         """Estimate the seconds to the last step; NaN before two steps have finished, 0 at the end."""
-        if self.done >= self.total:
-            return 0.0
-        if not self._durations:
+        if self.done < self.total and not self._durations:
             return math.nan
-        return sum(self._durations) / len(self._durations) * (self.total - self.done)
+        return sum(self._durations) / max(len(self._durations), 1) * (self.total - self.done)
 
     def _fields(self) -> list[str]:
         """Every quantity, in order."""
-
-        def get(name: str) -> float:
-            return self._values.get(name, math.nan)
-
-        tolerance, c = get("dual/tolerance"), ""
-        if not math.isnan(tolerance) and self.done > self._measured:
-            c = f" (c {number(tolerance, '.5f')})"
+        values = collections.defaultdict(lambda: math.nan, self._values)
+        known = not math.isnan(values["dual/tolerance"]) and self.done > self._measured
+        c = f" (c {number(values['dual/tolerance'], '.5f')})" if known else ""
         return [
-            f"reward {number(get('reward/mean'), '.3f')}",
-            f"discrepancy {number(get(bounded_metric(self._values)), '.5f')}{c}",
-            f"lambda {number(get('dual/multiplier'), '.4f')}",
-            *(f"{word} {number(get(name), '.3g')}" for word, name in _UPDATE.items() if name in self._values),
-            f"{number(get('throughput/tokens_per_second'), ',.0f')} tokens/s",
+            f"reward {number(values['reward/mean'], '.3f')}",
+            f"discrepancy {number(values[bounded_metric(self._values)], '.5f')}{c}",
+            f"lambda {number(values['dual/multiplier'], '.4f')}",
+            *(f"{word} {number(values[name], '.3g')}" for word, name in _UPDATE.items() if name in self._values),
+            f"{number(values['throughput/tokens_per_second'], ',.0f')} tokens/s",
             f"left {duration(self.seconds_left())}",
         ]
 

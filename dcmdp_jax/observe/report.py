@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.number_format import number, percent
 from dcmdp_jax.observe.jsonl import PLOTS_DIRECTORY, REPORT_FILE
 from dcmdp_jax.observe.metric_names import METRICS, metric_of
-from dcmdp_jax.observe.page_kit import drawable, inline_svg, render_page, title_of
+from dcmdp_jax.observe.page_kit import drawable, inline_svg, render_page
 from dcmdp_jax.observe.plots import FIGURES
 from dcmdp_jax.observe.run_summary import RecordedRun, facts, provenance, read_run, verdict, warnings
 
@@ -43,20 +42,16 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     runs = [read_run(path, label) for path, label in zip(paths, labels_of(paths), strict=True)]
     plots = Path(out_dir) / PLOTS_DIRECTORY
     plots.mkdir(parents=True, exist_ok=True)
+    # matplotlib would read a dollar in a directory's name as mathematics.
+    series = {drawable(run.label).replace("$", r"\$"): run.series for run in runs}
     figures = []
-    for stem, caption, figure in _drawn(runs):
-        figure.savefig(plots / f"{stem}.png", dpi=_DPI)
-        figures.append((caption, inline_svg(figure)))
+    for stem, (caption, draw) in FIGURES.items():
+        if (figure := draw(series)) is not None:
+            figure.savefig(plots / f"{stem}.png", dpi=_DPI)
+            figures.append((caption, inline_svg(figure)))
     report = Path(out_dir) / REPORT_FILE
     atomic_write(report, render_page("report.html", figures=figures, **report_content(runs)))
     return report
-
-
-def _drawn(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, str, Figure]]:
-    for stem, (caption, draw) in FIGURES.items():
-        # matplotlib would read a dollar in a directory's name as mathematics.
-        if (figure := draw({drawable(run.label).replace("$", r"\$"): run.series for run in runs})) is not None:
-            yield stem, caption, figure
 
 
 def labels_of(paths: Sequence[Path]) -> list[str]:
@@ -71,9 +66,6 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
     while len({path.parts[-depth:] for path in paths}) < len(paths):
         depth += 1
     return ["/".join(path.parts[-depth:]) for path in paths]
-
-
-_SAMPLES_PER_STEP = 6
 
 
 def report_content(runs: Sequence[RecordedRun]) -> dict[str, Any]:
@@ -95,7 +87,6 @@ def report_content(runs: Sequence[RecordedRun]) -> dict[str, Any]:
         "comparison": [[name, *(column.get(name, "-") for column in columns)] for name in names],
         "problems": [label + text for label, run in named for text in warnings(run.series)],
         "held_out": _held_out(runs),
-        "samples": _samples(runs),
         "settings": _settings(runs),
         "metrics": _metrics(runs),
     }
@@ -117,25 +108,11 @@ def _held_out(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str], list[di
     return parts
 
 
-def _samples(runs: Sequence[RecordedRun]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """(heading, records) of the first and the last step with samples."""
-    parts = []
-    for run in runs:
-        steps = sorted({record["step"] for record in run.samples if isinstance(record.get("step"), int)})
-        for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
-            heading = f"step {step}" if len(runs) == 1 else f"{run.label}, step {step}"
-            chosen = [record for record in run.samples if record.get("step") == step][:_SAMPLES_PER_STEP]
-            parts.append((heading, [{**record, "title": title_of(str(record.get("prompt", "")))} for record in chosen]))
-    return parts
-
-
 def _settings(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Every setting; first the ones that differ between runs."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    rows = [
-        [key, *[json.dumps(run.config[key], ensure_ascii=False) if key in run.config else "-" for run in runs]]
-        for key in keys
-    ]
+    texts = [{key: json.dumps(value, ensure_ascii=False) for key, value in run.config.items()} for run in runs]
+    keys = dict.fromkeys(key for text in texts for key in text)
+    rows = [[key, *(text.get(key, "-") for text in texts)] for key in keys]
     rows.sort(key=lambda row: len(set(row[1:])) == 1)
     return {"rows": rows, "differs": [len(set(row[1:])) > 1 for row in rows]}
 
@@ -149,9 +126,7 @@ def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
         metric = metric_of(name)
         if len(runs) == 1:
             values = runs[0].series[name][1]
-            finite = values[np.isfinite(values)]
-            low, high = (finite.min(), finite.max()) if len(finite) else (math.nan, math.nan)
-            chosen = [values[0], values[-1], low, high]
+            chosen = [values[0], values[-1], np.fmin.reduce(values), np.fmax.reduce(values)]
         else:
             chosen = [run.series[name][1][-1] if name in run.series else math.nan for run in runs]
         show, unit = (percent, "share") if metric.unit == "fraction" else (number, metric.unit)

@@ -39,10 +39,10 @@ from dcmdp_jax.observe.jsonl import ROLLOUTS_DIRECTORY
 
 _LOG = logging.getLogger(__name__)
 
-_LISTS = dict.fromkeys(("prompt_token_ids", "token_ids", "policy_versions"), "int32") | {"mask": "bool_"}
-_LISTS |= dict.fromkeys(("train_logprobs", "rollout_logprobs", "start_logprobs"), "float32")
 _SCALARS = dict.fromkeys(("step", "completion", "prompt_id"), "int32") | {"source": "string"}
 _SCALARS |= dict.fromkeys(("reward", "advantage"), "float32") | {"top": "string"}
+_LISTS = dict.fromkeys(("prompt_token_ids", "token_ids", "policy_versions"), "int32") | {"mask": "bool_"}
+_LISTS |= dict.fromkeys(("train_logprobs", "rollout_logprobs", "start_logprobs"), "float32")
 
 
 class RolloutWriter:
@@ -85,17 +85,12 @@ class RolloutWriter:
         import pyarrow
         import pyarrow.parquet
 
-        columns = {"step": pyarrow.array(np.full(len(completions), step, np.int32))}
-        for name, kind in _SCALARS.items():
-            if name != "step" and (not completions or name in completions[0]):
-                values = [each[name] for each in completions]
-                columns[name] = pyarrow.array(values, getattr(pyarrow, kind)())
-        for name in [name for name in _LISTS if not completions or name in completions[0]]:
-            kind, cells = _LISTS[name], [np.asarray(each[name]) for each in completions]
-            offsets = np.concatenate([[0], np.cumsum([len(cell) for cell in cells])]).astype(np.int32)
-            flat = np.concatenate(cells) if cells else np.zeros(0)
-            values = pyarrow.array(flat.astype(np.dtype(kind.rstrip("_"))))
-            columns[name] = pyarrow.ListArray.from_arrays(pyarrow.array(offsets), values)
+        rows, columns = [{"step": step, **each} for each in completions], {}
+        for name, kind in (_SCALARS | _LISTS).items():
+            if not rows or name in rows[0]:
+                single = getattr(pyarrow, kind)()
+                cells = [np.asarray(row[name]) if name in _LISTS else row[name] for row in rows]
+                columns[name] = pyarrow.array(cells, pyarrow.list_(single) if name in _LISTS else single)
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"step_{step}.parquet"
         temporary = path.with_suffix(".partial")
@@ -109,16 +104,9 @@ class RolloutWriter:
             _LOG.warning(said, step, size / 2**20, self._max_bytes / 2**20, ROLLOUTS_DIRECTORY)
             return
         os.replace(temporary, path)
-        self._delete_oldest()
-
-    def _delete_oldest(self) -> None:
-        files = self._files()
-        sizes = {step: path.stat().st_size for step, path in files.items()}
-        for step in sorted(files)[:-1]:
-            if sum(sizes.values()) <= self._max_bytes:
-                return
-            files[step].unlink()
-            del sizes[step]
+        files = [path for _, path in sorted(self._files().items())]
+        while len(files) > 1 and sum(path.stat().st_size for path in files) > self._max_bytes:
+            files.pop(0).unlink()
 
     def _files(self) -> dict[int, Path]:
         paths = self._directory.glob("step_*.parquet")

@@ -15,7 +15,7 @@ from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import duration, number, percent
 from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.alarms import alarms, bounded_metric
-from dcmdp_jax.observe.jsonl import CONFIG_FILE, HELD_OUT_FILE, METRICS_FILE, SAMPLES_FILE, STARTS_FILE
+from dcmdp_jax.observe.jsonl import CONFIG_FILE, HELD_OUT_FILE, METRICS_FILE, STARTS_FILE
 from dcmdp_jax.observe.metric_names import form_of_score
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
 
@@ -31,8 +31,7 @@ _SHARES = {
 _COUNTS = {
     "reward/verifier_timeouts": "The verifier ran out of time on {:.0f} answers; they got reward 0.",
     "reward/verifier_errors": "The verifier failed on {:.0f} answers; they got reward 0.",
-    "reward/verifier_over_budget": "The verifier's budget for a batch ran out on {:.0f} answers; they got reward 0, "
-    "right or wrong. Use more verifier processes or raise the budget.",
+    "reward/verifier_over_budget": "The verifier's budget for a batch ran out on {:.0f} answers. Raise the budget.",
     "optimizer/skipped_updates": "{:.0f} optimizer updates were skipped because their gradient was not finite.",
 }
 """Metric -> warning where its sum is above 0."""
@@ -63,7 +62,6 @@ class RecordedRun:
         label: name in a report, unique among the runs shown together.
         series: its metrics.
         config: dotted key to value; empty if the run saved none.
-        samples: sample completions, in the order written.
         held_out: completions of held-out problems, in the order written.
         starts: records of command, code, machine and date.
     """
@@ -71,7 +69,6 @@ class RecordedRun:
     label: str
     series: Series
     config: dict[str, Any]
-    samples: list[dict[str, Any]]
     held_out: list[dict[str, Any]]
     starts: list[dict[str, Any]]
 
@@ -101,7 +98,6 @@ def read_run(run_dir: str | Path, label: str | None = None, *, without_metrics: 
         label=label or run_dir.resolve().name,
         series=without_placeholder(series, config.get("algorithm.tolerance_steps", 0)),
         config=config,
-        samples=jsonl.read(run_dir / SAMPLES_FILE),
         held_out=jsonl.read(run_dir / HELD_OUT_FILE),
         starts=jsonl.readable(run_dir / STARTS_FILE),
     )
@@ -110,11 +106,11 @@ def read_run(run_dir: str | Path, label: str | None = None, *, without_metrics: 
 def facts(run: RecordedRun) -> list[Fact]:
     """The facts of a run, in the order to show them; what it did not record has none."""
     series, config = run.series, run.config
-    window, rewards, discrepancy = _window(series), _finite(series, "reward/mean"), _finite(series, "discrepancy/mean")
+    rewards, discrepancy = _finite(series, "reward/mean"), _finite(series, "discrepancy/mean")
     found = [Fact("Training steps", str(_steps(series)))]
     if len(rewards):
-        ends = f"mean of the first and last {window} steps" if window > 1 else "first and last step"
-        found.append(Fact("Training reward", f"{_mean(rewards[:window]):.3f} → {_mean(rewards[-window:]):.3f}", ends))
+        before, after, which = _ends(rewards)
+        found.append(Fact("Training reward", f"{before:.3f} → {after:.3f}", f"mean of {which}"))
     for name, steps, values, form in _scores(series):
         gain, best = values[-1] - values[0], int(np.argmax(values))
         gained = f"{100 * gain:+.1f} points" if form is percent else f"{gain:+.4g}"
@@ -152,10 +148,8 @@ def verdict(run: RecordedRun) -> str:
         ends = (f"{scores[0].form(scores[0].values[place])}{_interval(run, scores[0], place)}" for place in (0, -1))
         said.append(f"held-out {scores[0].name} went from {' to '.join(ends)}")
     elif len(rewards := _finite(run.series, "reward/mean")):
-        window = _window(run.series)
-        ends = (number(_mean(values)) for values in (rewards[:window], rewards[-window:]))
-        said.append(f"the training reward went from {' to '.join(ends)}")
-    if story := describe_multiplier(run.series, begins_at_cap=_begins_at_cap(run)):
+        said.append(f"the training reward went from {' to '.join(map(number, _ends(rewards)[:2]))}")
+    if story := describe_multiplier(run.series):
         said.append(story)
     return f"{first}: {'; '.join(said)}." if said else f"{first}."
 
@@ -176,7 +170,7 @@ def provenance(run: RecordedRun) -> dict[str, str]:
     return said
 
 
-def describe_multiplier(series: Series, *, begins_at_cap: bool = False) -> str:
+def describe_multiplier(series: Series) -> str:
     """Describe the course of lambda, budget and discrepancy; empty for a run that recorded none of them."""
     multiplier, discrepancy = (_finite(series, name) for name in ("dual/multiplier", "discrepancy/mean"))
     over, said = _over(series), []
@@ -185,15 +179,12 @@ def describe_multiplier(series: Series, *, begins_at_cap: bool = False) -> str:
         at = int(series["dual/multiplier"][0][np.nanargmax(series["dual/multiplier"][1])])
         moved = f"lambda went from {first} to {last}, with its peak of {peak} at step {at}"
         said.append(f"lambda stayed at {first}" if multiplier.min() == multiplier.max() else moved)
-        said += ["it began at its cap"] * begins_at_cap
     if len(over):
         said.append(f"the budget c was exceeded in {over.sum():.0f} of {len(over)} steps")
     if len(discrepancy) > 1:
-        window = max(1, len(discrepancy) // 10)
-        before, after = _mean(discrepancy[:window]), _mean(discrepancy[-window:])
+        before, after, which = _ends(discrepancy)
         how = "fell" if after < before else "rose" if after > before else "stayed"
-        steps = f"{window} steps" if window > 1 else "step"
-        said.append(f"the discrepancy {how} from {number(before)} to {number(after)} (first and last {steps})")
+        said.append(f"the discrepancy {how} from {number(before)} to {number(after)} ({which})")
     return "; ".join(said)
 
 
@@ -202,17 +193,13 @@ def overlap(series: Series) -> Fact | None:
     if "time/overlap" not in series:
         return None
 
-    def seconds(*phases: str) -> float:
-        return sum(_median(_finite(series, f"time/{phase}")) for phase in phases)
+    def seconds(*phases: str) -> str:
+        return f"{number(sum(_median(_finite(series, f'time/{phase}')) for phase in phases))} s"
 
     sampling, training = seconds("generate", "verify", "pack"), seconds("push", "step")
-    wait, idle = seconds("wait"), seconds("engine_idle")
-    waits = "the trainer waits" if wait > idle else "the sampler waits"
-    more = (
-        f"a step with {number(sampling)} s of sampling and {number(training)} s of training takes "
-        f"{number(seconds('total'))} s; {waits}: the trainer {number(wait)} s, the sampler {number(idle)} s"
-    )
-    return Fact("Overlap won", f"{number(seconds('overlap'))} s a step", more)
+    more = f"a step with {sampling} of sampling and {training} of training takes {seconds('total')}; the trainer waits "
+    more += f"{seconds('wait')}, the sampler {seconds('engine_idle')}"
+    return Fact("Overlap won", f"{seconds('overlap')} a step", more)
 
 
 def legs(series: Series) -> Fact | None:
@@ -221,14 +208,14 @@ def legs(series: Series) -> Fact | None:
     if names[0] not in series:
         return None
     share, decoding, one_pass = (float(series[name][1][-1]) for name in names)
-    scored = f"mean |dp| {number(decoding)} to the engine's own scores in one pass, {number(one_pass)} from there"
-    more = f"step {series[names[0]][0][-1]}: {scored} to the trainer"
+    more = f"step {series[names[0]][0][-1]}: mean |dp| {number(decoding)} to the engine's own scores in one pass, "
+    more += f"{number(one_pass)} from there to the trainer"
     return Fact("Where the gap is", f"{percent(share)} while the engine decodes", more)
 
 
 def warnings(series: Series) -> list[str]:
     """List the problems in a run's metrics that put its result in doubt, each with a remedy."""
-    found, window, c = [], _window(series), _tolerance(series)
+    found, window, c = [], max(1, len(_finite(series, "reward/mean")) // 10), _tolerance(series)
     for name, (most, text) in _SHARES.items():
         if (share := _mean(_finite(series, name)[-window:])) > most:
             found.append(text.format(percent(share)))
@@ -254,9 +241,11 @@ def _steps(series: Series) -> int:
     return int(series["reward/mean"][0][-1]) if "reward/mean" in series else 0
 
 
-def _window(series: Series) -> int:
-    """Steps averaged for "first" and "last": a tenth of the run, at least one."""
-    return max(1, len(_finite(series, "reward/mean")) // 10)
+def _ends(values: np.ndarray) -> tuple[float, float, str]:
+    """The means over the first and the last tenth of the steps, at least one, and which steps these are."""
+    window = max(1, len(values) // 10)
+    which = f"first and last {f'{window} steps' if window > 1 else 'step'}"
+    return _mean(values[:window]), _mean(values[-window:]), which
 
 
 def _tolerance(series: Series) -> float:
@@ -279,13 +268,11 @@ def _median(values: np.ndarray) -> float:
 
 def _over(series: Series) -> np.ndarray:
     """[n] float64, 1 where what c bounds exceeds it, else 0, at the steps that recorded both."""
-    name = bounded_metric(series)
-    if name not in series or "dual/tolerance" not in series:
-        return np.zeros(0)
-    _, left, right = np.intersect1d(series[name][0], series["dual/tolerance"][0], return_indices=True)
-    discrepancy, tolerance = series[name][1][left], series["dual/tolerance"][1][right]
-    both = np.isfinite(discrepancy) & np.isfinite(tolerance)
-    return (discrepancy[both] > tolerance[both]).astype(np.float64)
+    recorded = (series.get(name, (np.zeros(0), np.zeros(0))) for name in (bounded_metric(series), "dual/tolerance"))
+    (steps, values), (known, tolerance) = recorded
+    _, left, right = np.intersect1d(steps, known, return_indices=True)
+    over = values[left] - tolerance[right]
+    return (over[np.isfinite(over)] > 0).astype(np.float64)
 
 
 def _steps_at_cap(series: Series) -> int:
@@ -316,10 +303,3 @@ def _interval(run: RecordedRun, score: _Score, place: int) -> str:
         steps, values = run.series.get(name, (np.zeros(0), np.zeros(0)))
         found += map(score.form, values[steps == score.steps[place]].tolist())
     return f" (95% interval {found[0]} to {found[1]})" if len(found) == 2 else ""
-
-
-def _begins_at_cap(run: RecordedRun) -> bool:
-    """Whether lambda moves by dual ascent and began at its upper end."""
-    eta, first, cap = (run.config.get(f"algorithm.{n}") for n in ("dual_learning_rate", "multiplier", "multiplier_max"))
-    recorded = run.series.get("dual/multiplier")
-    return bool(eta and recorded and first == cap and recorded[1][0] == np.float32(first))

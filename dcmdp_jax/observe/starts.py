@@ -16,8 +16,6 @@ from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.jsonl import STARTS_FILE
 from dcmdp_jax.version import __version__
 
-_GIT_S = 5.0
-
 
 def record_start(run_dir: Path, step: int, devices: int) -> None:
     """Append the command, the code, the machine and the date of a start to `starts.jsonl`.
@@ -49,13 +47,8 @@ def code_commit() -> str:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+changes"]
     try:
-        commit = _git(root, "rev-parse", "--short=10", "HEAD")
-        return f"{commit}+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else commit
+        return subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=_GIT_S, check=True)
-    return done.stdout.strip()

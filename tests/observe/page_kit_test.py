@@ -22,7 +22,7 @@ def _figure(title):
 
 _CONTENT = {
     "title": "<b>", "labels": ["<b>"], "facts": [("<i>", "1 & 2", '"')], "problems": ["</li>"],
-    "verdicts": ["</p>"], "provenance": [], "figures": [('<b>"', inline_svg(_figure('</svg><b>')))], "samples": [],
+    "verdicts": ["</p>"], "provenance": [], "figures": [('<b>"', inline_svg(_figure('</svg><b>')))],
     "settings": {"rows": [["<k>", "<v>"]], "differs": [False]},
     "metrics": {"header": ["<m>", "last", "unit", "meaning"], "rows": []},
     "held_out": [("<t>", ["<e>"], [{"prompt": "<p>", "written": [{"completion": "<w>"}], "answer": "<a>"}])],
@@ -97,5 +97,5 @@ def test_each_panel_is_a_picture_of_its_own_without_the_heading_that_the_page_ha
     page = str(inline_svg(figure))
     assert page.count("<svg") == 3 and "the heading" not in page
     assert [page.count(f">panel {number}<") for number in range(3)] == [1, 1, 1]
-    widths = {float(width) for width in re.findall(r'<svg [^>]*width="([0-9.]+)pt"', page)}
-    assert len(widths) == 1 and 200 < widths.pop() < 320  # of 8 inches, 576 points, half
+    widths = [float(width) for width in re.findall(r'<svg [^>]*width="([0-9.]+)pt"', page)]
+    assert len(widths) == 3 and all(200 < width < 320 for width in widths)  # of 8 inches, 576 points, half

@@ -72,11 +72,11 @@ def test_each_held_out_score_has_a_panel():
     assert [_curves(axes)["r"] for axes in panels] == [([0, 1], [0.25, 0.5]), ([0, 1], [0.5, 0.75]), ([0], [1.0])]
 
 
-def test_tolerance_is_one_dashed_line_when_runs_share_it_and_one_each_when_not():
+def test_each_runs_budget_is_dashed_in_its_color():
     def run(tolerance):
         return {"discrepancy/mean": _series([0.005, 0.003]), "dual/tolerance": _series([tolerance] * 2)}
 
-    axes = _draw("discrepancy", {"a": run(0.0037), "b": run(0.0037)}).axes[0]
+    axes = _draw("discrepancy", {"a": run(0.0037)}).axes[0]
     dashed = [line for line in axes.get_lines() if line.get_linestyle() == "--"]
     assert [(line.get_label(), list(line.get_ydata())) for line in dashed] == [("budget c = 0.0037", [0.0037] * 2)]
     axes = _draw("discrepancy", {"a": run(0.0037), "b": run(0.005)}).axes[0]
@@ -94,15 +94,6 @@ def test_the_noise_floor_is_drawn_beside_c():
     dotted = [line for line in axes.get_lines() if line.get_linestyle() == ":"]
     assert [(line.get_label(), line.get_ydata()[0]) for line in dotted] == [("noise floor = 0.004", 0.004)]
     assert axes.get_ylim()[1] > 0.004
-
-
-def test_runs_of_other_lengths_share_a_tolerance():
-    runs = {
-        "a": {"discrepancy/mean": _series([0.005] * 3), "dual/tolerance": _series([0.0037] * 3)},
-        "b": {"discrepancy/mean": _series([0.005] * 2), "dual/tolerance": _series([0.0037] * 2)},
-    }
-    dashed = [line for line in _draw("discrepancy", runs).axes[0].get_lines() if line.get_linestyle() == "--"]
-    assert len(dashed) == 1
 
 
 def test_zero_discrepancy_is_drawn_at_the_scale_of_the_budget():
@@ -201,7 +192,7 @@ def test_all_panels_have_one_step_axis_and_c_is_drawn_from_where_it_is_known():
     drawn = [_draw(name, {"r": run}) for name in ("reward", "discrepancy", "multiplier", "evaluation")]
     assert {axes.get_xlim() for figure in drawn for axes in figure.axes} == {(-0.08, 4.08)}
     [line] = [line for line in drawn[1].axes[0].get_lines() if line.get_linestyle() == "--"]
-    assert (line.get_label(), list(line.get_xdata())) == ("budget c = 0.004", [2.5, 4.5])
+    assert (line.get_label(), list(line.get_xdata())) == ("budget c = 0.004", [3, 4])
 
 
 def test_nothing_recorded_is_no_figure():

@@ -7,7 +7,6 @@ import json
 import re
 
 import jax
-import numpy as np
 import pytest
 
 from dcmdp_jax.observe.metrics_io import MetricsWriter
@@ -24,8 +23,6 @@ def _make_run(run_dir, *, steps, rewards, config):
             writer.write(
                 step, {"reward/mean": rewards[step - 1], "dual/multiplier": 0.125, "reward/verifier_timeouts": 1}
             )
-            sample = {"prompt": f"prompt of step {step}", "completion": _HOSTILE, "answer": "42", "reward": 1.0}
-            writer.write_samples(step, [{**sample, "discrepancy_mean": float("nan")}] * 7)
         writer.write(steps, {"eval/math/avg@8": 0.5625})
     (run_dir / "config.json").write_text(json.dumps(config))
 
@@ -111,7 +108,7 @@ def test_the_page_begins_with_what_happened_and_where_from(one):
 
 
 def test_text_of_a_run_is_escaped_and_whole(folder, one):
-    assert _HOSTILE in one.texts
+    assert json.dumps(_HOSTILE) in one.texts
     assert "http://example.org/a.png>" not in (folder / "one" / "report.html").read_text()
 
 
@@ -129,13 +126,6 @@ def test_metric_table_has_first_last_range_unit_and_meaning(one):
     assert row[1:3] == ["0.25", "0.5625"] and row[-1] == "held-out math: mean reward over 8 samples a problem"
 
 
-def test_samples_of_the_first_and_last_step_six_each(one):
-    prompts = [text for text in one.texts if text.startswith("prompt of step")]
-    # Each shows twice: as the summary line and whole.
-    assert prompts == ["prompt of step 1"] * 12 + ["prompt of step 3"] * 12
-    assert one.texts.count("reward 1") == 12
-
-
 def test_configuration_is_flat_and_shows_empty_values(one):
     assert ["algorithm.tolerance", "0.0037"] in one.rows and ["tags", "[]"] in one.rows
 
@@ -145,8 +135,8 @@ def test_several_runs_have_unique_labels_and_are_compared(two):
     assert ["Training steps", "3", "2"] in two.rows
     [reward] = [row for row in two.rows if row[0] == "Training reward"]
     assert reward[1:] == [
-        "0.250 → 0.750 (first and last step)",
-        f"{reward[2].split()[0]} → 0.125 (first and last step)",
+        "0.250 → 0.750 (mean of first and last step)",
+        f"{reward[2].split()[0]} → 0.125 (mean of first and last step)",
     ]
     score = "25.0% → 56.2% (+31.2 points from step 0 to {0}; best 56.2% at step {0})"
     assert ["Held-out math/avg@8", score.format(3), score.format(2)] in two.rows
@@ -162,12 +152,11 @@ def test_several_runs_have_unique_labels_and_are_compared(two):
 
 
 def test_a_run_killed_while_writing_can_be_read(folder, tmp_path):
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        (tmp_path / name).write_bytes((folder / "a" / "run" / name).read_bytes()[:-9])
+    (tmp_path / "metrics.jsonl").write_bytes((folder / "a" / "run" / "metrics.jsonl").read_bytes()[:-9])
     run = read_run(tmp_path)
     assert run.label == tmp_path.name and run.config == {}
     assert run.series["reward/mean"][1].tolist() == [0.25, 0.5, 0.75]
-    assert run.series["eval/math/avg@8"][0].tolist() == [0] and len(run.samples) == 20
+    assert run.series["eval/math/avg@8"][0].tolist() == [0]
 
 
 def test_invalid_run_directories_are_refused_with_the_reason(folder, tmp_path):
@@ -183,24 +172,6 @@ def test_invalid_run_directories_are_refused_with_the_reason(folder, tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"config\.json: holds a list, must hold a JSON object"):
         read_run(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("eta", "first", "cap", "said"),
-    [
-        (1.0, 0.1, 0.1, "; it began at its cap"),
-        (1.0, 0.1, 0.2, ""),
-        (0.0, 0.1, 0.1, ""),  # a fixed lambda
-        (1.0, 1.0, 1.0, ""),  # a method with a lambda of its own, recorded as 0.1
-    ],
-)
-def test_the_report_says_when_lambda_began_at_its_cap(tmp_path, eta, first, cap, said):
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2):
-            writer.write(step, {"reward/mean": 0.5, "dual/multiplier": float(np.float32(0.1))})
-    algorithm = {"dual_learning_rate": eta, "multiplier": first, "multiplier_max": cap}
-    (tmp_path / "config.json").write_text(json.dumps({"algorithm": algorithm}))
-    assert verdict(read_run(tmp_path)).endswith(f"lambda stayed at 0.1{said}.")
 
 
 def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(tmp_path):

@@ -15,7 +15,7 @@ def _series(values, first=1):
 
 
 def _run(series, **config):
-    return RecordedRun("run", series, config, [], [], [])
+    return RecordedRun("run", series, config, [], [])
 
 
 def test_facts_by_hand():
@@ -34,7 +34,7 @@ def test_facts_by_hand():
     assert found == [
         ("Training steps", "20", ""),
         # Two of twenty steps at either end, not the single noisy first and last.
-        ("Training reward", "0.500 → 0.750", "mean of the first and last 2 steps"),
+        ("Training reward", "0.500 → 0.750", "mean of first and last 2 steps"),
         # Points are percentage points of last over first: neither the ratio (100%) nor best over first (50).
         ("Held-out math/avg@4", "25.0% → 50.0%", "+25.0 points from step 0 to 20; best 75.0% at step 10"),
         ("Held-out math/pass@4", "50.0% → 50.0%", "+0.0 points from step 0 to 0; best 50.0% at step 0"),
@@ -82,8 +82,7 @@ def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
     _, won, how = overlap(series)
     assert won == "1.8 s a step"
     assert how == (
-        "a step with 3 s of sampling and 2 s of training takes 3.2 s; the trainer waits: the trainer 1.2 s, the "
-        "sampler 0.2 s"
+        "a step with 3 s of sampling and 2 s of training takes 3.2 s; the trainer waits 1.2 s, the sampler 0.2 s"
     )
     assert overlap({"time/total": series["time/total"]}) is None
 

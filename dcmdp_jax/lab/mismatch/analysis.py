@@ -16,8 +16,8 @@ from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, Opera
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, measure, recommend
 from dcmdp_jax.lab.mismatch.states import StateMeasure, compare_states
+from dcmdp_jax.observe.jsonl import json_values
 from dcmdp_jax.observe.legs import legs_of
-from dcmdp_jax.observe.page_kit import json_values
 
 TokenText = Callable[[int], str]
 """Token id -> its text."""
