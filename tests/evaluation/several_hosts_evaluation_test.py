@@ -12,10 +12,10 @@ def test_texts_and_answers_of_all_hosts_come_in_order():
     scores, no = np.arange(6, dtype=np.float32).reshape(shape), np.zeros(shape, bool)
     own = EvaluationResult(
         *("eval/t", scores, np.ones(shape, np.int32), no, no, texts, found),
-        **{"verifier_timeouts": 1, "verifier_errors": 0, "verifier_over_budget": 0},
+        {"verifier_timeouts": 1, "verifier_errors": 0, "verifier_over_budget": 0},
     )
     whole = join([own, own])
     assert whole.texts.tolist() == texts.tolist() * 2 and whole.found.tolist() == found.tolist() * 2
-    assert whole.scores.tolist() == own.scores.tolist() * 2 and whole.verifier_timeouts == 2
+    assert whole.scores.tolist() == own.scores.tolist() * 2 and whole.unjudged["verifier_timeouts"] == 2
     nothing = own.select([])
     assert join([nothing, nothing]).texts.shape == (0, 2)
