@@ -50,14 +50,15 @@ def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[O
         Pairs by evaluation problem, then training problem.
     """
     runs, places = [_runs(prompt) for prompt in prompts], defaultdict(list)
-    for index, own in enumerate(runs):
-        for run in own:
-            places[run].append(index)
+    for index, prompt in enumerate(prompts):
+        for piece in (*runs[index], _SKIPPED.sub("", prompt)):
+            places[piece].append(index)
     found = []
     for train_index, prompt in enumerate(train_prompts):
-        shared = Counter(index for run in _runs(prompt) for index in places.get(run, ()))
-        overlaps = (Overlap(index, train_index, count / len(runs[index])) for index, count in shared.items())
-        found += [overlap for overlap in overlaps if overlap.share >= _SHARE]
+        same = places.get(text := _SKIPPED.sub("", prompt), ())
+        shared = Counter(index for piece in (*_runs(prompt), text) for index in places.get(piece, ()))
+        shares = {index: 1.0 if index in same else count / len(runs[index]) for index, count in shared.items()}
+        found += [Overlap(index, train_index, share) for index, share in shares.items() if share >= _SHARE]
     return sorted(found)
 
 
@@ -128,7 +129,5 @@ def describe_overlaps(
 
 
 def _runs(prompt: str) -> set[tuple[str, ...]]:
-    """The runs of 8 words of a text, of a shorter one the text."""
     words = _WORD.findall(prompt.lower())
-    runs = {tuple(words[start : start + _RUN]) for start in range(len(words) - _RUN + 1)}
-    return runs or {(_SKIPPED.sub("", prompt),)}
+    return {tuple(words[start : start + _RUN]) for start in range(len(words) - _RUN + 1)}
