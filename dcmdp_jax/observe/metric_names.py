@@ -183,7 +183,6 @@ time/noise_floor | seconds | the engine against itself, at the steps that measur
 time/pack | seconds | packing tokens into rows
 time/step | seconds | the compiled training step
 time/wait | seconds | with rollout.lag: the trainer waits for the sampler
-time/start_{phase} | seconds | with rollout.lag: Unix time at which the phase began
 @training/batches.py:Batches
 time/engine_idle | seconds | with rollout.lag: the sampler waits for the trainer, pushes included
 @training/phase_timer.py:PhaseTimer.metrics

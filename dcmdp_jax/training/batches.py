@@ -179,7 +179,7 @@ class Batches:
             if floor >= 0:
                 metrics["mismatch/noise_floor"] = floor
         if self._lag:
-            (_, began, _), (_, _, ended) = sampler.spans[0], sampler.spans[-1]
+            (began, _), (_, ended) = sampler.spans[0], sampler.spans[-1]
             metrics["time/engine_idle"] = max(0.0, began - (self._sampled_until or began))
             self._sampled_until = ended
         version = max(0, step - self._lag)

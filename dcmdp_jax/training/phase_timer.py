@@ -12,15 +12,15 @@ from dcmdp_jax.observe.metric_names import STEP_PHASES
 from dcmdp_jax.process_memory import release_freed_memory
 
 PHASES = {
-    "push": ("time/push", "time/start_push", "pushing the weights to the engine"),
-    "wait": ("time/wait", "time/start_wait", "waiting for the sampler"),
-    "generate": ("time/generate", "time/start_generate", "sampling"),
-    "verify": ("time/verify", "time/start_verify", "scoring the completions"),
-    "noise_floor": ("time/noise_floor", "time/start_noise_floor", "measuring the engine against itself"),
-    "pack": ("time/pack", "time/start_pack", "packing tokens into rows"),
-    "step": ("time/step", "time/start_step", "training"),
+    "push": ("time/push", "pushing the weights to the engine"),
+    "wait": ("time/wait", "waiting for the sampler"),
+    "generate": ("time/generate", "sampling"),
+    "verify": ("time/verify", "scoring the completions"),
+    "noise_floor": ("time/noise_floor", "measuring the engine against itself"),
+    "pack": ("time/pack", "packing tokens into rows"),
+    "step": ("time/step", "training"),
 }
-"""Phase of a step -> metric of its seconds, metric of its start, and its label on the console."""
+"""Phase of a step -> metric of its seconds, and its label on the console."""
 KEPT_BYTES = 2**30
 """Freed memory that the process keeps during a checkpoint, an evaluation, and what compiling leaves."""
 _KEPT_BETWEEN_STEPS = 3 * 2**30
@@ -38,28 +38,27 @@ class PhaseTimer:
     def __init__(self, *, first: bool = False) -> None:
         self.first = first
         self.seconds: dict[str, float] = {}
-        self.spans: list[tuple[str, float, float]] = []
-        """(phase, start, end) by `time.monotonic`."""
+        self.spans: list[tuple[float, float]] = []
+        """(start, end) by `time.monotonic`."""
         self._began = time.monotonic()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a block; blocks of one name add up."""
-        began, (metric, _, label) = time.monotonic(), PHASES[name]
+        began, (metric, label) = time.monotonic(), PHASES[name]
         with activity(label + (" (the first time it compiles)" if self.first else "")):
             yield
         release_freed_memory(above=KEPT_BYTES if self.first else _KEPT_BETWEEN_STEPS)
         ended = time.monotonic()
-        self.spans.append((name, began, ended))
+        self.spans.append((began, ended))
         self.seconds[metric] = self.seconds.get(metric, 0.0) + ended - began
 
     def add(self, sampler: PhaseTimer) -> None:
         """Add the phases in which the step's batch was sampled."""
         self.seconds |= sampler.seconds
-        self.spans += sampler.spans
 
     def metrics(self, episodes: Sequence[Episode], *, lags: bool) -> dict[str, float]:
-        """The phases, the total, and tokens per second; with a lag also when each phase began and what overlap won."""
+        """The phases, the total, and tokens per second; with a lag also what overlap won."""
         total = time.monotonic() - self._began
         sampled = sum(episode.num_sampled for episode in episodes)
         tokens = sum(len(episode.token_ids) for episode in episodes)
@@ -69,7 +68,5 @@ class PhaseTimer:
             "throughput/sampled_tokens_per_second": sampled / self.seconds["time/generate"],
         }
         if lags:
-            offset = time.time() - time.monotonic()
-            metrics |= {PHASES[name][1]: began + offset for name, began, _ in reversed(self.spans)}
             metrics["time/overlap"] = sum(self.seconds[PHASES[phase][0]] for phase in STEP_PHASES) - total
         return metrics
