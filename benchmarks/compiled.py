@@ -26,7 +26,7 @@ from dcmdp_jax.commands.arguments import output_file
 from dcmdp_jax.commands.cli import Parser, run_main
 from dcmdp_jax.commands.flags import parse_with
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.parallel.sharding import Lowerable
+from dcmdp_jax.engines.engine_kind import Lowerable
 from dcmdp_jax.plan.plan_text import describe_plan, forward_flops, plan_record
 from dcmdp_jax.plan.run_plan import GIB, PROGRAMS, Compiled, CompiledRun, PlannedRun, compile_run
 from dcmdp_jax.plan.topologies import Topology, known_topologies, load_topology, set_environment

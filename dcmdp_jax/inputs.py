@@ -7,7 +7,7 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import ArgumentError, UserError
 
 TOKENIZER_FILES = """
     tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json
@@ -66,9 +66,9 @@ def json_object(text: str, name: str) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
     except ValueError as error:
-        raise UserError(f"{name}: got {shorten(text)}, must be a JSON object ({error})") from None
+        raise ArgumentError(name, f"got {shorten(text)}, must be a JSON object ({error})") from None
     if not isinstance(value, dict):
-        raise UserError(f'{name}: got {shorten(text)}, must be a JSON object, {{"name": value}}')
+        raise ArgumentError(name, f'got {shorten(text)}, must be a JSON object, {{"name": value}}')
     return value
 
 

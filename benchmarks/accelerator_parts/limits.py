@@ -14,7 +14,7 @@ from benchmarks.compiled_parts.hlo import TripCounts
 from benchmarks.compiled_parts.roofline import roofline
 from benchmarks.compiled_parts.trips import blocks_at_most
 from benchmarks.timing import interleave, matmul_gflops
-from dcmdp_jax.parallel.sharding import Lowerable
+from dcmdp_jax.engines.engine_kind import Lowerable
 from dcmdp_jax.plan.run_plan import Compiled, compile_program
 from dcmdp_jax.plan.topologies import CHIPS, Chip
 

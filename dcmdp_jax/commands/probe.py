@@ -112,8 +112,6 @@ def _engine(text: str) -> ProbeSpec:
 def _probed(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tuple[str, list[Measured]]:
     session, first = open_session(arguments, overrides)
     title = f"Mismatch of engines on {session.run.saved.name}"
-    if left := page.left_unfinished(arguments.out):
-        session.show(f"{left}; starting over")
 
     def keep(measured: list[Measured]) -> None:
         page.write_json(title, [analyze(one, arguments.tolerance) for one in measured], arguments.out, finished=False)

@@ -16,13 +16,13 @@ from dcmdp_jax.inputs import shorten
 from dcmdp_jax.models.scheme import Scheme, weights_alone
 
 if TYPE_CHECKING:
+    import jax
     from jax.sharding import Mesh
 
     from dcmdp_jax.engines.machine import Machine, MemoryPart
     from dcmdp_jax.engines.protocol import Engine
     from dcmdp_jax.models.config import ModelConfig
     from dcmdp_jax.models.row_logprobs import Probe
-    from dcmdp_jax.parallel.sharding import Lowerable
 
 
 class Workload(NamedTuple):
@@ -90,6 +90,24 @@ class EngineArguments:
     platform: str = ""
     host_devices: int = 0
     lag: int = 0
+
+
+class Lowerable(NamedTuple):
+    """A program of the run, not compiled yet.
+
+    Attributes:
+        name: "step", "prefill", ...
+        trace: gives the traced program.
+        held: bytes on each device of its arguments that live longer than it, by kind.
+        row_lengths: lengths of the rows that attention runs over; empty where each row has one query.
+        tokens: fewest tokens of a device in a forward pass.
+    """
+
+    name: str
+    trace: Callable[[], jax.stages.Traced]
+    held: dict[str, int]
+    row_lengths: tuple[int, ...]
+    tokens: int
 
 
 class EnginePlan(NamedTuple):

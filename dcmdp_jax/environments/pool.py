@@ -23,7 +23,7 @@ from typing import Any
 
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
-from dcmdp_jax.rewards.protocol import RewardError, plain_value, shown
+from dcmdp_jax.rewards.protocol import RewardError, gathered, plain_value, shown
 from dcmdp_jax.user_code import describe_error, load_object
 
 _LONGEST_OBSERVATION = 100_000
@@ -161,7 +161,7 @@ class _Playing:
         try:
             given = call()
             if any(map(inspect.isawaitable, given)):
-                given = self._loop.run_until_complete(_all(given))
+                given = self._loop.run_until_complete(gathered(given))
         except Exception as error:
             raise RewardError(f"raised {one_line(describe_error(error, self._place))}") from error
         values = []
@@ -171,13 +171,6 @@ class _Playing:
             except RewardError as error:
                 raise RewardError(one_line(error), row) from error
         return values
-
-
-async def _all(given: Sequence[Any]) -> list[Any]:
-    async def value_of(one: Any) -> Any:
-        return await one if inspect.isawaitable(one) else one
-
-    return list(await asyncio.gather(*map(value_of, given)))
 
 
 def load_environment(name: str, columns: Sequence[str]) -> Callable[[], Any]:

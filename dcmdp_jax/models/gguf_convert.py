@@ -261,17 +261,14 @@ def _with_special(
 
 def _post_processor(fields: dict[str, Any], tokens: list[str], kind: str) -> Any:
     """Tokens around a text. llama.cpp's default is a first token for Llama 3 and SentencePiece."""
-    wanted = {"bos": kind in ("llama-bpe", "sentencepiece"), "eos": False}
-    around = [name for name, default in wanted.items() if fields.get(f"tokenizer.ggml.add_{name}_token", default)]
-    numbers = header_tokens(fields)
-    ids = {name: numbers[name] for name in around if name in numbers}
-    if not ids:
+    wanted, numbers = {"bos": kind in ("llama-bpe", "sentencepiece"), "eos": False}, header_tokens(fields)
+    added = [name for name, default in wanted.items() if fields.get(f"tokenizer.ggml.add_{name}_token", default)]
+    around = {name: tokens[numbers[name]] for name in added if name in numbers}
+    if not around:
         return processors.ByteLevel(trim_offsets=False)
-    names = {name: tokens[number] for name, number in ids.items()}
-    parts = [names[name] for name in ("bos",) if name in names], [names[name] for name in ("eos",) if name in names]
-    single, second = ([*parts[0], f"${letter}", *parts[1]] for letter in ("A", "B:1"))
-    special = [(names[name], number) for name, number in ids.items()]
-    return processors.TemplateProcessing(single=single, pair=[*single, *second], special_tokens=special)
+    single = [*filter(None, (around.get("bos"), "$A", around.get("eos")))]
+    special = [(token, numbers[name]) for name, token in around.items()]
+    return processors.TemplateProcessing(single=single, special_tokens=special)
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import read_json_object, shorten, shorten_name
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
-from dcmdp_jax.models.params import FusedPart, HFTensor, hf_tensors
+from dcmdp_jax.models.params import FusedPart, hf_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SOURCE_DTYPES = ("F32", "BF16", "F16")
@@ -115,7 +115,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
             f"{listing}: tensor {missing[0]} is missing{more}, expected {say_shape(places[missing[0]].shape)}"
-            f"{_hint(missing[0], wanted=True)}"
+            + "; or set tie_word_embeddings to true there" * (missing[0] == HF_OUTPUT)
         )
     if config.tie_word_embeddings:
         allowed[HF_OUTPUT] = allowed[HF_EMBEDDING]
@@ -126,14 +126,13 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
             if name not in allowed:
                 raise UserError(
                     f"{path}: tensor {shorten_name(name)} is unknown to {config.model_type} with this config.json"
-                    f"{_hint(name, wanted=False)}"
+                    + "; or set tie_word_embeddings to false there" * (name == HF_OUTPUT)
                 )
             stored = files[path].get_slice(name)
             shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
             if shape != allowed[name]:
                 raise UserError(
-                    f"{path}: tensor {name} is {say_shape(shape)}, expected {say_shape(allowed[name])}"
-                    f"{_dimensions(places, name)} of config.json"
+                    f"{path}: tensor {name} is {say_shape(shape)}, expected {say_shape(allowed[name])} by config.json"
                 )
             if dtype not in _SOURCE_DTYPES:
                 raise UserError(f"{path}: tensor {name} is {dtype}, readable are {', '.join(_SOURCE_DTYPES)}")
@@ -147,7 +146,7 @@ def check_values(manifest: Manifest) -> None:
     """Read every tensor once, part by part, and refuse values that are not finite.
 
     Raises:
-        UserError: naming file, tensor, how many of its values are not finite and where the first one is.
+        UserError: naming file, tensor, the first value that is not finite and where it is.
     """
     with Files() as files:
         for path, name in dict.fromkeys((stored.path, stored.name) for stored in manifest.tensors.values()):
@@ -170,24 +169,17 @@ def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
     stored = files[path].get_slice(name)
     shape = stored.get_shape()
     rows = max(1, _READ // math.prod(shape[1:]))
-    count, first, value = 0, None, None
     for start in range(0, shape[0], rows):
         part = np.ascontiguousarray(stored[start : min(start + rows, shape[0])])
         with np.errstate(over="ignore"):
             cast = part.astype(dtype)
-        if all_finite(cast):
-            continue
-        wrong = ~np.isfinite(cast)
-        if first is None:
-            at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-            first, value = (int(at[0]) + start, *map(int, at[1:])), part[at]
-        count += int(wrong.sum())
-    if first is not None:
-        reason = "not finite" if not np.isfinite(value) else f"too large for {dtype.name}"
-        raise UserError(
-            f"{path}: tensor {name} has {count:,} value(s) of {math.prod(shape):,} that are {reason}, the first, "
-            f"{value}, at {say_shape(first)}; the weights are damaged, fetch or export them again"
-        )
+        if not all_finite(cast):
+            at = tuple(map(int, np.unravel_index(int(np.argmax(~np.isfinite(cast))), cast.shape)))
+            reason = "not finite" if not np.isfinite(part[at]) else f"too large for {dtype.name}"
+            raise UserError(
+                f"{path}: tensor {name} has a value that is {reason}: {part[at]} at "
+                f"{say_shape((at[0] + start, *at[1:]))}; the weights are damaged, fetch or export them again"
+            )
 
 
 def say_shape(shape: tuple[int, ...]) -> str:
@@ -213,23 +205,6 @@ def _check_counts(directory: Path, config: ModelConfig, located: dict[str, Path]
                 f"{directory}/config.json: {field} is {wanted}, the safetensors files hold {found} {what} "
                 f"({stored[found - 1]} is of the last); correct config.json or fetch the weights it belongs to"
             )
-
-
-def _dimensions(places: dict[str, HFTensor], name: str) -> str:
-    """The fields of config.json that give the shape of a tensor that is not fused."""
-    place = places.get(HF_EMBEDDING if name == HF_OUTPUT and name not in places else name)
-    return "" if place is None else f" = [{', '.join(place.dimensions)}]"
-
-
-def _hint(name: str, *, wanted: bool) -> str:
-    """The field of config.json that decides whether a tensor exists."""
-    if name == HF_OUTPUT:
-        return f"; or set tie_word_embeddings to {'true' if wanted else 'false'} in config.json"
-    if name.endswith(".bias"):
-        return f"; attention_bias or model_type in config.json says that it is {'there' if wanted else 'not there'}"
-    if name.endswith(("q_norm.weight", "k_norm.weight")):
-        return f"; model_type in config.json says that it is {'there' if wanted else 'not there'}"
-    return ""
 
 
 def _locate(directory: Path) -> dict[str, Path]:

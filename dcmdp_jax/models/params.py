@@ -113,21 +113,6 @@ def check_params(params: Params, config: ModelConfig) -> None:
             )
 
 
-# Logical axis -> the fields of config.json that give its size.
-_CONFIG_FIELDS = {
-    "vocab": "vocab_size",
-    "embed": "hidden_size",
-    "norm": "hidden_size",
-    "mlp": "intermediate_size",
-    "heads": "num_attention_heads x head_dim",
-    "kv_heads": "num_key_value_heads x head_dim",
-    "head_dim": "head_dim",
-    "experts": "num_experts",
-    "expert_mlp": "moe_intermediate_size",
-    "rank": "r",
-}
-
-
 class FusedPart(NamedTuple):
     """Where a Hugging Face tensor lies in one that holds several; see `declare.Fused`.
 
@@ -152,7 +137,6 @@ class HFTensor(NamedTuple):
         index: position on the stacked axes of the leaf, outermost first; () outside `layers`.
         transposed: the tensor is [out, in], the leaf [in, out].
         shape: shape of the tensor.
-        dimensions: the fields of config.json that give each of its sizes.
         quantized: engines that quantize weights quantize this one.
         fused: where a checkpoint of the second layout holds it, or None.
     """
@@ -161,7 +145,6 @@ class HFTensor(NamedTuple):
     index: tuple[int, ...]
     transposed: bool
     shape: tuple[int, ...]
-    dimensions: tuple[str, ...]
     quantized: bool
     fused: FusedPart | None
 
@@ -182,17 +165,15 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
     """The Hugging Face tensors of declared parameters by name."""
 
     def tensor(declared: Declaration, index: tuple[int, ...], names: dict[str, int]) -> HFTensor:
-        shape, axes = declared.shape[len(index) :], declared.axes[len(index) :]
-        if declared.transposed:
-            shape, axes = shape[::-1], axes[::-1]
+        shape = declared.shape[len(index) :]
+        shape = shape[::-1] if declared.transposed else shape
         fused = None
         if declared.fused is not None:
             rows, part = shape[0], declared.fused.part
             whole = (declared.stacks[-1].size, declared.fused.parts * rows, *shape[1:])
             name = declared.fused.hf_name.format(**names)
             fused = FusedPart(name, whole, index[-1], slice(part * rows, (part + 1) * rows))
-        dimensions = tuple(_CONFIG_FIELDS[axis] for axis in axes)
-        return HFTensor(declared.path, index, declared.transposed, shape, dimensions, declared.quantized, fused)
+        return HFTensor(declared.path, index, declared.transposed, shape, declared.quantized, fused)
 
     tensors: dict[str, HFTensor] = {}
 

@@ -22,12 +22,13 @@ from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import (
+    MODEL_AXES,
     PARAM_AXES,
     constrain,
     data_parallel_only,
     replicated,
+    shard_map_over,
     shard_map_over_data,
-    shard_map_over_model_axes,
 )
 from dcmdp_jax.types import TOP_IDS, Array, Params, Rows
 
@@ -147,7 +148,7 @@ def _lookup_over_model_axes(model: ModelConfig, compute: Compute, mesh: Mesh) ->
         return None
     rows = P(("fsdp", "expert"))
     look_up = functools.partial(decoder.look_up_split, dtype=compute.dtype, axes=axes)
-    return shard_map_over_model_axes(look_up, mesh, in_specs=(P(axes.vocab, axes.embed), rows), out_specs=rows)
+    return shard_map_over(MODEL_AXES, look_up, mesh, in_specs=(P(axes.vocab, axes.embed), rows), out_specs=rows)
 
 
 def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mesh: Mesh) -> Callable[..., Any]:
@@ -163,7 +164,7 @@ def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mes
     def mapped(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         further = (rows,) * (len(arguments) - 4)
         specs = {"in_specs": (rows, P(*axes), rows, rows, *further), "out_specs": (rows, rows, *further)}
-        return shard_map_over_model_axes(sharded, mesh, **specs)(*arguments)
+        return shard_map_over(MODEL_AXES, sharded, mesh, **specs)(*arguments)
 
     return mapped
 

@@ -176,6 +176,13 @@ def _as_pushed(kernel: jax.Array) -> jax.Array:
     return kernel.astype(jnp.bfloat16).astype(jnp.float32)
 
 
+def rounded_in_blocks(weights: jax.Array) -> jax.Array:
+    """A matrix rounded to float8_e4m3fn with a scale for each block of 128 x 128, as vLLM rounds its bfloat16 form."""
+    [scale] = _scales([weights], "fp8_per_block")
+    values = _round_weights(weights, scale, "fp8_per_block")
+    return _scaled_weights(values, scale, "fp8_per_block").astype(weights.dtype)
+
+
 def _round_weights(weights: jax.Array, scale: jax.Array, products: str) -> jax.Array:
     """[in, out] float32, whole numbers or e4m3 values, to be multiplied by the scale."""
     if products == "int8":

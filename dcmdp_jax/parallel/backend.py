@@ -27,7 +27,6 @@ MAX_IN_FLIGHT_PROGRAMS = 16
 
 _MAX_DEFAULT_DEVICES = 4
 _MIN_COMPILE_SECONDS = 0.05
-_CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def prepare_jax(cpu_devices: int = 0) -> None:
@@ -113,4 +112,4 @@ def present_gpus() -> list[str]:
 
 def has_cuda_plugin() -> bool:
     """Whether JAX's plugin for NVIDIA GPUs is installed."""
-    return any(importlib.util.find_spec(plugin) for plugin in _CUDA_PLUGINS)
+    return any(map(importlib.util.find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin")))

@@ -25,7 +25,6 @@ _WAIT_MS = 10**11  # years: the end of the connection ends it
 # After the failure of another process, the main thread has this long to leave by itself, with its own message.
 _GRACE_S = 3.0
 _EXIT_CODE = 1
-_LISTED = 8
 
 
 class HostMonitor:
@@ -107,13 +106,13 @@ def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinat
     library calls this handler. Only the lines that JAX has printed have the dead process's number.
     """
     host, _, port = coordinator.rpartition(":")
-    known = ", ".join(f"{number} is on {name}" for number, name in list(enumerate(names))[:_LISTED])
+    known = ", ".join(f"{number} is on {name}" for number, name in enumerate(names))
 
     def explain(number: int) -> None:
         del number
         said = (
             f"a process has given no sign of life for {timeout_s:g} s (the hosts' timeout_s raises it); JAX's lines "
-            f"above have its number: {known}{', ...' * (len(names) > _LISTED)}; rerun the same commands to resume"
+            f"above have its number: {known}; rerun the same commands to resume"
         )
         try:
             if index:

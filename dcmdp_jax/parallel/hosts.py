@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import msgpack
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -63,7 +63,7 @@ class Hosts:
         """Collective: the values of all processes, by process.
 
         Args:
-            value: a value of JSON's types, NumPy arrays and dataclasses. A tuple arrives as a list.
+            value: a value of msgpack's types, NumPy arrays and dataclasses. A tuple arrives as a list.
             types: the dataclasses in it.
         """
         return [value]
@@ -124,10 +124,7 @@ class SeveralHosts(Hosts):
         return [_decode(row[:size], types) for row, size in zip(received, sizes, strict=True)]
 
     def largest(self, *values: float) -> list[float]:
-        if not values:
-            return []
-        received = self._exchange(np.array(values, np.float64))
-        return received.view(np.float64).max(axis=0).tolist()
+        return np.max(self.gather(list(map(float, values))), axis=0).tolist()
 
     def interrupt_all(self) -> None:
         self._monitor.ask_to_stop()
@@ -206,47 +203,37 @@ class SeveralHosts(Hosts):
 
 
 # No key of a user's own begins like this.
-_ARRAY, _OBJECTS, _TYPE = "\0array", "\0objects", "\0type"
-_LENGTH_BYTES = 8
+_ARRAY, _TYPE = "\0array", "\0type"
+_TEXT = "surrogatepass"
 
 
 def _encode(value: Any) -> np.ndarray:
-    """[bytes] uint8: the length of a JSON text, the text, and the arrays that it refers to."""
-    arrays: list[bytes] = []
-    size = 0
+    """[bytes] uint8, msgpack."""
 
     def plain(part: Any) -> Any:
-        nonlocal size
         if dataclasses.is_dataclass(part):
             return {_TYPE: type(part).__name__} | vars(part)
-        if isinstance(part, np.ndarray) and part.dtype == object:
-            return {_OBJECTS: part.reshape(-1).tolist(), "shape": part.shape}
         if isinstance(part, np.ndarray):
-            arrays.append(part.tobytes())
-            size += part.nbytes
-            return {_ARRAY: size - part.nbytes, "dtype": part.dtype.name, "shape": part.shape}
+            content = part.reshape(-1).tolist() if part.dtype == object else part.tobytes()
+            return {_ARRAY: content, "dtype": part.dtype.name, "shape": part.shape}
         return dict(part) if isinstance(part, Mapping) else part.item()
 
-    text = json.dumps(value, default=plain).encode()
-    return np.frombuffer(b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *arrays]), np.uint8)
+    return np.frombuffer(msgpack.packb(value, default=plain, unicode_errors=_TEXT), np.uint8)
 
 
 def _decode(data: np.ndarray, types: Sequence[type]) -> Any:
     """The value of `_encode`; `types` are the dataclasses in it."""
-    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
     named = {each.__name__: each for each in types}
 
-    def made(part: dict[str, Any]) -> Any:
+    def made(part: dict[Any, Any]) -> Any:
         if _ARRAY in part:
-            begin, dtype, shape = start + part[_ARRAY], np.dtype(part["dtype"]), part["shape"]
-            return data[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-        if _OBJECTS in part:
-            array = np.empty(len(part[_OBJECTS]), object)
-            array[:] = part[_OBJECTS]
+            content, dtype = part[_ARRAY], np.dtype(part["dtype"])
+            array = np.empty(math.prod(part["shape"]), dtype)
+            array[:] = np.frombuffer(content, dtype) if isinstance(content, bytes) else content
             return array.reshape(part["shape"])
         return named[part.pop(_TYPE)](**part) if _TYPE in part else part
 
-    return json.loads(data[_LENGTH_BYTES:start].tobytes(), object_hook=made)
+    return msgpack.unpackb(data.tobytes(), object_hook=made, strict_map_key=False, unicode_errors=_TEXT)
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
@@ -304,8 +291,8 @@ def join_hosts(coordinator: str, processes: int, process: int, timeout_s: float)
     local_devices = None
     if coordinator == AUTO:
         coordinator, processes, process, local_devices = _find_out(int(timeout_s))
-    bound, say = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", ""), functools.partial(print, flush=True)
-    listen_at = meet(coordinator, processes, process, timeout_s, listen_at=bound, say=say)
+    listen_at = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or coordinator
+    meet(coordinator, processes, process, timeout_s, listen_at=listen_at)
     # JAX would catch SIGTERM itself, and only tell who asks it at every step.
     jax.config.update("jax_enable_preemption_service", False)
     try:

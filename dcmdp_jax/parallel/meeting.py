@@ -7,34 +7,26 @@ at which JAX's coordination service listens afterwards: process 0 knows who is m
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
+import logging
 import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from dcmdp_jax.errors import ArgumentError, UserError
+
+logger = logging.getLogger(__name__)
 
 _SAY_EVERY_S = 10.0
 _RETRY_S = 0.25
 _GREETING_S = 1.0
 _LONGEST_LINE = 4096
-_LISTED = 8
-_ALL_INTERFACES = "[::]"
 
 
-def meet(
-    coordinator: str,
-    processes: int,
-    process: int,
-    timeout_s: float,
-    *,
-    listen_at: str = "",
-    say: Callable[[str], None] = print,
-) -> str:
-    """Wait until all processes of a run are here.
+def meet(coordinator: str, processes: int, process: int, timeout_s: float, *, listen_at: str = "") -> None:
+    """Wait until all processes of a run are here; every ten seconds a warning says who is missing.
 
     Args:
         coordinator: host:port of process 0.
@@ -42,21 +34,15 @@ def meet(
         timeout_s: how long each waits for the others.
         listen_at: host:port at which process 0 listens; "" for the coordinator's own. For a host that is reached by an
             address which none of its interfaces has.
-        say: is told every ten seconds who is missing.
-
-    Returns:
-        host:port at which process 0 is to listen from now on.
 
     Raises:
         UserError: in one line, if somebody did not come, or the address is wrong.
     """
     if process:
-        _come(coordinator, processes, process, timeout_s, say)
-        return coordinator
-    listener, address = _listen(listen_at or coordinator, say)
-    with listener:
-        _wait_for_all(listener, coordinator, processes, timeout_s, say)
-    return address
+        _come(coordinator, processes, process, timeout_s)
+        return
+    with _listen(listen_at or coordinator) as listener:
+        _wait_for_all(listener, coordinator, processes, timeout_s)
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -64,9 +50,7 @@ def _split(address: str) -> tuple[str, int]:
     return name.removeprefix("[").removesuffix("]"), int(port)
 
 
-def _wait_for_all(
-    listener: socket.socket, coordinator: str, processes: int, timeout_s: float, say: Callable[[str], None]
-) -> None:
+def _wait_for_all(listener: socket.socket, coordinator: str, processes: int, timeout_s: float) -> None:
     """Process 0: answer each who came when all have, or when somebody has not."""
     here: dict[int, tuple[str, socket.socket]] = {}
     answer: dict[str, object] = {"go": True}
@@ -77,8 +61,7 @@ def _wait_for_all(
         try:
             while len(here) < processes - 1:
                 numbers = [number for number in range(1, processes) if number not in here]
-                more = f" and {len(numbers) - _LISTED} more" if len(numbers) > _LISTED else ""
-                missing = f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers[:_LISTED]))}{more}"
+                missing = f"process{'es' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
                 if (now := time.monotonic()) >= end:
                     raise ArgumentError(
                         "coordinator",
@@ -88,7 +71,8 @@ def _wait_for_all(
                     )
                 if now >= next_line:
                     next_line = now + _SAY_EVERY_S
-                    say(line := f"waiting for {missing} of {processes} at {coordinator}")
+                    line = f"waiting for {missing} of {processes} at {coordinator}"
+                    logger.warning(line)
                     _send(here, say=line)
                 for key, _ in selector.select(min(end, next_line) - now):
                     if key.data:  # nobody speaks twice: its connection has ended, and it is missing again
@@ -144,8 +128,8 @@ def _send(callers: Mapping[int, tuple[str, socket.socket]], **message: object) -
             caller.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _listen(listen_at: str, say: Callable[[str], None]) -> tuple[socket.socket, str]:
-    """A socket at the named address alone, and that address."""
+def _listen(listen_at: str) -> socket.socket:
+    """A socket at the named address alone."""
     host, port = _split(listen_at)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -155,20 +139,10 @@ def _listen(listen_at: str, say: Callable[[str], None]) -> tuple[socket.socket, 
             f"got {listen_at!r}, whose name is not known on process 0's host "
             f"({error.strerror or error}); give host:port of process 0",
         ) from error
-    loopback = all(ipaddress.ip_address(place[0]).is_loopback for *_, place in found)
-    if loopback and host not in ("localhost", *(place[0] for *_, place in found)):
-        # /etc/hosts of Debian gives a machine's own name an address that no other machine reaches.
-        say(
-            f"coordinator: {host} is {found[0][4][0]} on its own host, so process 0 listens on all "
-            "its interfaces; give an address to listen on that one alone"
-        )
-        found, address = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("", port))], f"{_ALL_INTERFACES}:{port}"
-    else:
-        address = listen_at
     problem: OSError | None = None
     for family, *_, place in found:
         try:
-            return socket.create_server(place, family=family, backlog=128), address
+            return socket.create_server(place, family=family, backlog=128)
         except OSError as error:
             problem = error
     raise ArgumentError(
@@ -179,7 +153,7 @@ def _listen(listen_at: str, say: Callable[[str], None]) -> tuple[socket.socket, 
     ) from problem
 
 
-def _come(coordinator: str, processes: int, process: int, timeout_s: float, say: Callable[[str], None]) -> None:
+def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> None:
     """Another process: come to process 0, wait for its word, and try again where there was nobody."""
     greeting = {"process": process, "processes": processes, "host": socket.gethostname()}
     end, said_at, reason, refused = time.monotonic() + timeout_s, time.monotonic(), "nobody answers", None
@@ -198,7 +172,7 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float, say:
                             return
                         if said := told.get("say"):
                             said_at = time.monotonic()
-                            say(str(said))
+                            logger.warning(str(said))
                         connection.settimeout(1.5 * _SAY_EVERY_S)
         except OSError as error:
             reason = error.strerror or str(error)
@@ -206,7 +180,7 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float, say:
             raise ArgumentError(*str(refused).partition(": ")[::2])
         if time.monotonic() - said_at >= _SAY_EVERY_S:
             said_at = time.monotonic()
-            say(f"process {process}: waiting for process 0 at {coordinator} ({reason})")
+            logger.warning("process %d: waiting for process 0 at %s (%s)", process, coordinator, reason)
         time.sleep(_RETRY_S)
     raise ArgumentError(
         "coordinator",

@@ -62,9 +62,7 @@ def axis_sizes(devices: int, data: int, fsdp: int, tensor: int, expert: int) -> 
 
 def one_device_mesh() -> Mesh:
     """A mesh of the first local device, for small models."""
-    return jax.make_mesh(
-        (1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=jax.local_devices()[:1]
-    )
+    return make_mesh(devices=jax.local_devices()[:1])
 
 
 def training_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, expert: int = 1, *, num_params: int) -> Mesh:

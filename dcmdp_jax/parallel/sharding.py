@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 DATA = "data"
 """The mesh axis that splits rows and replicates parameters."""
+
+MODEL_AXES = ("fsdp", "tensor", "expert")
+"""The other axes."""
 
 
 MeshAxes = str | tuple[str, ...] | None
@@ -93,8 +96,6 @@ def param_shardings(
 
     def sharding(path: tuple[Any, ...], leaf: Any, axes: Axes) -> NamedSharding:
         where = jax.tree_util.keystr(path, simple=True, separator=".")
-        if len(axes) != len(leaf.shape):
-            raise ValueError(f"{where}: axes {axes} do not name the dimensions of shape {tuple(leaf.shape)}")
         parts = list(partition_spec(axes, table))
         for place, (part, size) in enumerate(zip(parts, leaf.shape, strict=True)):
             ways = _ways(part, mesh)
@@ -123,14 +124,9 @@ def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh
     Returns:
         The tree of `state` with a `NamedSharding` for each leaf.
     """
-    known = {
-        _keys(path): (tuple(leaf.shape), sharding)
-        for (path, leaf), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(shapes),
-            jax.tree.leaves(param_shardings(logical_axes, shapes, mesh)),
-            strict=True,
-        )
-    }
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    shardings = jax.tree.leaves(param_shardings(logical_axes, shapes, mesh))
+    known = {_keys(path): (tuple(leaf.shape), where) for (path, leaf), where in zip(leaves, shardings, strict=True)}
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = _keys(path)
@@ -148,21 +144,18 @@ def constrain(mesh: Mesh) -> Callable[[jax.Array, Axes], jax.Array]:
 
     Inside `shard_map_over_data` it uses the axes that are left to the compiler.
 
+    A dimension that is not a multiple of its devices is padded by the compiler.
+
     Raises (the returned function, while tracing):
-        ValueError: see `partition_spec`; also when a dimension is not a multiple of its devices.
+        ValueError: see `partition_spec`.
     """
 
     def pin(x: jax.Array, axes: Axes) -> jax.Array:
         around = jax.sharding.get_abstract_mesh()
         manual = set(around.manual_axes)
         parts = []
-        for name, part, size in zip(axes, partition_spec(axes, ACTIVATION_AXES), x.shape, strict=True):
+        for part in partition_spec(axes, ACTIVATION_AXES):
             free = tuple(axis for axis in _mesh_axes(part) if axis not in manual and mesh.shape[axis] > 1)
-            if size % _ways(free, mesh):
-                product = " * ".join(free)
-                raise ValueError(
-                    f"{name}: got {size}, must be a multiple of {product} = {_ways(free, mesh)} of the mesh"
-                )
             parts.append(part if part is P.UNCONSTRAINED else free or None)
         return jax.lax.with_sharding_constraint(x, NamedSharding(around if manual else mesh, P(*parts)))
 
@@ -214,27 +207,6 @@ def shard_map_over_data(
     )
 
 
-def shard_map_over_model_axes(
-    function: Callable[..., Any], mesh: Mesh, *, in_specs: tuple[P, ...], out_specs: P | tuple[P, ...]
-) -> Callable[..., Any]:
-    """Run `function` on each device's own part along fsdp and tensor; also inside `shard_map_over_data`.
-
-    For code that knows better than the compiler when to communicate. Without vma: the cotangent of a result that is
-    replicated along an axis is divided by the axis's size, and the gradients of a replicated argument are summed.
-
-    Args:
-        function: function of its arguments alone; it closes over no array.
-        mesh: the run's.
-        in_specs, out_specs: specs for `jax.shard_map`, over "fsdp" and "tensor".
-    """
-
-    def mapped(*arguments: Any) -> Any:
-        axes = set(mesh.axis_names) - {DATA}
-        return shard_map_over(axes, function, mesh, in_specs=in_specs, out_specs=out_specs)(*arguments)
-
-    return mapped
-
-
 def free_axes(mesh: Mesh) -> tuple[str, ...]:
     """Axes of the mesh that no enclosing `shard_map` maps, while tracing."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -242,10 +214,24 @@ def free_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def shard_map_over(axes: Iterable[str], function: Callable[..., Any], mesh: Mesh, **specs: Any) -> Callable[..., Any]:
-    """`jax.shard_map` over some axes of the mesh, while tracing, also inside a `shard_map` over others."""
-    around = jax.sharding.get_abstract_mesh()
-    inside = around if around.manual_axes else mesh
-    return jax.shard_map(function, mesh=inside, axis_names=set(axes), check_vma=False, **specs)
+    """Run `function` on each device's own part along some axes of the mesh; also inside a `shard_map` over others.
+
+    For code that knows better than the compiler when to communicate. Without vma: the cotangent of a result that is
+    replicated along an axis is divided by the axis's size, and the gradients of a replicated argument are summed.
+
+    Args:
+        axes: names of the axes.
+        function: function of its arguments alone; it closes over no array.
+        mesh: the run's.
+        specs: `in_specs` and `out_specs` for `jax.shard_map`, over these axes.
+    """
+
+    def mapped(*arguments: Any) -> Any:
+        around = jax.sharding.get_abstract_mesh()
+        inside = around if around.manual_axes else mesh
+        return jax.shard_map(function, mesh=inside, axis_names=set(axes), check_vma=False, **specs)(*arguments)
+
+    return mapped
 
 
 def to_global(tree: Any, shardings: Any) -> Any:
@@ -296,24 +282,6 @@ def to_host(x: jax.Array | np.ndarray) -> np.ndarray:
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         x = jax.device_put(x, NamedSharding(x.sharding.mesh, P()))
     return np.asarray(x)
-
-
-class Lowerable(NamedTuple):
-    """A program of the run, not compiled yet.
-
-    Attributes:
-        name: "step", "prefill", ...
-        trace: gives the traced program.
-        held: bytes on each device of its arguments that live longer than it, by kind.
-        row_lengths: lengths of the rows that attention runs over; empty where each row has one query.
-        tokens: fewest tokens of a device in a forward pass.
-    """
-
-    name: str
-    trace: Callable[[], jax.stages.Traced]
-    held: dict[str, int]
-    row_lengths: tuple[int, ...]
-    tokens: int
 
 
 def sharded(tree: Any, shardings: Any) -> Any:

@@ -17,13 +17,13 @@ from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
 from dcmdp_jax.config.engine import engine_arguments, forward_scheme
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.row_layout import RowShapes
-from dcmdp_jax.engines.engine_kind import DeviceShare, EnginePlan
+from dcmdp_jax.engines.engine_kind import DeviceShare, EnginePlan, Lowerable
 from dcmdp_jax.engines.machine import PREEMPTED, Machine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import param_shapes
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, row_shards
-from dcmdp_jax.parallel.sharding import Lowerable, bytes_per_device, sharded
+from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology, platform_of
 from dcmdp_jax.run.memory_use import CUDNN_WORKSPACE

@@ -250,7 +250,7 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
             taken = {k: value for k, value in arguments.items() if takes_all or k in signature.parameters}
             scores.append(compute_score(**taken))
         if any(map(inspect.isawaitable, scores)):
-            scores = asyncio.run(_gathered(scores))
+            scores = asyncio.run(gathered(scores))
         parts = [score if isinstance(score, Mapping) else {"score": score} for score in scores]
         for row, (part, score) in enumerate(zip(parts, scores, strict=True)):
             if part.get("score") is None:
@@ -296,7 +296,7 @@ def call_reward(
         log_metric=logged.log_metric, log_extra=logged.log_extra, **columns,
     )  # fmt: skip
     if inspect.isawaitable(values):
-        values = asyncio.run(_gathered([values]))[0]
+        values = asyncio.run(gathered([values]))[0]
     # A dict gives its keys and a set has no order; text gives letters.
     if isinstance(values, Mapping | Set | str | bytes) or not isinstance(values, Iterable):
         raise RewardError(f"returned {shown(values)}, needs a list with one reward per completion")
@@ -329,11 +329,13 @@ def weighted_total(values: Sequence[Sequence[float | None]], weights: Sequence[f
     ]
 
 
-async def _gathered(values: Sequence[Any]) -> list[Any]:
+async def gathered(values: Sequence[Any]) -> list[Any]:
     """The values, awaitable ones awaited at once."""
-    waiting = [value for value in values if inspect.isawaitable(value)]
-    found = iter(await asyncio.gather(*waiting))
-    return [next(found) if inspect.isawaitable(value) else value for value in values]
+
+    async def value_of(one: Any) -> Any:
+        return await one if inspect.isawaitable(one) else one
+
+    return list(await asyncio.gather(*map(value_of, values)))
 
 
 def _check_value(row: int, value: Any) -> float | None:

@@ -32,7 +32,6 @@ from tests.support.coin_model import (
     TASK,
     TEMPERATURE,
     TOKENS,
-    VOCABULARY,
     coin_model,
     coin_params,
     evaluation_fails,
@@ -330,7 +329,7 @@ def test_weights_that_are_not_finite_are_named_before_anything_is_sampled(hf_dir
     tensors["model.norm.weight"][3] = np.nan
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     got = evaluation_fails(capsys, broken, TASK, tasks, TOKENS, 4)
-    assert got.startswith(f"{broken}/model.safetensors: tensor model.norm.weight has 1 value(s) of {VOCABULARY} that")
+    assert got.startswith(f"{broken}/model.safetensors: tensor model.norm.weight has a value that is")
 
 
 def test_an_engine_that_cannot_fit_is_refused_before_any_weight_is_read(hf_dir, tasks, capsys, monkeypatch):

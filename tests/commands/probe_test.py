@@ -54,7 +54,7 @@ def test_a_recording_gives_table_json_and_page(tmp_path, capsys):
     # The names of SVG's namespaces are no requests; the scripts are the completions and what shows them.
     assert not re.search(r"https?://|src=\"(?!data:)", re.sub(r'xmlns(:\w+)?="[^"]*"', "", page))
     assert page.count("<script") == 2
-    assert page.count("<figure ") == len(list((out / "plots").glob("*.png"))) == 3
+    assert page.count("<figure ") == len(list((out / "plots").glob("*.png"))) == 2
 
 
 def test_the_page_has_each_completion_with_both_probabilities_the_largest_mismatch_first(tmp_path, capsys):
@@ -178,7 +178,7 @@ def test_scoring_again_stops_at_the_change_that_explains_the_mismatch(model, tmp
     assert operators["mlp", 1] > 100 * operators["norm", 1]
 
 
-def test_a_probe_that_is_stopped_leaves_what_it_had_and_the_next_says_so(model, tmp_path, capsys, monkeypatch):
+def test_a_probe_that_is_stopped_leaves_what_it_had(model, tmp_path, capsys, monkeypatch):
     # The tokens that a nucleus leaves out are explained by no change, so that all are tried.
     arguments = ("--model", model / "model", *_ASK, f"{_LIMIT}=8", "--a", "local", "--top-p=0.6", "--out", tmp_path)
 
@@ -192,8 +192,7 @@ def test_a_probe_that_is_stopped_leaves_what_it_had_and_the_next_says_so(model, 
     (pair,) = record["pairs"]
     assert code != 0 and "stopped here" in error and not record["finished"] and pair["statistics"]["mean"] > 0.01
     assert len(pair["evidence"]["explanations"]) == 6 and not (tmp_path / "probe.html").exists()
-    code, _, shown = _run(capsys, *arguments)
-    assert code == 0 and "is of a probe that was stopped: local:exact - trainer:float32 with 6 changes tried" in shown
+    assert _run(capsys, *arguments)[0] == 0
     assert json.loads((tmp_path / "probe.json").read_text())["finished"]
 
 

@@ -65,7 +65,7 @@ def _generate(raw, connection, fault, version, arrays, limit) -> None:
     if fault == "garbage":
         raw.sendall(b"HTTP/1.1 500 Internal Server Error\r\n\r\n")
     elif fault == "huge":
-        raw.sendall(wire._PREFIX.pack(b"DCM1", 1 << 30, 0))
+        raw.sendall(wire._PREFIX.pack(b"DCM2", 1 << 40))
     elif fault == "wrong_answer":
         connection.send("pong")
         return

@@ -241,7 +241,7 @@ def test_a_start_that_takes_too_long_ends(start):
         ("short", "tokens and .* log-probs"),
         ("outside", "token ids"),
         ("stale_version", "sampled with version 6"),
-        ("dies", "killed by SIGKILL"),
+        ("dies", "killed by signal 9, Killed"),
         ("hangs", "nothing for 2 s"),
         ("bad_checksum", "arrived changed"),
         ("few_checksums", "checksums of shape"),

@@ -635,8 +635,7 @@ def test_dtypes_of_vllm(dtypes):
 
 _OF_VLLM = "allowed with rollout.engine=vllm are float32, float16, bfloat16, int8, fp8, fp8_per_block"
 _OF_LOCAL = "allowed with rollout.engine=local are"
-_ONE_DTYPE = "vLLM has one dtype for weights and activations, set both alike"
-_BFLOAT16 = "vLLM computes quantized layers in bfloat16, set that"
+_BFLOAT16 = "vLLM computes it in bfloat16, set that"
 
 
 @pytest.mark.parametrize(
@@ -648,15 +647,14 @@ _BFLOAT16 = "vLLM computes quantized layers in bfloat16, set that"
         ("local", ("int8", "float16"), "compute_dtype: got 'float16' with rollout.precision='int8'"),
         ("local", ("bfloat16", "bfloat16", "fp8_e5m2"), f"kv_cache_dtype: got 'fp8_e5m2', {_OF_LOCAL} auto, fp8"),
         ("vllm", ("float32", "bfloat16"),
-         f"compute_dtype: got 'bfloat16' with rollout.precision='float32'; {_ONE_DTYPE}"),
+         "compute_dtype: got 'bfloat16' with rollout.precision='float32'; vLLM computes it in float32"),
         ("vllm", ("bfloat16", "float16"),
-         f"compute_dtype: got 'float16' with rollout.precision='bfloat16'; {_ONE_DTYPE}"),
+         f"compute_dtype: got 'float16' with rollout.precision='bfloat16'; {_BFLOAT16}"),
         ("vllm", ("int8", "float32"), f"compute_dtype: got 'float32' with rollout.precision='int8'; {_BFLOAT16}"),
         ("vllm", ("fp8", "float32"), f"compute_dtype: got 'float32' with rollout.precision='fp8'; {_BFLOAT16}"),
         ("vllm", ("fp8_per_block", "float16"),
          f"compute_dtype: got 'float16' with rollout.precision='fp8_per_block'; {_BFLOAT16}"),
-        # Neither engine has it: no word of engines.
-        ("vllm", ("int1", "bfloat16"), "precision: got 'int1', allowed are exact, float32"),
+        ("vllm", ("int1", "bfloat16"), f"precision: got 'int1', {_OF_VLLM}"),
     ],
 )  # fmt: skip
 def test_dtypes_that_an_engine_has_not(engine, dtypes, line):

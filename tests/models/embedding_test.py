@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.models.decoder import look_up_split
 from dcmdp_jax.models.logprobs import KernelAxes
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.parallel.sharding import shard_map_over_model_axes
+from dcmdp_jax.parallel.sharding import MODEL_AXES, shard_map_over
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices, see XLA_FLAGS in BUILD.md")
 
@@ -21,7 +21,7 @@ def _look_up(fsdp, tensor, dtype):
     axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
     mapped = functools.partial(look_up_split, dtype=dtype, axes=axes)
-    return jax.jit(shard_map_over_model_axes(mapped, mesh, in_specs=(P(axes.vocab, "fsdp"), rows), out_specs=rows))
+    return jax.jit(shard_map_over(MODEL_AXES, mapped, mesh, in_specs=(P(axes.vocab, "fsdp"), rows), out_specs=rows))
 
 
 @pytest.mark.parametrize(("fsdp", "tensor"), [(8, 1), (4, 2), (2, 4)])

@@ -237,8 +237,8 @@ def test_wrong_shape(tmp_path):
     tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((16, 8), np.float32)
     source = _write(tmp_path / "m", CONFIG, tensors)
     assert _refused(source, CONFIG) == (
-        f"{source}/model.safetensors: tensor model.layers.0.self_attn.k_proj.weight is [16, 8], expected [8, 8] = "
-        "[num_key_value_heads x head_dim, hidden_size] of config.json"
+        f"{source}/model.safetensors: tensor model.layers.0.self_attn.k_proj.weight is [16, 8], expected [8, 8] "
+        "by config.json"
     )
 
 
@@ -247,7 +247,7 @@ def test_unknown_tensor(tmp_path):
     source = _write(tmp_path / "m", CONFIG, tensors)
     assert _refused(source, CONFIG) == (
         f"{source}/model.safetensors: tensor model.layers.1.self_attn.q_proj.bias is unknown to qwen3 with this "
-        "config.json; attention_bias or model_type in config.json says that it is not there"
+        "config.json"
     )
 
 
@@ -271,7 +271,7 @@ def test_names_of_another_family(tmp_path):
 
 @pytest.mark.parametrize(("value", "said"), [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf")])
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_values_that_are_not_finite_are_counted_and_placed(tmp_path, stored, value, said):
+def test_values_that_are_not_finite_are_placed(tmp_path, stored, value, said):
     tensors = _tensors(CONFIG, stored)
     # Of [16, 8] = 128 values two; the first in reading order is at [3, 5].
     tensors["model.layers.1.self_attn.q_proj.weight"][3, 5] = value
@@ -281,8 +281,8 @@ def test_values_that_are_not_finite_are_counted_and_placed(tmp_path, stored, val
         path for path in source.glob("*.safetensors") if "model.layers.1.self_attn.q_proj.weight" in load_file(path)
     )
     expected = (
-        f"{file}: tensor model.layers.1.self_attn.q_proj.weight has 2 value(s) of 128 that are not finite, the first, "
-        f"{said}, at [3, 5]; the weights are damaged, fetch or export them again"
+        f"{file}: tensor model.layers.1.self_attn.q_proj.weight has a value that is not finite: {said} at [3, 5]; the "
+        "weights are damaged, fetch or export them again"
     )
     for dtype in ("float32", "bfloat16"):
         assert refused(load_params, source, CONFIG, dtype=dtype) == expected
@@ -295,9 +295,7 @@ def test_a_value_that_narrowing_makes_infinite_is_refused(tmp_path):
     tensors["model.norm.weight"][2] = 3.4e38
     source = _write(tmp_path / "m", CONFIG, tensors)
     load_params(source, CONFIG, dtype="float32")
-    with pytest.raises(
-        ValueError, match=r"norm.weight has 1 value\(s\) of 8 that are too large for bfloat16, the first"
-    ):
+    with pytest.raises(ValueError, match=r"norm.weight .* too large for bfloat16: 3.39\d*e\+38 at \[2\]"):
         load_params(source, CONFIG, dtype="bfloat16")
 
 
@@ -307,7 +305,7 @@ def test_a_large_tensor_is_checked_part_by_part(tmp_path, monkeypatch):
     tensors = _tensors(CONFIG)
     tensors["lm_head.weight"][10, 7] = np.nan  # the last value of all
     source = _write(tmp_path / "m", CONFIG, tensors)
-    with pytest.raises(ValueError, match=r"lm_head.weight has 1 value\(s\) of 88 .* at \[10, 7\]"):
+    with pytest.raises(ValueError, match=r"lm_head.weight has a value that is not finite: nan at \[10, 7\]"):
         load_params(source, CONFIG, dtype="float32")
 
 
@@ -318,7 +316,7 @@ def test_a_shard_of_a_mesh_finds_what_is_not_finite_in_the_whole_tensor(tmp_path
     mesh = make_mesh(1, 8, 1, devices=jax.devices()[:8])
     shardings = jax.tree.map(lambda _: NamedSharding(mesh, P()), param_shapes(CONFIG))
     shardings["output"] = NamedSharding(mesh, P("fsdp", None))
-    with pytest.raises(ValueError, match=r"lm_head.weight has 1 value\(s\) of 88 .* at \[10, 7\]"):
+    with pytest.raises(ValueError, match=r"lm_head.weight has a value that is not finite: nan at \[10, 7\]"):
         load_params(source, CONFIG, dtype="float32", shardings=shardings)
 
 

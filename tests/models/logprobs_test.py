@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.models.logprobs import KernelAxes, token_blocks, token_logprobs
 from dcmdp_jax.models.ops import CPU, REFERENCE
 from dcmdp_jax.parallel.mesh import make_mesh
-from dcmdp_jax.parallel.sharding import shard_map_over_model_axes
+from dcmdp_jax.parallel.sharding import MODEL_AXES, shard_map_over
 
 ROWS, LENGTH, WIDTH, VOCAB = 3, 10, 8, 31
 # Logits up to 20 carry 1e-6 each in float32, and gradients up to 10 are sums of 31 of them.
@@ -200,7 +200,8 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
     listed = rng.integers(-1, vocab, (8, LENGTH, 3)).astype(np.int32)
     axes = KernelAxes("fsdp", "tensor" if tensor > 1 else None)
     rows = P(("fsdp", "expert"))
-    split = shard_map_over_model_axes(
+    split = shard_map_over(
+        MODEL_AXES,
         functools.partial(token_logprobs, temperature=0.7, chunk=1, ops=CPU, kernel_axes=axes, listed_gradient=True),
         mesh,
         in_specs=(rows, P(*axes), rows, rows, rows),

@@ -44,9 +44,7 @@ def test_the_scheme_is_that_of_vllms_build_for_the_platform(precision, cache, pl
 
 
 def test_experts_are_refused():
-    with pytest.raises(
-        UserError, match="^config.model.forward_precision: got 'fp8_per_block' with 4 experts; the trai"
-    ):
+    with pytest.raises(UserError, match="^config.model.forward_precision: got 'fp8_per_block'; the trai"):
         forward_scheme(_config("fp8_per_block"), "gpu", model=EXPERTS)
 
 

@@ -18,7 +18,7 @@ import httpx
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.engines.sidecar.supervisor import Calls
 from dcmdp_jax.engines.vllm_common import unsupported_version
-from dcmdp_jax.errors import ArgumentError, UserError
+from dcmdp_jax.errors import ArgumentError, UserError, one_line
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ class VllmHttpClient:
                         raise ValueError("its prompt_token_ids are not those sent")
                     result = read(index, choice)
                 except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-                    found = f"no {error} in it" if isinstance(error, KeyError) else _one_line(error)
+                    found = f"no {error} in it" if isinstance(error, KeyError) else one_line(error, 300)
                     raise EngineError(f"{name}: the answer of {self.address} can't be used: {found}") from None
                 calls.put((index, result))
 
@@ -140,7 +140,7 @@ class VllmHttpClient:
         if known := unsupported_version(version):
             raise ArgumentError(
                 "server",
-                f"{self.address} runs vLLM {_one_line(version) or 'of no version'}; its answers are known for "
+                f"{self.address} runs vLLM {one_line(version, 300) or 'of no version'}; its answers are known for "
                 f"{known}: start one of those",
             )
         try:
@@ -171,7 +171,7 @@ class VllmHttpClient:
             except TimeoutError:
                 trouble = f"no answer within {limit_s:g} s (timeout_s={self.timeout_s:g})"
             except (httpx.RequestError, OSError) as error:
-                trouble = f"{type(error).__name__} {_one_line(error)}".strip()
+                trouble = f"{type(error).__name__} {one_line(error, 300)}".strip()
             else:
                 if response.status_code == 200:
                     return response
@@ -217,16 +217,12 @@ def _json(response: httpx.Response, what: str) -> Any:
     try:
         return json.loads(response.content)
     except ValueError:
-        raise EngineError(f"{what}: the server's answer is not JSON: {_one_line(response.text)!r}") from None
+        raise EngineError(f"{what}: the server's answer is not JSON: {one_line(response.text, 300)!r}") from None
 
 
 def _message(response: httpx.Response) -> str:
     """The server's own words."""
     try:
-        return _one_line(json.loads(response.content)["error"]["message"])
+        return one_line(json.loads(response.content)["error"]["message"], 300)
     except (ValueError, KeyError, TypeError):
-        return _one_line(response.text) or response.reason_phrase
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())[:300]
+        return one_line(response.text, 300) or response.reason_phrase

@@ -257,23 +257,16 @@ class Sidecar:
 
     def _keep_log(self) -> None:
         """Copy its output to the log; a full disk costs the log, not the run."""
-        path = self._launch.directory / _LOG
-        log: Any = None
-        try:
-            log = open(path, "ab", buffering=0)  # noqa: SIM115 - closed below, and on a failed write
-        except OSError as error:
-            logger.warning("%s: %s; the sidecar's output is not kept", path, error.strerror)
+        path: Path | None = self._launch.directory / _LOG
         for line in self._process.stdout:
             self._lines.append(line.decode("utf-8", "replace").rstrip()[:2000])
             try:
-                if log is not None:
-                    log.write(line)
+                if path is not None:
+                    with open(path, "ab") as log:
+                        log.write(line)
             except OSError as error:
                 logger.warning("%s: %s; the sidecar's output is no longer kept", path, error.strerror)
-                log.close()
-                log = None
-        if log is not None:
-            log.close()
+                path = None
         self._process.stdout.close()
 
 
@@ -290,12 +283,7 @@ def process_environment(launch: Launch) -> dict[str, str]:
 def _ending(code: int | None) -> str:
     if code is None:
         return "still running, stopped or stuck; killed"
-    if code >= 0:
-        return f"exit status {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"killed by signal {-code}"
+    return f"exit status {code}" if code >= 0 else f"killed by signal {-code}, {signal.strsignal(-code)}"
 
 
 def _group_lives(group: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import reprlib
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,18 +51,7 @@ def parse(listed: Sequence[Sequence[object]], size: int) -> list[Tensor]:
     Raises:
         ValueError: for an entry that is none, a name twice, tensors that overlap or leave the segment.
     """
-    tensors = []
-    for entry in listed:
-        match entry:
-            case [str() as name, str() as dtype, [*shape], int() as offset] if (
-                dtype in ITEM_SIZES
-                and all(isinstance(n, int) and n > 0 for n in shape)
-                and offset >= 0
-                and not any(isinstance(n, bool) for n in (*shape, offset))
-            ):
-                tensors.append(Tensor(name, dtype, tuple(shape), offset))
-            case _:
-                raise ValueError(f"manifest: {reprlib.repr(entry)} is no [name, dtype, shape, offset]")
+    tensors = [Tensor(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in listed]
     end, before = 0, "the segment's start"
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.offset < end or tensor.offset % ITEM_SIZES[tensor.dtype]:

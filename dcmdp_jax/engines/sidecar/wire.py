@@ -1,7 +1,7 @@
-"""Frames between trainer and sidecar: a msgpack header and raw arrays behind it.
+"""Frames between trainer and sidecar: a length and a msgpack map.
 
-    frame  = magic "DCM1" | header bytes, uint32 | body bytes, uint64 | header | body       little-endian
-    header = msgpack map with "op"; "arrays" = [[name, dtype, shape], ...] lists the arrays of the body, in order
+    frame = magic "DCM2" | bytes, uint64 | map       little-endian
+    map   = "op", further fields, and "arrays": name -> [dtype, shape, bytes]
 
 No pickle. Weights do not travel in frames, see `segments`. Both sides import this module, so it knows numpy and msgpack
 only.
@@ -10,8 +10,6 @@ only.
 from __future__ import annotations
 
 import contextlib
-import math
-import reprlib
 import socket
 import struct
 import time
@@ -21,13 +19,12 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Changes with any change of frames or of what they say; both sides must have the same."""
 
-_MAGIC = b"DCM1"
-_PREFIX = struct.Struct("<4sIQ")
+_MAGIC = b"DCM2"
+_PREFIX = struct.Struct("<4sQ")
 _DTYPES = ("uint8", "int16", "int32", "int64", "uint64", "float32")
-_MAX_DIMENSIONS = 4
 
 
 class WireError(ConnectionError):
@@ -49,15 +46,14 @@ class Message(NamedTuple):
 class Connection:
     """One end of a Unix socket pair. After any WireError or TimeoutError it is closed: frames have no way to resume."""
 
-    def __init__(self, sock: socket.socket, *, max_header: int = 1 << 24, max_body: int = 1 << 32) -> None:
+    def __init__(self, sock: socket.socket, *, max_bytes: int = 1 << 32) -> None:
         """Take over the socket.
 
         Args:
             sock: a connected Unix stream socket.
-            max_header, max_body: bytes; a frame that announces more is refused before anything is allocated.
+            max_bytes: a frame that announces more is refused before anything is allocated.
         """
-        self._socket = sock
-        self._max_header, self._max_body = max_header, max_body
+        self._socket, self._max_bytes = sock, max_bytes
 
     def fileno(self) -> int:
         """The descriptor, to be polled; -1 once closed."""
@@ -80,70 +76,51 @@ class Connection:
         Args:
             op: name of the request or answer.
             header: further fields: numbers, strings, lists, maps of those.
-            arrays: uint8, int16, int32, int64, uint64 or float32, of four dimensions at most.
+            arrays: uint8, int16, int32, int64, uint64 or float32.
             timeout_s: limit for the whole frame; None waits without a limit.
 
         Raises:
-            ValueError: for an array that does not travel, or a frame over the limits; nothing is sent.
+            ValueError: for an array that does not travel, or a frame over the limit; nothing is sent.
             TimeoutError: if the other side does not take it in time.
             WireError: if the other side is gone.
         """
-        held = {name: np.asarray(value, order="C") for name, value in (arrays or {}).items()}
-        fields: dict[str, Any] = {**(header or {}), "op": op}
-        fields["arrays"] = [[name, value.dtype.name, list(value.shape)] for name, value in held.items()]
-        for name, value in held.items():
+        listed = {}
+        for name, value in (arrays or {}).items():
             # Not the name alone: big-endian int32 is called int32 too.
-            if value.dtype not in _DTYPES or value.ndim > _MAX_DIMENSIONS:
-                raise ValueError(
-                    f"frame {op!r}: array {name} is {value.dtype} of {value.ndim} dimensions, allowed are "
-                    f"{', '.join(_DTYPES)} of {_MAX_DIMENSIONS} at most"
-                )
-        size = sum(value.nbytes for value in held.values())
-        packed = msgpack.packb(fields)
-        if len(packed) > self._max_header or size > self._max_body:
-            raise ValueError(
-                f"frame {op!r}: header of {len(packed)} and arrays of {size} bytes, the limits are {self._max_header} "
-                f"and {self._max_body}"
-            )
-        deadline = _Deadline(timeout_s)
+            if value.dtype not in _DTYPES:
+                raise ValueError(f"frame {op!r}: array {name} is {value.dtype}, allowed are {', '.join(_DTYPES)}")
+            listed[name] = value.dtype.name, value.shape, value.tobytes()
+        packed = msgpack.packb({**(header or {}), "op": op, "arrays": listed})
+        if len(packed) > self._max_bytes:
+            raise ValueError(f"frame {op!r}: {len(packed)} bytes, the limit is {self._max_bytes}")
+        end = _end(timeout_s)
         with self._closing_on_failure(f"sending {op!r}", timeout_s):
-            self._send_all(memoryview(_PREFIX.pack(_MAGIC, len(packed), size) + packed), deadline)
-            for value in held.values():
-                self._send_all(memoryview(value.reshape(-1)).cast("B"), deadline)
+            data = memoryview(_PREFIX.pack(_MAGIC, len(packed)) + packed)
+            while data.nbytes:
+                self._socket.settimeout(_left(end))
+                data = data[self._socket.send(data) :]
 
     def receive(self, *, timeout_s: float | None = None) -> Message:
         """Wait for one frame.
 
         Raises:
             TimeoutError: if it is not there, whole, in time.
-            WireError: if the other side is gone, or sent something else than a frame within the limits.
+            WireError: if the other side is gone, or sent something else than a frame within the limit.
         """
-        deadline = _Deadline(timeout_s)
+        end = _end(timeout_s)
         with self._closing_on_failure("waiting for a frame", timeout_s):
-            magic, header_bytes, body_bytes = _PREFIX.unpack(self._receive_all(_PREFIX.size, deadline))
+            magic, size = _PREFIX.unpack(self._receive_all(_PREFIX.size, end))
             if magic != _MAGIC:
                 raise WireError(f"not a frame: it begins with {magic!r}")
-            if header_bytes > self._max_header or body_bytes > self._max_body:
-                raise WireError(
-                    f"frame too large: header of {header_bytes} and body of {body_bytes} bytes, the limits are "
-                    f"{self._max_header} and {self._max_body}"
-                )
-            header = _header(bytes(self._receive_all(header_bytes, deadline)))
-            specs, size = _specs(header.pop("arrays"))
-            if size != body_bytes:
-                raise WireError(f"malformed frame: arrays of {size} bytes in a body of {body_bytes}")
-            return Message(header, _arrays(self._receive_all(body_bytes, deadline), specs))
+            if size > self._max_bytes:
+                raise WireError(f"frame too large: {size} bytes, the limit is {self._max_bytes}")
+            return _message(self._receive_all(size, end))
 
-    def _send_all(self, data: memoryview, deadline: _Deadline) -> None:
-        while data.nbytes:
-            self._socket.settimeout(deadline.left())
-            data = data[self._socket.send(data) :]
-
-    def _receive_all(self, count: int, deadline: _Deadline) -> bytearray:
+    def _receive_all(self, count: int, end: float | None) -> bytearray:
         data = bytearray(count)
         rest = memoryview(data)
         while rest.nbytes:
-            self._socket.settimeout(deadline.left())
+            self._socket.settimeout(_left(end))
             if not (received := self._socket.recv_into(rest)):
                 raise WireError("the other side closed the connection")
             rest = rest[received:]
@@ -153,65 +130,37 @@ class Connection:
     def _closing_on_failure(self, doing: str, timeout_s: float | None) -> Any:
         try:
             yield
-        except TimeoutError:
-            self.close()
-            raise TimeoutError(f"{doing}: nothing for {timeout_s:g} s") from None
-        except WireError:
-            self.close()
-            raise
         except OSError as error:
             self.close()
-            raise WireError(f"{doing}: {error.strerror or error}") from error
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"{doing}: nothing for {timeout_s:g} s") from None
+            raise error if isinstance(error, WireError) else WireError(f"{doing}: {error.strerror or error}") from error
 
 
-class _Deadline:
-    """Seconds left of a limit, as a socket wants them."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._end = None if seconds is None else time.monotonic() + seconds
-
-    def left(self) -> float | None:
-        if self._end is None:
-            return None
-        if (left := self._end - time.monotonic()) <= 0:
-            raise TimeoutError
-        return left
+def _end(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
 
 
-def _header(data: bytes) -> dict[str, Any]:
+def _left(end: float | None) -> float | None:
+    """Seconds until the end, as a socket wants them."""
+    left = None if end is None else end - time.monotonic()
+    if left is not None and left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _message(data: bytearray) -> Message:
     try:
         header = msgpack.unpackb(data)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise WireError(f"malformed frame: the header is not msgpack ({str(error) or type(error).__name__})") from error
-    if not isinstance(header, dict) or not isinstance(header.get("op"), str) or "arrays" not in header:
-        raise WireError("malformed frame: the header is no map with op and arrays")
-    return header
+        arrays = {name: _array(*parts) for name, parts in header.pop("arrays").items()}
+        if not isinstance(header["op"], str):
+            raise TypeError("op is no text")
+    except Exception as error:  # of msgpack and NumPy, whatever the bytes are
+        raise WireError(f"malformed frame: {error!r:.200}") from error
+    return Message(header, arrays)
 
 
-def _specs(listed: Any) -> tuple[list[tuple[str, np.dtype, tuple[int, ...]]], int]:
-    """The arrays a header announces, each one that numpy can make, and their bytes together."""
-    specs, total = [], 0
-    for entry in listed if isinstance(listed, list) else [None]:
-        match entry:
-            case [str() as name, str() as dtype, [*shape]] if (
-                dtype in _DTYPES
-                and len(shape) <= _MAX_DIMENSIONS
-                and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)
-                # An empty array has other dimensions too, and numpy multiplies those.
-                and math.prod(n for n in shape if n) * np.dtype(dtype).itemsize < 2**63
-            ):
-                specs.append((name, np.dtype(dtype), tuple(shape)))
-                total += math.prod(shape) * np.dtype(dtype).itemsize
-            case _:
-                # Not str: it recurses as deep as the entry is nested.
-                raise WireError(f"malformed frame: array {reprlib.repr(entry)} is no [name, dtype, shape]")
-    return specs, total
-
-
-def _arrays(buffer: Any, specs: list[tuple[str, np.dtype, tuple[int, ...]]]) -> dict[str, np.ndarray]:
-    arrays, start = {}, 0
-    for name, dtype, shape in specs:
-        count = math.prod(shape)
-        arrays[name] = np.frombuffer(buffer, dtype, count=count, offset=start).reshape(shape)
-        start += count * dtype.itemsize
-    return arrays
+def _array(dtype: str, shape: list[int], content: bytes) -> np.ndarray:
+    if dtype not in _DTYPES:
+        raise ValueError("an array of another dtype")
+    return np.frombuffer(content, dtype).reshape(shape).copy()

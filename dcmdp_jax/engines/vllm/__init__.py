@@ -33,16 +33,9 @@ class VllmKind(EngineKind):
 
     def check(self, arguments: EngineArguments) -> None:
         precision, dtype, settings = arguments.precision, arguments.compute_dtype, arguments.settings
-        if precision in _DTYPES and precision != dtype:
+        if dtype != (needed := precision if precision in _DTYPES else "bfloat16"):
             raise ArgumentError(
-                "compute_dtype",
-                f"got {dtype!r} with `precision`={precision!r}; vLLM has one dtype for weights and "
-                "activations, set both alike",
-            )
-        if precision in _QUANTIZED and dtype != "bfloat16":
-            raise ArgumentError(
-                "compute_dtype",
-                f"got {dtype!r} with `precision`={precision!r}; vLLM computes quantized layers in bfloat16, set that",
+                "compute_dtype", f"got {dtype!r} with `precision`={precision!r}; vLLM computes it in {needed}, set that"
             )
         if arguments.lag and settings.sleep:
             raise ArgumentError(
@@ -73,17 +66,11 @@ class VllmKind(EngineKind):
         """
         products = "" if precision == "full" else precision
         model, parts = arguments.model, arguments.settings.tensor_parallel_size
-        if products and model is not None and model.num_experts:
+        if products and (parts > 1 or (model is not None and model.num_experts)):
             raise ArgumentError(
                 "forward_precision",
-                f"got {precision!r} with {model.num_experts} experts; the trainer repeats the "
-                "roundings of dense layers alone, set 'full'",
-            )
-        if products and parts > 1:
-            raise ArgumentError(
-                "forward_precision",
-                f"got {precision!r} with `tensor_parallel_size`={parts}; each device of vLLM rounds "
-                "its part of a token by a scale of its own, set 'full' or `tensor_parallel_size`=1",
+                f"got {precision!r}; the trainer repeats vLLM's roundings of dense layers alone, with "
+                "`tensor_parallel_size`=1; set 'full'",
             )
         # Of fused q, k and v with biases: see `launch.engine_arguments`.
         biased = bool(products) and model is not None and model.attention_bias and products != "int8"

@@ -16,6 +16,7 @@ from dcmdp_jax.engines.vllm import devices
 from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError
+from dcmdp_jax.inputs import json_object
 from dcmdp_jax.models.hf_config import to_hf
 from dcmdp_jax.parallel.backend import processor_features
 
@@ -162,13 +163,9 @@ def installed_vllm(python: str) -> tuple[str, str]:
             check=False,
             env={**os.environ, "PYTHONSAFEPATH": "1"},  # -P, which Python 3.10 does not have
         )
-        found = json.loads(done.stdout or "null")
+        found = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ArgumentError("python", f"{python!r} does not run as a Python interpreter ({error})") from None
-    if not isinstance(found, dict):
-        raise ArgumentError(
-            "python", f"{python!r} does not run as a Python interpreter (exit status {done.returncode}, no answer)"
-        )
     where = python or "this environment"
     codec = found.pop("msgpack", None)
     if not found:
@@ -199,12 +196,7 @@ def extra_arguments(engine_args: str) -> dict[str, Any]:
     Raises:
         ValueError: if it is not a JSON object, or sets what another setting sets.
     """
-    try:
-        extra = json.loads(engine_args) if engine_args else {}
-    except ValueError as error:
-        raise ArgumentError("engine_args", f"got {engine_args!r}, must be a JSON object ({error})") from None
-    if not isinstance(extra, dict):
-        raise ArgumentError("engine_args", f"got {engine_args!r}, must be a JSON object")
+    extra = json_object(engine_args, "engine_args")
     for name in extra:
         if name in _OURS:
             why = _OURS[name] if _OURS[name].startswith("`") else f"us: {_OURS[name]}"

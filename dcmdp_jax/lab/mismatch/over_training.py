@@ -25,8 +25,6 @@ _SHOWN = 5
 _FIRST_STEPS = 5
 # A rank or source stands out where its mean is this many times the others' median, and not within float32's rounding.
 _STANDS_OUT, _ROUNDING = 3.0, 1e-5
-AGREEMENT = 1e-6
-"""Largest difference of a step's mean |p - q| from the run's own metric."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +64,7 @@ class OverTraining:
         steps: in order.
         ranks, sources: empty where there is only one or none is recorded.
         odd_rank: the first rank that stands out, in words: no budget bounds other weights on one rank; "" without one.
-        notes: sentences about outliers among ranks and sources, and agreement with the run's own metrics.
+        notes: sentences about outliers among ranks and sources.
         alarms: alarms over the steps; see `observe.alarms`.
         tolerance: c that the alarms compare with; NaN if there is none.
         tolerance_from: where it comes from.
@@ -171,7 +169,7 @@ def read_run(
         max_tokens: tokens to keep at most.
         allow_gaps: go on where steps or ranks are missing in the middle.
         tolerance: c for the alarms; None: the run's own, else the one recommended for the first steps.
-        metrics: the run's own, if known: the alarms look at them, and the steps are compared with them.
+        metrics: the run's own, if known: the alarms look at them.
 
     Raises:
         UserError: in one line, if a step or rank is missing in the middle or comes twice, or a row is wrong.
@@ -232,10 +230,7 @@ def _over_training(
 ) -> OverTraining:
     odd = _standing_out(ranks)
     notes = [*odd, *_standing_out(sources)]
-    series = _series(steps)
-    if metrics is not None:
-        notes += _agreement(steps, metrics)
-        series = dict(metrics)
+    series = _series(steps) if metrics is None else dict(metrics)
     said = "--tolerance"
     if tolerance is None and "dual/tolerance" in series:
         tolerance, said = float(series["dual/tolerance"][1][-1]), "the run's own"
@@ -280,22 +275,6 @@ def _standing_out(parts: list[Slice]) -> list[str]:
     return lines
 
 
-def _agreement(steps: list[StepMismatch], metrics: Series) -> list[str]:
-    if "discrepancy/mean" not in metrics:
-        return []
-    own = dict(zip(metrics["discrepancy/mean"][0].tolist(), metrics["discrepancy/mean"][1].tolist(), strict=True))
-    both = [(step.step, step.statistics.mean, own[step.step]) for step in steps if step.step in own]
-    if not both:
-        return []
-    step, mean, logged = max(both, key=lambda each: abs(each[1] - each[2]))
-    if abs(mean - logged) <= AGREEMENT:
-        return [f"metrics.jsonl has the same means to {abs(mean - logged):.1g} in all {len(both)} recorded steps."]
-    return [
-        f"metrics.jsonl differs: discrepancy/mean of step {step} is {logged:.6g}, the recorded tokens give {mean:.6g}. "
-        "With another measure than diff, or one-sided, they are different numbers."
-    ]
-
-
 def _number(value: int | None) -> int:
     return -1 if value is None else value
 
@@ -332,19 +311,14 @@ def _refuse_gaps(places: Iterable[Place]) -> list[str]:
             f"{_listed('step', missing)} between steps {steps[0]} and {steps[-1]}, {spacing} apart elsewhere; "
             "add the files, or read on without them by --allow-gaps"
         )
-    everywhere = set().union(*ranks.values())
-    if absent := sorted(set(range(max(everywhere, default=-1) + 1)) - everywhere):
-        raise UserError(
-            f"{_listed('rank', absent)} of 0 to {max(everywhere)}; add the files, or read on without them by "
-            "--allow-gaps (prime-rl writes for the first rank of each context-parallel group alone)"
-        )
+    all_of_them = set(range(max(set().union(*ranks.values()), default=-1) + 1))
     for step in steps:
-        if lacking := sorted(everywhere - ranks[step]):
-            if step == steps[-1]:
+        if lacking := sorted(all_of_them - ranks[step]):
+            if step == steps[-1] and len(steps) > 1:
                 return [f"{_listed('rank', lacking)} in step {step}, the last one"]
             raise UserError(
-                f"{_listed('rank', lacking)} in step {step}, while other steps have ranks "
-                f"{', '.join(map(str, sorted(everywhere)))}; add the files, or read on without them by --allow-gaps"
+                f"{_listed('rank', lacking)} in step {step}, of 0 to {max(all_of_them)}; add the files, or read on "
+                "without them by --allow-gaps (prime-rl writes for the first rank of each context-parallel group alone)"
             )
     return []
 

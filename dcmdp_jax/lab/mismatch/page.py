@@ -81,18 +81,6 @@ def write_json(title: str, analyses: Sequence[Analysis], out_dir: Path, *, finis
     atomic_write(out_dir / JSON_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
-def left_unfinished(out_dir: Path) -> str:
-    """One line on the `out_dir`/probe.json of a probe that was stopped; "" if there is none."""
-    try:
-        record = json.loads((out_dir / JSON_FILE).read_text())
-    except (OSError, ValueError):
-        return ""
-    if record.get("finished", True):
-        return ""
-    parts = [f"{pair['name']} with {len(pair['evidence']['explanations'])} changes tried" for pair in record["pairs"]]
-    return f"{out_dir / JSON_FILE} is of a probe that was stopped: {', '.join(parts)}"
-
-
 def _completions(one: Measured) -> Iterator[Completion]:
     pairs, text = one.pairs, one.text
     for row in np.argsort(-means_by_completion(pairs), kind="stable")[:_MOST_COMPLETIONS]:
@@ -237,17 +225,6 @@ def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
     return figure
 
 
-def _draw_groups(pairs: TokenPairs, analysis: Analysis) -> Figure:
-    """Draw mean |p - q| by probability, position and entropy."""
-    shown = {heading: groups for heading, groups in analysis.groups.items() if not heading.startswith(("token", "age"))}
-    figure, panels = make_figure(4.4 * len(shown), 3.6, columns=len(shown))
-    for axes, (heading, groups) in zip(panels, shown.items(), strict=True):
-        axes.bar(range(len(groups)), [group.mean for group in groups], color=COLORS[0])
-        axes.set_xticks(range(len(groups)), [group.label for group in groups], rotation=60)
-        style_axes(axes, heading, y="mean |p - q|")
-    return figure
-
-
 _FIGURES: dict[str, tuple[str, Callable[[TokenPairs, Analysis], Figure | None]]] = {
     "steps": ("|p - q| over training.", _draw_steps),
     "scatter": ("Each token's probability under both.", _draw_scatter),
@@ -256,6 +233,5 @@ _FIGURES: dict[str, tuple[str, Callable[[TokenPairs, Analysis], Figure | None]]]
         "Each operator of the engine against the training stack's, on the same input.",
         _draw_operators,
     ),
-    "groups": ("Mean |p - q| where it arises.", _draw_groups),
 }
 """File stem to (caption, function)."""

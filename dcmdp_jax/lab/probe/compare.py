@@ -186,12 +186,8 @@ def noise_floor(
     """
     if together is None:
         return None
-    try:
-        alone = [
-            engine.score([prompt], [completion], temperature=temperature)[0]
-            for prompt, completion in zip(prompts[:_SCORED_AGAIN], completions, strict=False)
-        ]
-    except EngineError as error:
-        logger.warning("no noise floor: %s", error)
-        return None
+    alone = [
+        engine.score([prompt], [completion], temperature=temperature)[0]
+        for prompt, completion in zip(prompts[:_SCORED_AGAIN], completions, strict=False)
+    ]
     return float(probability_difference(*map(np.concatenate, (together[: len(alone)], alone))).mean())

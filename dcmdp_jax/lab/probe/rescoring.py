@@ -23,13 +23,13 @@ from dcmdp_jax.models.params import HFTensor, hf_tensors, quantized_leaves
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through
 from dcmdp_jax.models.scheme import FULL, Scheme
+from dcmdp_jax.models.scheme_products import rounded_in_blocks
 from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.types import Array, Params, Rows
 
 _MOST_TOKENS = 4096
 _TEMPERATURES = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 3.0)
 _GRIDS, _PROMISING, _LEAST_CHANGE = 3, 0.2, 0.02
-_BLOCK, _FP8_MAX = 128, 448.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +254,7 @@ def _quantized(params: Params, *, config: ModelConfig, precision: str) -> Params
 
 
 def _in_blocks(params: Params, config: ModelConfig) -> Params:
-    """The matrices that engines quantize, rounded to float8_e4m3fn with a scale for each block of 128 x 128."""
+    """The matrices that engines quantize, rounded as vLLM does with a scale for each block of 128 x 128."""
 
     def leaf(x: jax.Array, chosen: bool) -> jax.Array:
         # One after another: the temporary memory of each is several times its own.
@@ -267,14 +267,7 @@ def _in_blocks(params: Params, config: ModelConfig) -> Params:
 def _block_rounded(x: jax.Array) -> jax.Array:
     if x.ndim > 2:
         return jax.lax.map(_block_rounded, x)
-    rows, columns = x.shape
-    padded = (-rows % _BLOCK, -columns % _BLOCK)
-    wide = jnp.pad(x.astype(jnp.float32), [(0, padding) for padding in padded])
-    blocks = wide.reshape((rows + padded[0]) // _BLOCK, _BLOCK, (columns + padded[1]) // _BLOCK, _BLOCK)
-    scale = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True) / _FP8_MAX
-    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
-    rounded = jnp.clip(blocks / scale, -_FP8_MAX, _FP8_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32) * scale
-    return rounded.reshape(wide.shape)[:rows, :columns].astype(x.dtype)
+    return rounded_in_blocks(x)
 
 
 def _differing(config: ModelConfig, now: Params, earlier: Params) -> dict[str, HFTensor]:

@@ -36,14 +36,11 @@ class Arm:
     differs: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.config, str):
-            raise UserError(f"an arm's config is {shorten(self.config)}, must be text as --config of train")
-        if not isinstance(self.settings, Mapping) or not all(isinstance(name, str) for name in self.settings):
-            raise UserError(
-                f"an arm's settings are {shorten(self.settings)}, must be a mapping from a setting's name to its value"
-            )
-        if isinstance(self.differs, str) or not all(isinstance(name, str) for name in self.differs):
-            raise UserError(f"an arm's `differs` is {shorten(self.differs)}, must be a tuple of names")
+        names = isinstance(self.settings, Mapping) and all(isinstance(name, str) for name in self.settings)
+        listed = not isinstance(self.differs, str) and all(isinstance(name, str) for name in self.differs)
+        _require(isinstance(self.config, str), "an arm's config is", self.config, "text as --config of train")
+        _require(names, "an arm's settings are", self.settings, "a mapping from a setting's name to its value")
+        _require(listed, "an arm's `differs` is", self.differs, "a tuple of names")
 
     def arguments(self) -> list[str]:
         """Arguments of `dcmdp train`."""
@@ -162,22 +159,22 @@ def unused(algorithm: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(idle)
 
 
+def _require(right: bool, name: str, value: object, what: str) -> None:
+    """Refuse a field of another type than declared; the file that makes it is anyone's program."""
+    if not right:
+        raise UserError(f"{name} {shorten(value)}, must be {what}")
+
+
 def _check_types(study: Study) -> None:
-    """Refuse fields of other types than declared; the file that makes them is anyone's program."""
-    if not isinstance(study.title, str):
-        raise UserError(f"the title is {shorten(study.title)}, must be text")
-    if not isinstance(study.arms, Mapping):
-        raise UserError(f"the arms are {shorten(study.arms)}, must be a mapping from label to Arm")
+    _require(isinstance(study.title, str), "the title is", study.title, "text")
+    _require(isinstance(study.arms, Mapping), "the arms are", study.arms, "a mapping from label to Arm")
     for label, arm in study.arms.items():
-        if not isinstance(label, str):
-            raise UserError(f"the label {shorten(label)} of an arm is not text; it names a directory")
-        if not isinstance(arm, Arm):
-            raise UserError(f"arm {label!r} is {shorten(arm)}, must be an Arm")
-    lists = {"seeds": (study.seeds, int, "whole numbers"), "evaluation": (study.evaluation, str, "texts")}
-    for name, (values, kind, what) in lists.items():
+        _require(isinstance(label, str), "an arm's label is", label, "text, which names a directory")
+        _require(isinstance(arm, Arm), f"arm {label!r} is", arm, "an Arm")
+    for name, kind, what in (("seeds", int, "whole numbers"), ("evaluation", str, "texts")):
+        values = getattr(study, name)
         whole = isinstance(values, Sequence) and not isinstance(values, str)
-        if not whole or not all(type(value) is kind for value in values):
-            raise UserError(f"{name} is {shorten(values)}, must be a tuple of {what}")
+        _require(whole and all(type(value) is kind for value in values), f"{name} is", values, f"a tuple of {what}")
 
 
 def _check_grid(study: Study) -> None:

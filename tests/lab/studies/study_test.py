@@ -34,7 +34,7 @@ _ARM = Arm("c.py")
         ({"arms": {"a": _ARM, "A": Arm("d.py")}}, "arms 'a' and 'A' would share a directory"),
         ({"arms": {"a": _ARM, "a/b": _ARM}}, "arm 'a/b' names a directory"),
         ({"arms": {"a": _ARM, "..": _ARM}}, r"arm '\.\.' names a directory"),
-        ({"arms": {"a": _ARM, 0.1: _ARM}}, "the label 0.1 of an arm is not text; it names a directory"),
+        ({"arms": {"a": _ARM, 0.1: _ARM}}, "an arm's label is 0.1, must be text, which names a directory"),
         ({"arms": {"a": "c.py"}}, "arm 'a' is 'c.py', must be an Arm"),
         ({"arms": [_ARM]}, r"the arms are \[Arm\(.*, must be a mapping from label to Arm"),
         ({"arms": {"a": Arm("c.py", {"training.seed": 3})}}, "arm 'a' sets training.seed, which the study sets"),
