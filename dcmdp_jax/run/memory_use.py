@@ -37,7 +37,7 @@ from dcmdp_jax.models.params import declared_axes, declared_shapes, model_declar
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.number_format import text_table
 from dcmdp_jax.parallel.mesh import row_shards
-from dcmdp_jax.parallel.sharding import DATA, bytes_per_device, param_shardings, sharded
+from dcmdp_jax.parallel.sharding import DATA, bytes_per_device, data_parallel_only, param_shardings, sharded
 from dcmdp_jax.process_memory import release_freed_memory
 
 _GIB = 2**30
@@ -296,9 +296,10 @@ def _state_parts(
     size = values * item
     fewer = "a smaller model" if machine.platform == "cpu" else MORE_DEVICES
     lower = f"{fewer}, or model.param_dtype=bfloat16" if item == 4 else fewer
-    # A checkpoint is copied to the host before it is written, so that the next steps need not wait, by the devices that
-    # hold different parts of the state.
-    copies = max(1, min(machine.devices, mesh.size) // mesh.shape[DATA])
+    # A checkpoint is copied before it is written, so that the next steps need not wait: on an accelerator to the host,
+    # by the devices that hold different parts of the state; a CPU's devices copy it each, a replicated state once.
+    each = 1 if data_parallel_only(mesh) else mesh.size
+    copies = each if machine.platform == "cpu" else max(1, machine.devices // mesh.shape[DATA])
     saved = (3 + lag) * size * copies
     parts = [
         part("parameters", size, lower, sure=size),
