@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 MEMORY_PHASES = ("push", "sample", "step")
 _ALWAYS = frozenset(MEMORY_PHASES)
-MORE_DEVICES = "a smaller model, or more devices along mesh.fsdp or mesh.tensor"
 PREEMPTED = "preempted caches, at most"
 """Name of the part with the caches of rows that wait to continue; it is held while any program samples."""
 LOGITS_HELD = 3
@@ -64,7 +63,7 @@ class MemoryPart(NamedTuple):
     first: int = 0
     host: int = 0
     phases: frozenset[str] = _ALWAYS
-    lower: str = MORE_DEVICES
+    lower: str = ""
     certain: tuple[int, int, int] = (0, 0, 0)
 
     def on(self, place: str, *, certain: bool = False) -> int:

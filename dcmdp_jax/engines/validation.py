@@ -55,7 +55,7 @@ def check_versions(episodes: Sequence[Episode], version: int) -> None:
             other = int(found[found != version][0])
             raise EngineError(
                 f"completion {row} has tokens of version {other}, version {version} was pushed for them; with "
-                "rollout.lag the weights of each step are those that were announced"
+                "a lag the weights of each step are those that were announced"
             )
 
 

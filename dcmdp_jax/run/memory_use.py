@@ -25,7 +25,7 @@ from dcmdp_jax.data.episode import COLUMNS, column_shapes
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
-from dcmdp_jax.engines.machine import LOGITS_HELD, MEMORY_PHASES, MORE_DEVICES, Machine, MemoryPart, certain, exact
+from dcmdp_jax.engines.machine import LOGITS_HELD, MEMORY_PHASES, Machine, MemoryPart, certain, exact
 from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.attention import has_scores, statistics_kept
@@ -294,7 +294,7 @@ def _state_parts(
     item, lag = jnp.dtype(config.model.param_dtype).itemsize, config.rollout.lag
     values = _values(trained(model, lora), mesh)
     size = values * item
-    fewer = "a smaller model" if machine.platform == "cpu" else MORE_DEVICES
+    fewer = f"a smaller model{', or more devices along mesh.fsdp or mesh.tensor' * (machine.platform != 'cpu')}"
     lower = f"{fewer}, or model.param_dtype=bfloat16" if item == 4 else fewer
     # A checkpoint is copied before it is written, so that the next steps need not wait: on an accelerator to the host,
     # by the devices that hold different parts of the state; a CPU's devices copy it each, a replicated state once.
