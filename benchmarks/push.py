@@ -31,11 +31,11 @@ from benchmarks.timing import median_and_spread
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.weights import conversion
+from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
-from dcmdp_jax.process_memory import release_freed_memory
 
 _PRECISION = "bfloat16"
 _MIB = 2**20

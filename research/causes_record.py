@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.engines.process_memory import show_torch
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
-from dcmdp_jax.process_memory import show_torch
 
 Columns = dict[str, list[np.ndarray]]
 KINDS = {"ids": np.uint16, "train": np.float32, "rollout": np.float32, "entropy": np.float16}

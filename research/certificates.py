@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.engines.process_memory import show_torch
 from dcmdp_jax.lab.mismatch.page import JSON_FILE
-from dcmdp_jax.process_memory import show_torch
 from dcmdp_jax.version import __version__
 
 ENGINES = ("local:float32", "local:bfloat16", "local:int8", "vllm:bfloat16", "vllm:float32")

@@ -157,7 +157,7 @@ def measure(batches: list[dict[str, Any]], done: int, rows_at_a_time: int) -> It
 
 def by_length(batch: dict[str, Any], rows_at_a_time: int) -> Iterator[tuple[Rows, np.ndarray, np.ndarray]]:
     """Rows of like lengths, one completion each: the rows, which completions they are, the engine's log-probs."""
-    from dcmdp_jax.lab.probe.training_stack import one_a_row
+    from dcmdp_jax.data.packing import one_a_row
 
     lengths = [len(p) + len(c) for p, c in zip(batch["prompts"], batch["completions"], strict=True)]
     order = np.argsort(lengths, kind="stable")

@@ -214,8 +214,9 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
         The arrays of `Tokens`, and beside them `told`: what is said of the engine, as JSON.
     """
     from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, collect
+    from dcmdp_jax.data.packing import one_a_row
     from dcmdp_jax.lab.probe import engines
-    from dcmdp_jax.lab.probe.training_stack import TrainingStack, one_a_row
+    from dcmdp_jax.lab.probe.training_stack import TrainingStack
     from dcmdp_jax.models.decoder import Compute
 
     began = time.monotonic()

@@ -29,7 +29,7 @@ from dcmdp_jax.lab.studies.study import Study, StudyRun
 from dcmdp_jax.lab.studies.study_runs import evaluated, write_results
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.run.services import Services, make_scorer
+from dcmdp_jax.run.services import Services
 from dcmdp_jax.training.build import StepPrograms, make_step_programs
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.stopping import Interrupted
@@ -64,9 +64,8 @@ class Shared(contextlib.ExitStack):
         def start() -> Services:
             if self._services is None:
                 self._services = self.enter_context(run.start())
-            closing = contextlib.ExitStack()
-            scorer = closing.enter_context(contextlib.closing(make_scorer(run.task, self._services.verifier)))
-            return dataclasses.replace(self._services, scorer=scorer, closing=closing)
+            # Rewards are no setting of the algorithm: they are the same wherever the engine is.
+            return dataclasses.replace(self._services, closing=contextlib.ExitStack())
 
         train(run.task, run.placement, run.weights, start, show=show, programs=self._programs)
 

@@ -20,6 +20,7 @@ from dcmdp_jax.data.episode import Episode, collect, in_prompt_order
 from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig
@@ -27,7 +28,6 @@ from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.parallel.backend import prepare_jax
 from dcmdp_jax.parallel.mesh import one_device_mesh, sampling_mesh, training_mesh
-from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.run.placement import compute_on, packing_on
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.services import Services

@@ -34,6 +34,7 @@ from dcmdp_jax.config.checks import may_change
 from dcmdp_jax.config.load import for_sampling
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import EncodedPrompts
+from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, describe, evaluate, join
@@ -42,7 +43,6 @@ from dcmdp_jax.evaluation.log import EvaluationLog, evaluation_header, evaluatio
 from dcmdp_jax.evaluation.overlap import Overlap, describe_overlaps, leave_out, training_overlaps
 from dcmdp_jax.evaluation.table import format_comparison, format_table, read_scores, shown_score
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.run.evaluation_setup import PAPERS_EVALUATION, evaluation_task, place_evaluation, pushed_dtype
 from dcmdp_jax.run.memory_use import EngineSetup
 from dcmdp_jax.run.saved_model import Policy, SavedModel, find_model

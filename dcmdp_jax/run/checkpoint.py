@@ -235,6 +235,10 @@ class Checkpoints:
         """The newest saved step; None if there is none."""
         return self._manager.latest_step()
 
+    def has(self, step: int) -> bool:
+        """Whether that step is on disk, for any thread."""
+        return self._manager.latest_step() == step and not self._manager.is_saving_in_progress()
+
     def restore(self, abstract: TrainState, model: ModelConfig) -> TrainState | None:
         """Load the newest undamaged state; None if the run has no checkpoint.
 

@@ -26,6 +26,7 @@ from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.machine import LOGITS_HELD, MEMORY_PHASES, Machine, MemoryPart, certain, exact
+from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.sidecar.segments import available_bytes
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.attention import has_scores, statistics_kept
@@ -38,7 +39,6 @@ from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.number_format import text_table
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import DATA, bytes_per_device, data_parallel_only, param_shardings, sharded
-from dcmdp_jax.process_memory import release_freed_memory
 
 _GIB = 2**30
 _ALWAYS, _STEP = frozenset(MEMORY_PHASES), frozenset({"step"})

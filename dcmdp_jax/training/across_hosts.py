@@ -35,10 +35,8 @@ def settings_and_code(config: Config) -> dict[str, str]:
 def data_facts(task: Task) -> dict[str, str]:
     """Devices, encoded problems, worked solutions and the files of the weights, as this host sees them."""
     devices = jax.local_devices()
-    facts = {
-        "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "problems of task.train (digest)": digest_of(task.train),
-    }
+    facts = {"devices": f"{len(devices)} x {devices[0].device_kind}"}
+    facts["problems of task.train (digest)"] = digest_of(task.train)
     for held_out, prompts in task.held_out:
         facts[f"problems of {held_out.location} of evaluation.task (digest)"] = digest_of(prompts)
     if task.worked_solutions:

@@ -15,6 +15,7 @@ import numpy as np
 from dcmdp_jax.activity import activity
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.data.tokenizer import save_tokenizer
+from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate, join
 from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_metrics, held_out_samples
@@ -22,7 +23,6 @@ from dcmdp_jax.evaluation.table import plain_average
 from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record, read_metrics
 from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.parallel.sharding import to_global
-from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.run.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.run.directory import claimed, record_config
 from dcmdp_jax.run.placement import Placement
@@ -79,6 +79,10 @@ class Trainer:
         self.services, self.task, self.config, self.programs = services, task, task.config, programs
         self.hosts, self.checkpoints, self.frozen, self.compiled = placement.hosts, checkpoints, frozen, compiled
         self._finished: tuple[TrainState, int] | None = None
+        # Until the first step is done programs compile; later on the step that runs would be lost.
+        first = checkpoints.latest_step or 0
+        unmoved = lambda: not self._finished or self._finished[1] == first and checkpoints.has(first)  # noqa: E731
+        stop.all_saved = lambda: self.hosts.count == 1 and unmoved()
         self._prompts_taken = taken
         self._exit = CollectiveExit(self.hosts, stop, functools.partial(self._save, wait=True))
         made_of = services, placement, task, programs, checkpoints.behind, self._exit
@@ -261,7 +265,7 @@ def train(
         TrainingStopped: when the gradients stay broken.
         ValueError, OSError, EngineError: in one line, what is wrong with input, files or engine.
     """
-    config, hosts, stop = task.config, placement.hosts, StopSignal()
+    config, hosts, stop = task.config, placement.hosts, StopSignal(nothing_to_lose=placement.hosts.count == 1)
     with contextlib.ExitStack() as stack:
         hosts.check_same(lambda: data_facts(task), "give all hosts the same files")
         stack.enter_context(claimed(config, hosts))

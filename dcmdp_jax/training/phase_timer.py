@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.observe.metric_names import STEP_PHASES
-from dcmdp_jax.process_memory import release_freed_memory
 
 PHASES = {
     "push": ("time/push", "pushing the weights to the engine"),

@@ -188,15 +188,13 @@ def _clip_by_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
 
 INITIAL_SCALE = 2.0**10
 GROWTH_INTERVAL = 2000
-_LARGEST = 2.0**24
-_SMALLEST = 1.0
+_SMALLEST, _LARGEST = 1.0, 2.0**24
 
 
 def initial_loss_scale(compute_dtype: str) -> LossScale | None:
     """The scale before the first update; None for a dtype that needs none."""
-    if compute_dtype != "float16":
-        return None
-    return LossScale(jnp.float32(INITIAL_SCALE), jnp.zeros((), jnp.int32))
+    first = LossScale(jnp.float32(INITIAL_SCALE), jnp.zeros((), jnp.int32))
+    return first if compute_dtype == "float16" else None
 
 
 def next_loss_scale(state: LossScale, finite: jax.Array) -> LossScale:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ WINDOW = 20
 
 _TWICE_S = 1.0
 """Signals that come within this time are one."""
+_UNSEEN_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -133,18 +134,32 @@ class StopSignal:
     """Records SIGTERM, SIGINT and SIGHUP; the run polls for them at safe points.
 
     The first is answered on the console at once, also while a compiled program runs. A second one, more than a second
-    later (`timeout` sends one twice), leaves at once: what was saved stays, and nothing more is.
-
-    Attributes:
-        received: the signal; None before one came.
+    later (`timeout` sends one twice), leaves at once: what was saved stays, and nothing more is. So does the first one
+    after two seconds in which the run did not look for it, as it compiles, where `all_saved` says that nothing is lost.
     """
 
-    def __init__(self) -> None:
-        self.received: int | None = None
+    def __init__(self, *, nothing_to_lose: bool = False) -> None:
+        self._received: int | None = None
+        self._looked = False
+        self.all_saved: Callable[[], bool] = lambda: nothing_to_lose
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self.received = number
+    @property
+    def received(self) -> int | None:
+        """The signal, for the run to look at; None before one came."""
+        self._looked = self._received is not None
+        return self._received
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self._received = number
+
+    def _leave_unseen(self, number: int) -> None:
+        if not self._looked and self.all_saved():
+            self._leave(number, "it compiles, and nothing is lost")
+
+    def _leave(self, number: int, why: str) -> NoReturn:
+        give_back_terminal()
+        _say(f"{why}: leaves at once; the same command resumes from the newest checkpoint")
+        os._exit(128 + number)
 
     def _answer(self, pipe: int, numbers: list[int]) -> None:
         """Answer signals as the interpreter's own handler puts them into the pipe, until its other end is closed."""
@@ -154,10 +169,11 @@ class StopSignal:
                 continue
             name = signal.Signals(received[0]).name
             if answered:
-                give_back_terminal()
-                _say(f"{name} again: leaves at once; the same command resumes from the newest checkpoint")
-                os._exit(128 + received[0])
+                self._leave(received[0], f"{name} again")
             answered = time.monotonic()
+            timer = threading.Timer(_UNSEEN_S, self._leave_unseen, (received[0],))
+            timer.daemon = True
+            timer.start()
             _say(f"{name}: ends what it is doing, saves and leaves; a second {name} leaves at once")
 
     @contextlib.contextmanager

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.stats import Sum
 from dcmdp_jax.config.settings import WarmupSettings
+from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.row_logprobs import RowLogprobs
 from dcmdp_jax.parallel.backend import MAX_IN_FLIGHT_PROGRAMS, compiler_options
@@ -68,7 +69,8 @@ def warm_up(
             f"config.warmup.batch_size: got {settings.batch_size}, with {len(prompts)} worked solutions; the mesh "
             f"splits rows over {shards} devices, so both must be at least that"
         )
-    rows = _rows(prompts, solutions, length_multiple)
+    longest = max(len(p) + len(s) for p, s in zip(prompts, solutions, strict=True))
+    rows = one_a_row(prompts, solutions, -(-longest // length_multiple) * length_multiple)
     optimizer = _optimizer(settings)
     placed = _placement(params, optimizer, mesh)
     opt_state = jax.jit(optimizer.init, out_shardings=placed[1])(params)
@@ -139,17 +141,3 @@ def _step(
     grads = jax.tree.map(lambda g, p: (g / _LOSS_SCALE).astype(p.dtype), sums["gradient"].value(), params)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, value
-
-
-def _rows(prompts: Sequence[np.ndarray], solutions: Sequence[np.ndarray], length_multiple: int) -> Rows:
-    """One example per row, all of one length."""
-    lengths = [len(p) + len(s) for p, s in zip(prompts, solutions, strict=True)]
-    shape = (len(prompts), -(-max(lengths) // length_multiple) * length_multiple)
-    ids, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
-    mask = np.zeros(shape, bool)
-    for i, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
-        ids[i, : lengths[i]] = np.concatenate([prompt, solution])
-        positions[i, : lengths[i]] = np.arange(lengths[i])
-        segments[i, : lengths[i]] = 1
-        mask[i, len(prompt) : lengths[i]] = True
-    return Rows(ids, positions, segments, mask, np.zeros(shape, np.int32), {})

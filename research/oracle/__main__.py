@@ -27,10 +27,10 @@ from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.probe.specs import parse_spec
+from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import Problem
-from dcmdp_jax.rewards.scoring import BatchScoring
-from dcmdp_jax.run.services import make_scorer, make_verifier
-from dcmdp_jax.run.task import Task, checked_rewards, needs_columns
+from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer
+from dcmdp_jax.run.task import checked_rewards, needs_columns
 from research.oracle import page
 from research.oracle.oracle import ask
 
@@ -55,10 +55,15 @@ def main(argv: list[str]) -> None:
         raise UserError(f"config.task.environment: got {task.environment}; one turn is sampled, set it empty")
     policy = session.run
     rewards, columns = checked_rewards(policy.config, session.problems, policy.tokenizer)
-    judged = Task(
-        policy.config, policy.model, policy.tokenizer, policy.stop_token_ids, (), rewards, columns, longest_prompt=0
-    )
-    with make_verifier(policy.config) as verifier, contextlib.closing(make_scorer(judged, verifier)) as scorer:
+    limits, stop = policy.config.rewards, policy.config.rewards.on_error == "error"
+    judges = task.verifier_workers, task.verifier_timeout, task.verifier_budget, limits.answer_extraction
+    known = {"timeout_s": limits.timeout, "memory_gib": limits.memory_limit, "output": None}
+    with (
+        Verifier(*judges) as verifier,
+        contextlib.closing(
+            RewardScorer(rewards, verifier, columns, by_source=False, stop_on_error=stop, **known)
+        ) as scorer,
+    ):
 
         def grade(problems: Sequence[Problem], completion_ids: Sequence[np.ndarray]) -> np.ndarray:
             scoring = BatchScoring(scorer, policy.tokenizer, problems)

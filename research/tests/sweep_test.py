@@ -43,7 +43,6 @@ def made(monkeypatch):
     run = SimpleNamespace(task=task, placement=None, weights=None, start=start)
     monkeypatch.setattr(sweep.Run, "check", lambda config: run)
     monkeypatch.setattr(sweep, "make_step_programs", programs)
-    monkeypatch.setattr(sweep, "make_scorer", lambda task, verifier: contextlib.ExitStack())
     monkeypatch.setattr(sweep, "train", train)
     return events
 

@@ -324,7 +324,7 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_allocated(tmp_path,
 
 
 _RUN = """
-from dcmdp_jax.process_memory import keep_freed_memory
+from dcmdp_jax.engines.process_memory import keep_freed_memory
 keep_freed_memory()
 import json, sys
 from pathlib import Path

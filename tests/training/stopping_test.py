@@ -14,6 +14,7 @@ import pytest
 
 from configs.base import get_config
 from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.training import stopping
 from dcmdp_jax.training.stopping import Interrupted, SkippedUpdates, StopSignal, TrainingStopped
 from tests.support.our_log import our_log
 from tests.support.processes import demo
@@ -141,6 +142,8 @@ from dcmdp_jax.training.stopping import StopSignal
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
 libc.pthread_mutex_lock(mutex)
 with StopSignal().listening() as stop:
+    if len(sys.argv) > 2:
+        stop.all_saved = lambda: sys.argv[2] == "saved"
     print("listening", flush=True)
     libc.pthread_mutex_lock(mutex)
 """
@@ -165,3 +168,30 @@ def test_a_signal_is_answered_at_once_and_a_second_leaves_at_once():
     output, errors = process.communicate(timeout=HANGS_S)
     assert process.returncode == 128 + signal.SIGTERM and output == ""
     assert errors == "\nSIGTERM again: leaves at once; the same command resumes from the newest checkpoint\n"
+
+
+@pytest.mark.parametrize("state", ["saved", "unsaved"])
+def test_a_signal_while_it_compiles_leaves_within_three_seconds_if_nothing_is_lost(state):
+    process = subprocess.Popen([sys.executable, "-c", _BLOCKED, str(ROOT), state], stdout=-1, stderr=-1, text=True)
+    assert process.stdout.readline() == "listening\n"
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    if state == "unsaved":
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(4)
+        process.kill()
+        process.communicate()
+        return
+    _, errors = process.communicate(timeout=HANGS_S)
+    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 3
+    assert errors.splitlines()[-1].startswith("it compiles, and nothing is lost: leaves at once")
+
+
+def test_a_run_that_looks_for_the_signal_leaves_in_its_own_time(monkeypatch):
+    monkeypatch.setattr(stopping, "_UNSEEN_S", 0.1)
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"left with {code}"))
+    with StopSignal().listening() as stop:
+        stop.all_saved = lambda: True
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == signal.SIGTERM
+        time.sleep(0.5)

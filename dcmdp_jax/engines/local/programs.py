@@ -20,9 +20,9 @@ from dcmdp_jax.engines.local.cache import abstract
 from dcmdp_jax.engines.local.forward import score
 from dcmdp_jax.engines.local.layout import Program, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes
+from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
-from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)

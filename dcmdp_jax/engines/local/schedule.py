@@ -17,7 +17,7 @@ from dcmdp_jax.engines.local.cache import Cache, insert, slots_of, take
 from dcmdp_jax.engines.local.layout import Program
 from dcmdp_jax.engines.local.sampler import row_keys
 from dcmdp_jax.engines.local.sizes import PREEMPTED_CACHES, cache_capacities, prefill_shape, round_up
-from dcmdp_jax.process_memory import release_freed_memory
+from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.types import Params
 
 _REFILL = 4

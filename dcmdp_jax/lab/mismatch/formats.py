@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.engines.process_memory import show_torch
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten_name
 from dcmdp_jax.lab.mismatch.recording import Columns
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError, column_names, read_rows, suffix_of
-from dcmdp_jax.process_memory import show_torch
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".pt")
 

@@ -15,6 +15,7 @@ from dcmdp_jax.config.engine import engine_arguments
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, collect
 from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.process_memory import show_torch
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.engines.validation import check_top_logprobs
@@ -27,7 +28,6 @@ from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
-from dcmdp_jax.process_memory import show_torch
 from dcmdp_jax.run.saved_model import Policy
 from dcmdp_jax.types import Params
 

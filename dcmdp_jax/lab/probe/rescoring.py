@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.lab.mismatch.analysis import TokenText
 from dcmdp_jax.lab.mismatch.evidence import Explanation
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, probability_difference
@@ -24,7 +25,6 @@ from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.models.scheme_products import rounded_in_blocks
-from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.types import Array, Params, Rows
 
 _MOST_TOKENS = 4096

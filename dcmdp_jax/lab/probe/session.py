@@ -15,6 +15,7 @@ from dcmdp_jax.config.settings import TaskSettings
 from dcmdp_jax.data.chat import chat_messages, render_chat, template_variables, with_suffix
 from dcmdp_jax.data.prompts import encode_prompts
 from dcmdp_jax.data.tokenizer import encode_texts, token_text
+from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
@@ -24,7 +25,6 @@ from dcmdp_jax.lab.probe import engines
 from dcmdp_jax.lab.probe.compare import compare, explained, is_settled, sampling_floor
 from dcmdp_jax.lab.probe.rescoring import Setup
 from dcmdp_jax.lab.probe.specs import SAMPLING_KINDS, ProbeSpec
-from dcmdp_jax.process_memory import release_freed_memory
 from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.run.saved_model import Policy, SavedModel
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS
+from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
@@ -110,16 +111,3 @@ def in_places(rows: Rows, values: np.ndarray) -> np.ndarray:
     column = np.zeros((*rows.input_ids.shape, *values.shape[1:]), values.dtype)
     column[rows.completion_mask] = values
     return column
-
-
-def one_a_row(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int, count: int = 0) -> Rows:
-    """Rows of one completion each, padded to `length`, and to `count` rows."""
-    shape = (count or len(prompts)), length
-    ids, segments, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        end = len(prompt) + len(completion)
-        ids[row, :end] = np.concatenate([prompt, completion])
-        segments[row, :end] = 1
-        mask[row, len(prompt) : end] = True
-    index, positions = (np.arange(size, dtype=np.int32) for size in shape)
-    return Rows(ids, np.broadcast_to(positions, shape), segments, mask, np.broadcast_to(index[:, None], shape), {})

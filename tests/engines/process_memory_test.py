@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax import process_memory
+from dcmdp_jax.engines import process_memory
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from tests.support.processes import CAPTURED
 
 _ROOT = Path(__file__).parents[1]
-_PREPARE = "from dcmdp_jax.process_memory import keep_freed_memory\nkeep_freed_memory()\n"
+_PREPARE = "from dcmdp_jax.engines.process_memory import keep_freed_memory\nkeep_freed_memory()\n"
 _ADD = """
 import json, os, resource, statistics, sys
 import jax, jax.numpy as jnp
@@ -31,7 +31,7 @@ _FREE = """
 import json
 from pathlib import Path
 import jax
-from dcmdp_jax.process_memory import release_freed_memory
+from dcmdp_jax.engines.process_memory import release_freed_memory
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) // 256
 add = jax.jit(lambda x: x + 1)
@@ -168,7 +168,7 @@ def test_threads_use_what_others_freed(tmp_path: Path) -> None:
 def test_commands_tokenize_without_torch(tmp_path):
     pytest.importorskip("torch", reason="nothing to leave out")
     build_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    leave_out = "from dcmdp_jax.process_memory import hide_torch\nhide_torch()\n"
+    leave_out = "from dcmdp_jax.engines.process_memory import hide_torch\nhide_torch()\n"
     without, other = (
         _report(tmp_path / str(len(first)), first, run=_TOKENIZE, argument=str(tmp_path / "tokenizer"))
         for first in (leave_out, "")
