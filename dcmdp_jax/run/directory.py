@@ -134,6 +134,8 @@ def read_config(run_dir: Path) -> Config:
     """
     path = run_dir / CONFIG_FILE
     try:
+        if path.is_fifo():
+            raise UserError("a FIFO")
         saved = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(saved, dict):
             raise UserError("not an object")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.engines import process_memory
 from dcmdp_jax.data.arithmetic import build_tokenizer
+from dcmdp_jax.engines import process_memory
 from tests.support.processes import CAPTURED
 
 _ROOT = Path(__file__).parents[1]
