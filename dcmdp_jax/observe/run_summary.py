@@ -150,7 +150,7 @@ def verdict(run: RecordedRun) -> str:
     elif len(rewards := _finite(run.series, "reward/mean")):
         said.append(f"the training reward went from {' to '.join(map(number, _ends(rewards)[:2]))}")
     if story := describe_multiplier(run.series):
-        said.append(story)
+        said.append(story + "; it began at its cap" * _begins_at_cap(run))
     return f"{first}: {'; '.join(said)}." if said else f"{first}."
 
 
@@ -168,6 +168,11 @@ def provenance(run: RecordedRun) -> dict[str, str]:
     if len(run.starts) > 1:
         said["resumed"] = f"resumed {len(run.starts) - 1} times, last at step {last.get('step')}"
     return said
+
+
+def _begins_at_cap(run: RecordedRun) -> bool:
+    eta, first, cap = (run.config.get(f"algorithm.{n}") for n in ("dual_learning_rate", "multiplier", "multiplier_max"))
+    return bool(eta and first == cap and (was := run.series.get("dual/multiplier")) and was[1][0] == np.float32(first))
 
 
 def describe_multiplier(series: Series) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.observe.jsonl import CONFIG_FILE
 
 _NAMES = {"wandb": "Weights & Biases", "trackio": "Trackio"}
@@ -58,8 +58,7 @@ class Tracker:
             with contextlib.redirect_stdout(sys.stderr):
                 self.run = self._package.init(**settings)
         except Exception as error:  # the package's own exceptions, or its HTTP client's
-            said = " ".join(str(error).split())
-            raise UserError(f"{_NAMES[kind]} did not start ({said}); {_OFFLINE[kind]}") from error
+            raise UserError(f"{_NAMES[kind]} did not start ({one_line(error)}); {_OFFLINE[kind]}") from error
         self._steps = kind == "trackio"
         if kind == "wandb":
             # W&B refuses steps that go backwards, as they do after a resume: it counts lines, ours is the axis.

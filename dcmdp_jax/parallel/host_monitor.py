@@ -24,7 +24,6 @@ _STOPPING, _FAILED = "dcmdp/stopping", "dcmdp/failed"
 _WAIT_MS = 10**11  # years: the end of the connection ends it
 # After the failure of another process, the main thread has this long to leave by itself, with its own message.
 _GRACE_S = 3.0
-_EXIT_CODE = 1
 
 
 class HostMonitor:
@@ -89,7 +88,7 @@ class HostMonitor:
             ended = threading.Thread(target=jax.distributed.shutdown, daemon=True)
             ended.start()
             ended.join(self._timeout_s)
-            os._exit(_EXIT_CODE)
+            os._exit(1)
 
 
 def print_line(kind: str, text: str) -> None:
@@ -108,8 +107,7 @@ def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinat
     host, _, port = coordinator.rpartition(":")
     known = ", ".join(f"{number} is on {name}" for number, name in enumerate(names))
 
-    def explain(number: int) -> None:
-        del number
+    def explain(_: int) -> None:
         said = (
             f"a process has given no sign of life for {timeout_s:g} s (the hosts' timeout_s raises it); JAX's lines "
             f"above have its number: {known}; rerun the same commands to resume"
@@ -122,7 +120,7 @@ def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinat
         print_line("error", said)
         if not index:
             time.sleep(2 * _GRACE_S)  # the others would take the end of the service for the cause
-        os._exit(_EXIT_CODE)
+        os._exit(1)
 
     global _ABORT_HANDLER
     _ABORT_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)(explain)

@@ -139,6 +139,9 @@ def _listen(listen_at: str) -> socket.socket:
             f"got {listen_at!r}, whose name is not known on process 0's host "
             f"({error.strerror or error}); give host:port of process 0",
         ) from error
+    own = found[0][4][0]
+    if own.startswith("127.") and not host.startswith(("127.", "localhost")):  # Debian's /etc/hosts
+        logger.warning("coordinator: %s is %s here, which no other host reaches; give its address", host, own)
     problem: OSError | None = None
     for family, *_, place in found:
         try:

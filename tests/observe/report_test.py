@@ -7,6 +7,7 @@ import json
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from dcmdp_jax.observe.metrics_io import MetricsWriter
@@ -172,6 +173,24 @@ def test_invalid_run_directories_are_refused_with_the_reason(folder, tmp_path):
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"config\.json: holds a list, must hold a JSON object"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("eta", "first", "cap", "said"),
+    [
+        (1.0, 0.1, 0.1, "; it began at its cap"),
+        (1.0, 0.1, 0.2, ""),
+        (0.0, 0.1, 0.1, ""),  # a fixed lambda
+        (1.0, 1.0, 1.0, ""),  # a method with a lambda of its own, recorded as 0.1
+    ],
+)
+def test_the_report_says_when_lambda_began_at_its_cap(tmp_path, eta, first, cap, said):
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2):
+            writer.write(step, {"reward/mean": 0.5, "dual/multiplier": float(np.float32(0.1))})
+    algorithm = {"dual_learning_rate": eta, "multiplier": first, "multiplier_max": cap}
+    (tmp_path / "config.json").write_text(json.dumps({"algorithm": algorithm}))
+    assert verdict(read_run(tmp_path)).endswith(f"lambda stayed at 0.1{said}.")
 
 
 def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(tmp_path):

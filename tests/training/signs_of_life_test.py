@@ -10,23 +10,25 @@ import json, time
 from dcmdp_jax import activity
 from dcmdp_jax.commands import cli, train
 
-begin, end = activity.begin, activity.end
+register, end = activity.register, activity.end
 running, said, silent, last = [], [], [], [("start", time.process_time())]
 
-def noted_begin(what, *arguments):
+def noted_register(doing):
     if not running:
         before, at = last[0]
-        silent.append((time.process_time() - at, f"between '{before}' and '{what}'"))
-    running.append(what)
-    said.append(what)
-    return begin(what, *arguments)
+        silent.append((time.process_time() - at, f"between '{before}' and '{doing.what}'"))
+    running.append(doing.what)
+    said.append(doing.what)
+    return register(doing)
 
 def noted_end(doing):
     end(doing)
+    if not running:  # the start of a command that the console did not begin
+        return
     running.pop()
     last[0] = doing.what, time.process_time()
 
-activity.begin, activity.end = noted_begin, noted_end
+activity.register, activity.end = noted_register, noted_end
 try:
     cli.run_main(train.main)
 finally:
