@@ -14,7 +14,7 @@ from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local import engine as engine_module
 from dcmdp_jax.engines.local.decode import Draw, Limits, RowState, decode
-from dcmdp_jax.engines.local.forward import score
+from dcmdp_jax.engines.local.forward import embed, score
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
 from dcmdp_jax.engines.local.weights import conversion, engine_shapes
 from dcmdp_jax.engines.protocol import SamplingParams
@@ -250,3 +250,12 @@ def test_a_mesh_that_does_not_divide_the_devices_is_refused():
     with pytest.raises(UserError, match=r"mesh \(tensor=3, expert=1\): 3 does not divide the 8 devices"):
         sampling_mesh(training, tensor=3)
     assert math.prod(sampling_mesh(training).shape.values()) == 8
+
+
+def test_an_embedding_is_converted_by_looked_up_rows_not_whole():
+    """Each call would read and write all of it: 1,866 of the 4,157 MB that two layers of Qwen3-1.7B moved (H100)."""
+    program = Program(LLAMA, "float32", "float32", _mesh())
+    own = program.own_weights({name: jnp.full((41, 32), 1.5, jnp.bfloat16) for name in ("embedding", "output")})
+    assert own["embedding"].dtype == jnp.bfloat16 and own["output"].dtype == jnp.float32
+    rows = embed(own, jnp.array([[3, 40]]), program)
+    assert rows.dtype == jnp.float32 and rows.shape == (1, 2, 32) and (rows == 1.5).all()

@@ -13,11 +13,15 @@ from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
 from dcmdp_jax.models.attention import SKIP_SEGMENTS
+from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.lora import adapted, adapter_declarations
+from dcmdp_jax.models.params import declared_tree
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import make_mesh, row_shards
 from dcmdp_jax.training.accumulate import accumulate
+from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs
 from dcmdp_jax.training.state import batch_shardings
 from tests.support.packed_attention import stand_in_for_cudnn
 from tests.support.step_runs import MODEL, make_params
@@ -25,16 +29,21 @@ from tests.support.step_runs import MODEL, make_params
 CAP, COUNT = 24, 12
 
 
-def _gradient(plan, mesh, scheme=FULL, **compute):
-    """(params, batch, weight of each completion) -> the gradient of sum over completions w_i log pi(o_i), compiled."""
+def _row_logprobs(plan, mesh, scheme=FULL, **compute):
     compute = Compute(one_segment=plan.segments_per_row == 1, logprob_chunk=16, **compute)
-    row_logprobs = make_row_logprobs(MODEL, compute, temperature=1.0, mesh=mesh, scheme=scheme)
+    return make_row_logprobs(MODEL, compute, temperature=1.0, mesh=mesh, scheme=scheme)
+
+
+def _gradient(plan, mesh, scheme=FULL, policy=lambda params: params, **compute):
+    """(params, batch, weight of each completion) -> the gradient of sum over completions w_i log pi(o_i), compiled."""
+    row_logprobs = _row_logprobs(plan, mesh, scheme, **compute)
 
     def of_rows(shared, rows):
         params, weights = shared
 
         def loss(params):
-            return jnp.sum(weights[rows.completion_index] * rows.completion_mask * row_logprobs(params, rows).logprobs)
+            logprobs = row_logprobs(policy(params), rows).logprobs
+            return jnp.sum(weights[rows.completion_index] * rows.completion_mask * logprobs)
 
         return Sum(jax.grad(loss)(params)), ()
 
@@ -127,6 +136,46 @@ def test_any_layout_gives_the_same_gradient(shape, name, monkeypatch):
     # Several layouts, of which some leave a shape empty, and one program for all of them.
     assert len(used) > 1 and gradient._cache_size() == 1
     assert all(one.calls for one in stand_ins)
+
+
+def _cudnn_plan():
+    plan = make_row_shapes(longest=CAP, mini_batches=1, completions=COUNT, row_shards=1, **_PLANS["cudnn"])
+    return plan, {"attention": "cudnn", "segments": plan.segments_per_row}
+
+
+def test_adapters_in_cudnns_rows_get_the_gradient_of_one_a_row(monkeypatch):
+    stand_in_for_cudnn(monkeypatch)
+    lora, (plan, packed) = Lora(3, 6.0), _cudnn_plan()
+    leaves = adapter_declarations(MODEL, lora)
+    drawn = np.random.default_rng(0)
+    tree = declared_tree(leaves, lambda leaf: jnp.asarray(drawn.normal(0, 0.3, leaf.shape), jnp.float32))
+    own = {"policy": lambda adapters: adapted(make_params(), adapters, lora)}
+    one = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1)
+    found, expected = (
+        jax.device_get(_gradient(where, None, **own, **how)(tree, *_inputs(0, where, None)))
+        for where, how in ((plan, packed), (one, {}))
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(b).max() > 1e-3
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max())
+
+
+def test_older_weights_log_probs_in_cudnns_rows_are_those_of_one_a_row(monkeypatch):
+    """The column that a lag compares the engine with: each token's, wherever its completion lies."""
+    stand_in_for_cudnn(monkeypatch)
+    cudnn = _cudnn_plan()
+    found = []
+    for plan, how in (cudnn, (RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1), {})):
+        lagged = make_old_logprobs(_row_logprobs(plan, None, **how), mesh=None)
+        batch = jax.device_get(lagged(make_params(), _inputs(0, plan, None)[0]))
+        order, values = np.random.default_rng(len(plan.row_lengths)).permutation(COUNT), {}
+        for rows in batch.rows:
+            for number in np.unique(rows.completion_index[rows.completion_mask]):
+                own = rows.completion_mask & (rows.completion_index == number)
+                values[order[number]] = rows.columns[OLD_LOGPROBS][own][np.argsort(rows.position_ids[own])]
+        found.append(np.concatenate([values[number] for number in sorted(values)]))
+    assert found[0].std() > 0.5
+    np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
