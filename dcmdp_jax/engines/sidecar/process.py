@@ -164,12 +164,14 @@ class Sidecar:
         limit = timeout_s or STALL_TIMEOUT_S
         try:
             self._connection.send(op, header, arrays, timeout_s=limit)
-            heard = time.monotonic()
+            heard, poll = time.monotonic(), select.poll()
+            poll.register(self._connection, select.POLLIN)
             while True:
                 if stopped is not None and stopped.is_set():
                     self._cancel()
                     raise Stopped
-                if self._has_sent():
+                # Something to receive, the end of the connection included; waited for a moment.
+                if poll.poll(_POLL_MS):
                     message, heard = self._connection.receive(timeout_s=limit), time.monotonic()
                     if message.header["op"] != "progress":
                         return self._checked(message, op, answer)
@@ -182,12 +184,6 @@ class Sidecar:
                 last = self._lines[-1] if self._lines else "nothing"
                 broken = SidecarBroken(f"{broken}; its log, {self._launch.directory / _LOG}, ends with: {last}")
             raise broken from error
-
-    def _has_sent(self) -> bool:
-        """Return whether there is something to receive, the end of the connection included; waits a moment for it."""
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        return bool(poll.poll(_POLL_MS))
 
     def _checked(self, message: wire.Message, op: str, answer: str) -> wire.Message:
         """The answer, if it is the one that was asked for."""
@@ -248,9 +244,10 @@ class Sidecar:
         self._process.wait()
         # Its children die with it, and the one that cleans up after them needs a moment to do so.
         deadline = time.monotonic() + _END_S
-        while _group_lives(self.pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < deadline:
+                os.killpg(self.pid, 0)
+                time.sleep(0.02)
             os.killpg(self.pid, signal.SIGKILL)
         self._log.join(1.0)
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -284,11 +281,3 @@ def _ending(code: int | None) -> str:
     if code is None:
         return "still running, stopped or stuck; killed"
     return f"exit status {code}" if code >= 0 else f"killed by signal {-code}, {signal.strsignal(-code)}"
-
-
-def _group_lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,11 @@ from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
 from dcmdp_jax.engines.sidecar.segments import differing
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
+
+T = TypeVar("T")
+
+# The level of an engine's sleep that drops the weights.
+_DROPS_WEIGHTS = 2
 
 
 class Replica:
@@ -32,7 +37,6 @@ class Replica:
         probe_tolerance: float,
         request_seeds: Callable[[int, int, Sequence[int]], np.ndarray],
         sleep_level: int,
-        drops_weights: bool,
         routed_experts: bool = False,
         top_logprobs: int = 0,
     ) -> None:
@@ -43,15 +47,13 @@ class Replica:
             weights: shared memory to load from.
             probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
             request_seeds: (seed, step, rows) -> [n] integers, the seed of each row's request.
-            sleep_level: level of the engine's sleep after each call; 0 leaves it awake.
-            drops_weights: whether it drops its weights at that level.
+            sleep_level: level of the engine's sleep after each call; 0 leaves it awake, at 2 it drops its weights.
             routed_experts: the sidecar was asked for the experts of each token, so it must return them.
             top_logprobs: k, the likeliest tokens to ask for wherever the draw is not greedy; 0: none.
         """
         self.supervisor = supervisor
         self._weights, self._probe_tolerance, self._request_seeds = weights, probe_tolerance, request_seeds
-        self._sleep_level, self._drops_weights = sleep_level, drops_weights
-        self._routed_experts, self._top_logprobs = routed_experts, top_logprobs
+        self._sleep_level, self._routed_experts, self._top_logprobs = sleep_level, routed_experts, top_logprobs
 
     def load(self, calls: Calls, publication: Publication) -> float | None:
         """Have the engine load the weights; return their probe's difference, nats, when they are proven to be in use.
@@ -99,14 +101,18 @@ class Replica:
             )
         return difference
 
-    def _ensure(self, sidecar: Sidecar, calls: Calls, publication: Publication) -> None:
-        """Load the published weights where they are not in use: a restarted sidecar has none."""
-        if sidecar.serial != publication.serial:
-            self._load(sidecar, calls, publication)
+    def _run(self, calls: Calls, publication: Publication, call: Callable[[Sidecar], T]) -> T:
+        """Return what `call` returns on a sidecar with the published weights, loaded where they are not in use."""
 
-    def _fell_asleep(self, sidecar: Sidecar) -> None:
-        if self._drops_weights:
-            sidecar.serial = None
+        def whole(sidecar: Sidecar) -> T:
+            if sidecar.serial != publication.serial:
+                self._load(sidecar, calls, publication)
+            result = call(sidecar)
+            if self._sleep_level == _DROPS_WEIGHTS:
+                sidecar.serial = None
+            return result
+
+        return self.supervisor.run(calls, whole)
 
     def sample(
         self,
@@ -195,16 +201,14 @@ class Replica:
             calls.put(fresh)
 
         def sample(calls: Calls, sidecar: Sidecar) -> None:
-            self._ensure(sidecar, calls, publication)
             rows: set[int] = set()
             taken = functools.partial(take, calls, OpenGroups(group_size), rows)
             given = {"answer": "generated", "stopped": calls.stopped, "on_progress": taken}
             taken(sidecar.request("generate", header, arrays, **given))
             if len(rows) < count:
                 raise SidecarBroken(f"generate: {len(rows)} completions for {count} requests")
-            self._fell_asleep(sidecar)
 
-        return lambda calls: self.supervisor.run(calls, functools.partial(sample, calls))
+        return lambda calls: self._run(calls, publication, functools.partial(sample, calls))
 
     def score(
         self,
@@ -223,27 +227,22 @@ class Replica:
         trust = _Trust()
 
         def score(sidecar: Sidecar) -> list[np.ndarray]:
-            self._ensure(sidecar, calls, publication)
             values = _score(sidecar, calls, rows, starts, temperature=temperature, sleep_level=self._sleep_level)
             trust.check(values)
-            self._fell_asleep(sidecar)
             return values
 
-        return self.supervisor.run(calls, score)
+        return self._run(calls, publication, score)
 
     def observe(
         self, calls: Calls, publication: Publication, rows: Sequence[np.ndarray], modules: Sequence[str]
     ) -> dict[str, np.ndarray]:
         """Return what modules of the engine's network read and gave for the tokens of the rows, as they came."""
+        asked = {"modules": list(modules), "sleep_level": self._sleep_level}
 
         def observe(sidecar: Sidecar) -> dict[str, np.ndarray]:
-            self._ensure(sidecar, calls, publication)
-            asked = {"modules": list(modules), "sleep_level": self._sleep_level}
-            reply = sidecar.request("observe", asked, _rows(rows), answer="observed", stopped=calls.stopped)
-            self._fell_asleep(sidecar)
-            return reply.arrays
+            return sidecar.request("observe", asked, _rows(rows), answer="observed", stopped=calls.stopped).arrays
 
-        return self.supervisor.run(calls, observe)
+        return self._run(calls, publication, observe)
 
 
 def _rows(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,6 @@ ALIGNMENT = 64
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 _BLOCK = 1 << 16
 _STRIDE = 16
-_WHOLE = 1 << 16
 
 
 class Tensor(NamedTuple):
@@ -75,16 +74,12 @@ def checksum(data: np.ndarray, policy_version: int) -> int:
         data: [bytes] uint8.
         policy_version: selects the blocks that are looked at.
     """
-    if data.size <= _WHOLE:
+    if data.size <= _BLOCK:
         return zlib.crc32(data)
     crc = zlib.crc32(data[:_BLOCK])
-    for start in _blocks(data.size, policy_version):
+    for start in range(policy_version % _STRIDE * _BLOCK, data.size, _STRIDE * _BLOCK):
         crc = zlib.crc32(data[start : start + _BLOCK], crc)
     return zlib.crc32(data[-_BLOCK:], crc)
-
-
-def _blocks(size: int, policy_version: int) -> Iterator[int]:
-    return iter(range(policy_version % _STRIDE * _BLOCK, size, _STRIDE * _BLOCK))
 
 
 def differing(tensors: Sequence[Tensor], sent: np.ndarray, consumed: np.ndarray) -> list[str]:

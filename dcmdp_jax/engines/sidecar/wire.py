@@ -13,7 +13,7 @@ import contextlib
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgpack
@@ -93,8 +93,7 @@ class Connection:
         packed = msgpack.packb({**(header or {}), "op": op, "arrays": listed})
         if len(packed) > self._max_bytes:
             raise ValueError(f"frame {op!r}: {len(packed)} bytes, the limit is {self._max_bytes}")
-        end = _end(timeout_s)
-        with self._closing_on_failure(f"sending {op!r}", timeout_s):
+        with self._closing_on_failure(f"sending {op!r}", timeout_s) as end:
             data = memoryview(_PREFIX.pack(_MAGIC, len(packed)) + packed)
             while data.nbytes:
                 self._socket.settimeout(_left(end))
@@ -107,8 +106,7 @@ class Connection:
             TimeoutError: if it is not there, whole, in time.
             WireError: if the other side is gone, or sent something else than a frame within the limit.
         """
-        end = _end(timeout_s)
-        with self._closing_on_failure("waiting for a frame", timeout_s):
+        with self._closing_on_failure("waiting for a frame", timeout_s) as end:
             magic, size = _PREFIX.unpack(self._receive_all(_PREFIX.size, end))
             if magic != _MAGIC:
                 raise WireError(f"not a frame: it begins with {magic!r}")
@@ -127,18 +125,15 @@ class Connection:
         return data
 
     @contextlib.contextmanager
-    def _closing_on_failure(self, doing: str, timeout_s: float | None) -> Any:
+    def _closing_on_failure(self, doing: str, timeout_s: float | None) -> Iterator[float | None]:
+        """Give the time at which the limit is over."""
         try:
-            yield
+            yield None if timeout_s is None else time.monotonic() + timeout_s
         except OSError as error:
             self.close()
             if isinstance(error, TimeoutError):
                 raise TimeoutError(f"{doing}: nothing for {timeout_s:g} s") from None
             raise error if isinstance(error, WireError) else WireError(f"{doing}: {error.strerror or error}") from error
-
-
-def _end(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
 
 
 def _left(end: float | None) -> float | None:

@@ -26,8 +26,6 @@ from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
-# The level of vLLM's sleep mode that drops the weights.
-_DROPS_WEIGHTS = 2
 SCRIPT = Path(__file__).with_name("sidecar.py")
 
 
@@ -76,6 +74,8 @@ class VllmEngine:
         probe, int8 = arguments.probe and arguments.probe(), arguments.precision == "int8"
         sizes = {"compute_dtype": arguments.compute_dtype, "max_total_tokens": self.max_total_tokens}
         self.weights = SharedWeights(self.config, int8=int8, probe=probe, **sizes)
+        manifest = [list(tensor) for tensor in self.weights.bridge.manifest]
+        segments, size = self.weights.segments, self.weights.num_bytes
         self.replicas: list[Replica] = []
         self._calls = Calls([])
         try:
@@ -96,12 +96,11 @@ class VllmEngine:
                 one.directory.mkdir(exist_ok=True)
                 self.replicas.append(
                     Replica(
-                        self._supervisor(one),
+                        Supervisor(one.name, functools.partial(Sidecar, one, manifest, segments, size)),
                         self.weights,
                         probe_tolerance=launch.probe_tolerance(arguments),
                         request_seeds=request_seeds,
                         sleep_level=settings.sleep,
-                        drops_weights=settings.sleep == _DROPS_WEIGHTS,
                         routed_experts=arguments.routed_experts,
                         top_logprobs=arguments.top_logprobs,
                     )
@@ -110,11 +109,6 @@ class VllmEngine:
         except BaseException:
             self.close()
             raise
-
-    def _supervisor(self, how_to_start: Launch) -> Supervisor:
-        weights = self.weights
-        listed = [list(tensor) for tensor in weights.bridge.manifest]
-        return Supervisor(how_to_start.name, lambda: Sidecar(how_to_start, listed, weights.segments, weights.num_bytes))
 
     def _begin(self, calls: Sequence[Callable[[Calls], Any]]) -> Calls:
         """Begin new calls of the replicas; ends calls that were left open."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import multiprocessing
 import os
 import select
 import signal
@@ -143,20 +144,9 @@ class EngineHost:
 
         Yields what has ended since; returns the rest.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
         params = [
-            SamplingParams(
-                **fields["sampling"],
-                seed=seed,
-                logprobs=fields["top_logprobs"],
-                flat_logprobs=True,
-                ignore_eos=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
+            _params(**fields["sampling"], seed=seed, logprobs=fields["top_logprobs"], ignore_eos=True)
             for seed in arrays["seeds"].tolist()
         ]
         with self._routing.recorded(self.llm):
@@ -171,12 +161,8 @@ class EngineHost:
 
         Yields nothing now and then; returns all.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         rows = _split(arrays["row_ids"], arrays["row_lengths"])
-        kept = {"prompt_logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
-        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, **kept)
+        params = _params(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         self.llm.collective_rpc("dcmdp_scale_logits", args=(fields["temperature"],))
         outputs: dict[int, Any] = {}
         try:
@@ -244,6 +230,14 @@ class EngineHost:
         finally:
             if places:
                 self.engine.abort_request(list(places))
+
+
+def _params(**options: Any) -> Any:
+    """vLLM's parameters of a request that gives token ids and arrays of log-probs, once, when it has ended."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(**options, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def _completions(outputs: dict[int, Any], top: int) -> dict[str, np.ndarray]:
@@ -379,15 +373,9 @@ def main() -> None:
     finally:
         sys.stderr.flush()
         # No tidying up by libraries: a broken engine may hang in it, and there is nothing to save.
-        _kill_children()
+        for child in multiprocessing.active_children():
+            child.kill()
         os._exit(status)
-
-
-def _kill_children() -> None:
-    import multiprocessing
-
-    for child in multiprocessing.active_children():
-        child.kill()
 
 
 if __name__ == "__main__":
