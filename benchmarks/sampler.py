@@ -24,8 +24,8 @@ from benchmarks.workload import GROUP, NEW_TOKENS, PROMPT_TOKENS, PROMPTS, SIZES
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.engines.local.weights import ENGINE_PRECISIONS
 from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.backend import prepare_jax
@@ -80,9 +80,9 @@ def main() -> None:
     parser.add_argument("--sizes", type=names_of(SIZES), default=list(SIZES), help="of " + ", ".join(SIZES))
     parser.add_argument(
         "--precisions",
-        type=names_of(ENGINE_PRECISIONS),
+        type=names_of(ENGINES["local"].precisions),
         default=["float32", "bfloat16", "int8", "fp8"],
-        help="of " + ", ".join(ENGINE_PRECISIONS),
+        help="of " + ", ".join(ENGINES["local"].precisions),
     )
     parser.add_argument("--repeats", type=at_least_one, default=7)
     arguments = parser.parse_args()

@@ -165,8 +165,7 @@ def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
     )
 
 
-def _abstract(shape: Shape, fill: float, dtype: type) -> jax.ShapeDtypeStruct:
-    del fill
+def _abstract(shape: Shape, _: float, dtype: type) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

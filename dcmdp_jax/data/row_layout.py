@@ -118,20 +118,21 @@ def make_row_shapes(
     typical = [
         lognormal_lengths(median * longest, longest, count, seed).clip(shortest) for seed, median in enumerate(_MEDIANS)
     ]
-    best: tuple[float, RowShapes] | None = None
+
+    def cost(shapes: RowShapes) -> float:
+        further = len(shapes.row_lengths) - 1
+        fixed = _PROGRAM_TOKENS * row_shards * further
+        costs = ((_cost(shapes, lay_out(drawn, shapes).micro_batches) + fixed) / drawn.sum() for drawn in typical)
+        return sum(costs) * (1 + _PROGRAM_SHARE * further)
+
+    tried = []
     for lengths in dict.fromkeys(ladders):
         tokens = [int(micro_batch_tokens / 2 ** (step / 2)) for step in range(2 * micro_batch_tokens.bit_length())]
         sizes = [tuple(_even(limit // length, completions, row_shards) for length in lengths) for limit in tokens]
         for rows in dict.fromkeys(sizes):
-            shapes = RowShapes(lengths, rows, _most(lengths, rows, completions, segments_per_row, longest), *rest)
-            further = len(lengths) - 1
-            fixed = _PROGRAM_TOKENS * row_shards * further
-            cost = sum((_cost(shapes, lay_out(drawn, shapes).micro_batches) + fixed) / drawn.sum() for drawn in typical)
-            cost *= 1 + _PROGRAM_SHARE * further
-            if best is None or cost < best[0]:
-                best = cost, shapes
-    assert best is not None
-    return best[1]
+            most = _most(lengths, rows, completions, segments_per_row, longest)
+            tried.append(RowShapes(lengths, rows, most, *rest))
+    return min(tried, key=cost)
 
 
 def lognormal_lengths(median: float, longest: int, count: int, seed: int) -> Int[np.ndarray, " count"]:
@@ -260,15 +261,13 @@ def _single_rows(falling: list[int], shapes: RowShapes) -> list[list[list[int]]]
 def _packed_rows(falling: list[int], shapes: RowShapes) -> list[list[list[int]]]:
     """Rows of each shape with several sequences: the best of all numbers of the shorter shapes."""
     shorter = [range(most + 1) for most in shapes.micro_batches[:-1]]
-    best: tuple[float, list[list[list[int]]]] | None = None
-    for counts in itertools.islice(itertools.product(*shorter), _MOST_TRIES):
-        rows = _best_fit(falling, shapes, counts)
-        used = np.array([-(-len(each) // size) for each, size in zip(rows, shapes.rows_per_micro_batch, strict=True)])
-        cost = _cost(shapes, used)
-        if best is None or cost < best[0]:
-            best = cost, rows
-    assert best is not None
-    return best[1]
+
+    def cost(rows: list[list[list[int]]]) -> float:
+        used = [-(-len(each) // size) for each, size in zip(rows, shapes.rows_per_micro_batch, strict=True)]
+        return _cost(shapes, np.array(used))
+
+    counts = itertools.islice(itertools.product(*shorter), _MOST_TRIES)
+    return min((_best_fit(falling, shapes, each) for each in counts), key=cost)
 
 
 def _best_fit(falling: list[int], shapes: RowShapes, counts: Sequence[int]) -> list[list[list[int]]]:

@@ -18,6 +18,7 @@ import dataclasses
 import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,7 @@ class EnvironmentPool(Closing):
         Raises:
             RewardError: in one line, if that can't be done.
         """
-        try:
-            result_of(self._pool.load())
-        except CallError as error:
-            raise self._failure("load", error) from error
+        self._result("load", self._pool.load())
 
     def reset(
         self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]], on_wait: Callable[[], None]
@@ -83,28 +81,27 @@ class EnvironmentPool(Closing):
         Raises:
             RewardError: in one line, with the completion that it is about.
         """
-        observations, role = self._call(on_wait, "reset", list(prompts), dict(columns))
+        asked = self._pool.submit("reset", list(prompts), dict(columns), wall_s=self._timeout_s)
+        observations, role = self._result("reset", asked, on_wait)
         return observations, role
 
     def step(self, rows: Sequence[int], texts: Sequence[str], on_wait: Callable[[], None]) -> list[Step]:
         """The responses of the environments of some completions to their turns. Raises as `reset`."""
-        return [Step(*each) for each in self._call(on_wait, "step", list(rows), list(texts))]
+        asked = self._pool.submit("step", list(rows), list(texts), wall_s=self._timeout_s)
+        return [Step(*each) for each in self._result("step", asked, on_wait)]
 
     def close(self) -> None:
         """Kill the process. Harmless when called again."""
         self._pool.close()
 
-    def _call(self, on_wait: Callable[[], None], method: str, *args: Any) -> Any:
+    def _result(self, method: str, asked: Future[Any], *on_wait: Callable[[], None]) -> Any:
         try:
-            return result_of(self._pool.submit(method, *args, wall_s=self._timeout_s), on_wait)
+            return result_of(asked, *on_wait)
         except CallError as error:
-            raise self._failure(method, error) from error
-
-    def _failure(self, method: str, error: CallError) -> RewardError:
-        problem = str(error).removeprefix(f"environment {self.name}: ")
-        if error.kind == "timeout":
-            problem = f"{method} gave no result in {self._timeout_s:g} s"
-        return RewardError(f"environment {self.name}: {problem}", error.row)
+            problem = str(error).removeprefix(f"environment {self.name}: ")
+            if error.kind == "timeout":
+                problem = f"{method} gave no result in {self._timeout_s:g} s"
+            raise RewardError(f"environment {self.name}: {problem}", error.row) from error
 
 
 def load(name: str, columns: Sequence[str]) -> Callable[..., list[Any]]:
@@ -135,10 +132,9 @@ class _Playing:
     def _reset(self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[Any]:
         def begin() -> list[Any]:
             self._environments = [self._make() for _ in prompts]
-            cells = [{name: values[row] for name, values in columns.items()} for row in range(len(prompts))]
             return [
-                one.reset(prompt=prompt, **own)
-                for one, prompt, own in zip(self._environments, prompts, cells, strict=True)
+                one.reset(prompt=prompts[row], **{name: values[row] for name, values in columns.items()})
+                for row, one in enumerate(self._environments)
             ]
 
         observations = self._checked(begin, checked_observation, range(len(prompts)))

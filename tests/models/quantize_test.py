@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dcmdp_jax.engines.local.weights import ENGINE_PRECISIONS, in_precision
+from dcmdp_jax.engines.local.weights import in_precision
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
@@ -156,7 +156,7 @@ def test_tree_has_every_matrix_quantized_per_layer_and_nothing_else(precision, t
 
 def test_settings_name_the_same_precisions():
     assert ENGINES["local"].quantized == PRECISIONS
-    assert ENGINES["local"].precisions == ENGINE_PRECISIONS
+    assert ENGINES["local"].precisions == ("exact", "float32", "bfloat16", "float16", *PRECISIONS)
 
 
 def test_unknown_precision_is_refused():

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, OpenGroups, single_turn
-from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
+from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.http import ENGINE
 from dcmdp_jax.engines.http.client import VllmHttpClient
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.validation import checked_prompts, scored_rows
-from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES, request_seeds
+from dcmdp_jax.engines.vllm_common import request_seeds
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.types import Params
 
@@ -93,7 +94,7 @@ class RemoteEngine:
             EngineError: if the server fails, or gives an answer that can't be right.
         """
         temperature, group = sampling.temperature, sampling.group_size
-        check_temperature("http", temperature, VLLM_TEMPERATURES)
+        ENGINE.check_temperature(temperature)
         prompts = checked_prompts(self, prompts, sampling)
         seeds = request_seeds(seed, step, first_prompt * group + np.arange(len(prompts) * group)).tolist()
         known = temperature == 0 or (temperature == 1 and not sampling.cuts) or self._reports_processed(prompts[0])

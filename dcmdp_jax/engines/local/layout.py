@@ -216,15 +216,12 @@ def weight_specs(weights: Params, config: ModelConfig, mesh: Mesh) -> Params:
         if config.vocab_size % mesh.shape[TENSOR]:
             axes = tuple(None if axis == "vocab" else axis for axis in axes)
         if isinstance(leaf, QuantizedKernel):
-            return QuantizedKernel(partition_spec(axes, _WEIGHT_AXES), partition_spec(_of_scale(axes), _WEIGHT_AXES))
+            # One scale for each output channel.
+            scales = partition_spec((*axes[:-2], axes[-1]), _WEIGHT_AXES)
+            return QuantizedKernel(partition_spec(axes, _WEIGHT_AXES), scales)
         return partition_spec(axes, _WEIGHT_AXES)
 
     return jax.tree_util.tree_map_with_path(spec, weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
-
-
-def _of_scale(axes: Axes) -> Axes:
-    """Axes of a kernel's scales, one for each output channel."""
-    return (*axes[:-2], axes[-1])
 
 
 def convert_late(weights: Params, x: jax.Array, program: Program) -> tuple[Params, jax.Array]:

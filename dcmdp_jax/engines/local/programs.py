@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.engine_kind import EngineArguments, EnginePlan, Lowerable, Workload
@@ -21,7 +21,6 @@ from dcmdp_jax.engines.local.forward import score
 from dcmdp_jax.engines.local.layout import Program, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.engines.process_memory import release_freed_memory
-from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
 from dcmdp_jax.types import Params
 
@@ -41,7 +40,9 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     model, split = arguments.model, dataclasses.asdict(arguments.settings)
     engine = arguments.mesh(**split)
     program = Program.of(arguments, engine)
-    weights = _weights(model, arguments.precision, load.param_dtype, engine)
+    shapes = engine_shapes(model, arguments.precision, load.param_dtype)
+    tree = sharded(shapes, jax.tree.map(lambda spec: NamedSharding(engine, spec), weight_specs(shapes, model, engine)))
+    weights = {**tree, "layers": [tree["layers"]] * model.num_layers}
     group, bucket = load.group_size, sizes.length_bucket(max(load.prompt_lengths))
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, engine.size)
     slots = bucket + load.max_completion_tokens
@@ -115,14 +116,6 @@ def _decode_arguments(
         decode.Limits(number, number, number),
         decode.Draw(real, real, given("int32", stops)),
     )
-
-
-def _weights(model: ModelConfig, precision: str, param_dtype: str, mesh: Mesh) -> Any:
-    """The engine's tree with shardings; its layers have equal shapes."""
-    shapes = engine_shapes(model, precision, param_dtype)
-    specs = weight_specs(shapes, model, mesh)
-    tree = sharded(shapes, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
-    return {**tree, "layers": [tree["layers"]] * model.num_layers}
 
 
 class Preparation:

@@ -181,6 +181,7 @@ class Scheduler:
         self._unit = round_up(max(1, sizes.rows // _REFILL), self._devices)
         self._capacities = cache_capacities(sizes.cache_block, sizes.limit)
         self._members, self._bucket = deque(members), bucket
+        self._slots = [bucket + capacity for capacity in self._capacities]
         self._queues: list[deque[_Waiting]] = [deque() for _ in self._capacities]
         self.compiled: Callable[[], None] = lambda: None
         """Waits for a `decode` that is being compiled."""
@@ -196,8 +197,8 @@ class Scheduler:
         sizes = [self._sizes.rows]
         while (half := self._shrunk(sizes[-1], -(-sizes[-1] // 2))) < sizes[-1]:
             sizes.append(half)
-        slots = [self._bucket, *(self._bucket + capacity for capacity in self._capacities)]
-        return [(rows, *pair[::-1]) for pair in itertools.pairwise(slots) for rows in sizes]
+        pairs = itertools.pairwise([self._bucket, *self._slots])
+        return [(rows, *pair[::-1]) for pair in pairs for rows in sizes]
 
     def _has(self, level: int) -> bool:
         return bool(self._queues[level]) or (level == 0 and bool(self._members))
@@ -220,7 +221,7 @@ class Scheduler:
         first = [row for row in waiting if row.kept is waiting[0].kept]
         size, source = self._shrunk(sizes.rows, len(waiting)), first[0].kept.cache
         # Other queued rows may still use this cache.
-        cache, order = self._take(source, [row.place for row in first], size, self._slots(level), release=False)
+        cache, order = self._take(source, [row.place for row in first], size, self._slots[level], release=False)
         places = _ordered([row.row for row in first], order)
         cache = self._enter(cache, places, waiting[len(first) :])
         clock, prefix = 0, slots_of(first[0].kept.cache)
@@ -250,10 +251,10 @@ class Scheduler:
                 prefix, size = slots_of(cache), self._shrunk(places.size, full.size)
                 level, clock = level + 1, 0
                 if size == places.size:
-                    extra = self._slots(level) - prefix
+                    extra = self._slots[level] - prefix
                     cache = self._trimmed(take(cache, None, extra=extra, sharding=self._program.cache, release=True))
                 else:
-                    cache, order = self._take(cache, full, size, self._slots(level))
+                    cache, order = self._take(cache, full, size, self._slots[level])
                     places = _ordered(places[full], order)
             else:
                 self._preempt(cache, places, full, level + 1)
@@ -300,9 +301,6 @@ class Scheduler:
     def _keeps_together(self, level: int, count: int, more: bool) -> bool:
         """Return whether a batch of full rows moves up whole: none to wait for, or too many to copy twice."""
         return count >= 0.75 * self._sizes.rows or not (more or self._queues[level + 1])
-
-    def _slots(self, level: int) -> int:
-        return self._bucket + self._capacities[level]
 
     def _supply(self, level: int, count: int) -> list[_Waiting]:
         """Return at most `count` rows that can enter this level."""

@@ -25,8 +25,6 @@ from dcmdp_jax.models.params import param_shapes, quantized_leaves
 from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
 
-ENGINE_PRECISIONS = ("exact", "float32", "bfloat16", "float16", *quantize.PRECISIONS)
-
 
 def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
     """The trainer's parameters, or a part of them, in the engine's precision; layers stacked or one.

@@ -278,8 +278,7 @@ class _Trust:
     of those is the trainer's to decide (`validation.unusable_completions`).
     """
 
-    def __init__(self) -> None:
-        self._doubted = False
+    _doubted = False
 
     def check(self, values: Sequence[np.ndarray]) -> None:
         """Raise SidecarBroken if a value is not finite, unless one was not finite before."""

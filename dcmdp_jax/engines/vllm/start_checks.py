@@ -87,13 +87,9 @@ def check_received_tensors(directory: str, tensors: list[segments.Tensor]) -> No
 def _separate_experts(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """A tensor by name, or the tensors of checkpoints for one that transformers 5 keeps fused, experts first."""
     module, _, part = name.rpartition(".experts.")
-    if part == "gate_up_proj":
-        count, rows, columns = shape
-        return {
-            f"{module}.experts.{expert}.{half}_proj.weight": (rows // 2, columns)
-            for expert in range(count)
-            for half in ("gate", "up")
-        }
-    if part == "down_proj":
-        return {f"{module}.experts.{expert}.down_proj.weight": shape[1:] for expert in range(shape[0])}
-    return {name: shape}
+    kernels = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(part)
+    if kernels is None:
+        return {name: shape}
+    count, rows, columns = shape
+    own = (rows // len(kernels), columns)
+    return {f"{module}.experts.{expert}.{kernel}.weight": own for expert in range(count) for kernel in kernels}
