@@ -72,13 +72,11 @@ class DcGrpoLoss:
         self._optimizer = self._optimizer or optimizer
         if optimizer is not self._optimizer:
             return
-        distributed = torch.distributed.is_initialized()
+        sums, distributed = self._sums, torch.distributed.is_initialized()
         if distributed:
-            device = optimizer.param_groups[0]["params"][0].device
-            sums = self._sums.to(device)
+            sums = sums.to(optimizer.param_groups[0]["params"][0].device)
             torch.distributed.all_reduce(sums)
-            self._sums = sums.cpu()
-        total, count = self._sums.tolist()
+        total, count = sums.tolist()
         self._sums = torch.zeros(2, dtype=torch.float64)
         if not count:
             return

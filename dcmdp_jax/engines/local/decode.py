@@ -250,8 +250,7 @@ def _decode_local(
         rotary = jax.tree.map(lambda table: table[position], tables)
         x = embed(weights, last, program)[:, None]
         kept, reports = [], []
-        parts = zip(weights["layers"], cache, config.layer_ropes, spans, strict=True)
-        for layer, held, rope, span in parts:
+        for layer, held, rope, span in zip(weights["layers"], cache, config.layer_ropes, spans, strict=True):
             layer, x = convert_late(layer, x, program)
             attend = functools.partial(
                 _attend_cached, cache=held, slot=slot, bias=biases[span], dtype=program.cache_dtype, ops=program.ops
@@ -293,12 +292,9 @@ def _decode_local(
 
     shape = (window, rows.done.shape[0])
     empty = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.int32(0)
-    routed = None
-    if program.routed_experts:
-        routed = jnp.zeros((*shape, *config.routing[:2]), jnp.int16)
-    top = ()
-    if count := program.listed(mode):
-        top = jnp.zeros((*shape, count), jnp.int32), jnp.zeros((*shape, count), jnp.float32)
+    routed = jnp.zeros((*shape, *config.routing[:2]), jnp.int16) if program.routed_experts else None
+    count = program.listed(mode)
+    top = tuple(jnp.zeros((*shape, count), dtype) for dtype in (jnp.int32, jnp.float32) if count)
     state = cache, rows.last, Decoded(*empty, rows.sampled, rows.done, routed, top)
     if program.row_shards == 1:
         cache, _, decoded = until(state, steps, live_floor)

@@ -59,6 +59,7 @@ class Completions:
         prompt_routed_experts: the same of each prompt, [P, layers, k].
         top: ids and log-probs of the likeliest tokens, [N, limit, k] each; () if no one asked.
         held: [N, limit] int32, the token that each cache slot after the prompt holds; see `decode.RowState`.
+        finished: rows that ended since `take_finished`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Completions:
         routed_shape: tuple[int, int] | None = None,
         top: int = 0,
     ) -> None:
-        self._finished: list[int] = []
+        self.finished: list[int] = []
         count = len(prompts) * group
         self.tokens = np.empty((count, limit), np.int32)
         self.logprobs = np.empty((count, limit), np.float32)
@@ -123,13 +124,9 @@ class Completions:
         own = self.routed_experts[row, : self.sampled[row] - 1]
         return np.concatenate([self.prompt_routed_experts[row // self.group], own])
 
-    def finish(self, rows: np.ndarray) -> None:
-        """Note that rows are finished."""
-        self._finished += rows.tolist()
-
     def take_finished(self) -> list[int]:
         """Return the rows that finished since the last call."""
-        finished, self._finished = self._finished, []
+        finished, self.finished = self.finished, []
         return finished
 
 
@@ -291,7 +288,7 @@ class Scheduler:
         completions.add(of, tokens, logprobs, decoded.sampled[live], routed, top)
         ended = decoded.done[live] | (completions.sampled[of] == self._sizes.limit)
         places[live] = np.where(ended, -1, of)
-        completions.finish(of[ended])
+        completions.finished += of[ended].tolist()
         return cache, steps
 
     def _steps_left(self, level: int, rows: np.ndarray) -> int:
@@ -347,7 +344,7 @@ class Scheduler:
             top = [values[None, : part.size] for values in top]
             completions.add(part, tokens[None], logprobs[None], np.ones(part.size, np.int32), top=top)
             going = ~np.isin(tokens, draw.stop_ids) & (self._sizes.limit > 1)
-            completions.finish(part[~going])
+            completions.finished += part[~going].tolist()
             pairs = zip(prompts[going].tolist(), part[going].tolist(), strict=True)
             self._queues[0].extend(_Waiting(kept, place, row) for place, row in pairs)
 
@@ -398,10 +395,8 @@ class Scheduler:
         order = order.reshape(-1)
         # The content of empty slots is unused.
         named = np.where(order >= 0, rows[order] % share if local else rows[order], 0)
-        extra = slots - slots_of(cache)
-        sharding = self._program.cache
-        taken = take(cache, named, extra=extra, sharding=sharding, local=bool(local), release=release)
-        return self._trimmed(taken), order
+        how = {"sharding": self._program.cache, "local": bool(local), "release": release}
+        return self._trimmed(take(cache, named, extra=slots - slots_of(cache), **how)), order
 
     def _trimmed(self, cache: Cache) -> Cache:
         """Return a cache after the memory of the one that it was taken from has gone back to the system."""

@@ -82,8 +82,7 @@ class EngineHost:
 
         self._segments, self._size = fields["segments"], fields["segment_bytes"]
         self._manifest = fields["manifest"]
-        tensors = segments.parse(self._manifest, self._size)
-        check_received_tensors(fields["engine"]["model"], tensors)
+        check_received_tensors(fields["engine"]["model"], segments.parse(self._manifest, self._size))
         engine = dict(fields["engine"])
         self._routing = Routing(engine)
         self.llm = vllm.LLM(**engine, worker_extension_cls="dcmdp_jax.engines.vllm.worker.WeightReceiver")
