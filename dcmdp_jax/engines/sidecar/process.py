@@ -75,7 +75,12 @@ class Stopped(Exception):  # noqa: N818 - nothing is wrong
 
 
 class Sidecar:
-    """A running sidecar. Any failure ends it. Its calls block; one thread at a time."""
+    """A running sidecar. Any failure ends it. Its calls block; one thread at a time.
+
+    Attributes:
+        pid: its process id.
+        serial: serial number of the weights in use, as their sender counts them.
+    """
 
     def __init__(self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], segment_bytes: int) -> None:
         """Start the process. `wait_until_ready` comes next."""
@@ -85,7 +90,6 @@ class Sidecar:
         self._temporary.mkdir(mode=0o700)
         self._lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self.serial: int | None = None
-        """Serial number of the weights in use, as their sender counts them."""
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
         self._began = time.monotonic()
@@ -109,6 +113,7 @@ class Sidecar:
                 # A group of its own: Ctrl-C in a terminal is for the trainer, and its children can be found.
                 start_new_session=True,
             ).result()
+        self.pid = self._process.pid
         self._connection = wire.Connection(ours)
         self._ready = False
         self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
@@ -130,11 +135,6 @@ class Sidecar:
         self._ready = True
         version, seconds = ready.header.get("version"), time.monotonic() - self._began
         logger.info("%s %s ready after %.1f s, process %d", self._launch.name, version, seconds, self.pid)
-
-    @property
-    def pid(self) -> int:
-        """Process id of the sidecar."""
-        return self._process.pid
 
     def request(
         self,
