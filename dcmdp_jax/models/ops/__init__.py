@@ -27,7 +27,6 @@ class Ops(NamedTuple):
         rotate: (x, rotary) -> rotated heads.
         norm_and_rotate: (x, scale, rotary, eps) -> normed and rotated heads.
         split: (x, at, axis) -> the first `at` entries along an axis, and the rest.
-        concatenate: (arrays, axis) -> one array, as a pass of its own.
         grouped_matmul: (x, kernels, group_sizes) -> each row by the matrix of its group.
         softmax_maximum: (x) -> what a softmax over the last axis subtracts. No gradient.
         fuse_qkv: compute q, k and v of the training forward pass as one product with the three matrices concatenated.
@@ -38,7 +37,6 @@ class Ops(NamedTuple):
     rotate: Callable[[jax.Array, Rotary], jax.Array]
     norm_and_rotate: Callable[[jax.Array, jax.Array, Rotary, float], jax.Array]
     split: Callable[[jax.Array, int, int], tuple[jax.Array, jax.Array]]
-    concatenate: Callable[[tuple[jax.Array, ...], int], jax.Array]
     grouped_matmul: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     softmax_maximum: Callable[[jax.Array], jax.Array]
     fuse_qkv: bool

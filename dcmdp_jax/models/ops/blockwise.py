@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -183,20 +183,9 @@ def _attended(
     return _attended_forward(query, key, value, segments, size, length)[0]
 
 
-class _BlockResiduals(NamedTuple):
-    """Arrays that the backward pass of `_attended` reads: its arguments, its result, the log-sum-exp of each query."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    segments: _Segments
-    attended: jax.Array
-    log_sum: jax.Array
-
-
 def _attended_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: _Segments, size: int, length: int
-) -> tuple[jax.Array, _BlockResiduals]:
+) -> tuple[jax.Array, tuple[Any, ...]]:
     total, kv_heads, group, width = query.shape
     of_queries, of_keys = _scopes(total, length, size)
 
@@ -227,11 +216,12 @@ def _attended_forward(
     empty = segments.real[0], jnp.zeros_like(query), jnp.zeros(query.shape[:3], jnp.float32)
     with jax.named_scope(of_queries):
         _, attended, log_sum = lax.while_loop(lambda carry: carry[0] != total, queries, empty)
-    return attended, _BlockResiduals(query, key, value, segments, attended, log_sum)
+    # The arguments, the result, the log-sum-exp of each query.
+    return attended, (query, key, value, segments, attended, log_sum)
 
 
 def _attended_backward(
-    size: int, length: int, saved: _BlockResiduals, cotangent: jax.Array
+    size: int, length: int, saved: tuple[Any, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     query, key, value, segments, attended, log_sum = saved
     total, kv_heads, group, width = query.shape

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,14 +57,12 @@ def softmax_maximum(x: jax.Array) -> jax.Array:
     return jax.lax.reduce(x, jnp.asarray(-jnp.inf, x.dtype), larger, (x.ndim - 1,))[..., None]
 
 
-def concatenate(arrays: tuple[jax.Array, ...], axis: int) -> jax.Array:
-    """`jnp.concatenate` that copies whole rows: inside a fusion XLA would compute it one element at a time."""
-    return jax.lax.optimization_barrier(jnp.concatenate(jax.lax.optimization_barrier(arrays), axis=axis))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
-    """The first `at` entries along an axis, and the rest; see `concatenate` for the backward pass."""
+    """The first `at` entries along an axis, and the rest. The backward pass copies whole rows.
+
+    Inside a fusion XLA would compute its concatenation one element at a time.
+    """
     first, second = jnp.split(x, [at], axis=axis)
     return first, second
 
@@ -147,32 +145,21 @@ def _attended(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Arra
     return _attended_forward(query, key, value, bias)[0]
 
 
-class _DenseResiduals(NamedTuple):
-    """Arrays that the backward pass of `_attended` reads: its arguments, the weights before division, the result."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array
-    exponentials: jax.Array
-    inverse: jax.Array
-    attended: jax.Array
-
-
 def _attended_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array
-) -> tuple[jax.Array, _DenseResiduals]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     scores = jnp.einsum("rkqh,rksh->rkqs", query, key, preferred_element_type=jnp.float32) + bias
     exponentials = jnp.exp(scores - softmax_maximum(scores))
     inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
     exponentials = exponentials.astype(value.dtype)
     product = jnp.einsum("rkqs,rksh->rkqh", exponentials, value, preferred_element_type=jnp.float32)
     attended = (product * inverse).astype(value.dtype)
-    return attended, _DenseResiduals(query, key, value, bias, exponentials, inverse, attended)
+    # The arguments, the weights before division, the result.
+    return attended, (query, key, value, bias, exponentials, inverse, attended)
 
 
 def _attended_backward(
-    saved: _DenseResiduals, cotangent: jax.Array
+    saved: tuple[jax.Array, ...], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     query, key, value, bias, exponentials, inverse, attended = saved
     cotangent32 = cotangent.astype(jnp.float32)

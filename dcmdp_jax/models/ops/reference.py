@@ -69,11 +69,6 @@ def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
     return first, second
 
 
-def concatenate(arrays: tuple[jax.Array, ...], axis: int) -> jax.Array:
-    """`jnp.concatenate`."""
-    return jnp.concatenate(arrays, axis=axis)
-
-
 def softmax_maximum(x: jax.Array) -> jax.Array:
     """max(x) over the last axis, kept as an axis of size 1; no gradient, as a softmax needs none."""
     return jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True))
