@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +32,17 @@ Aux = dict[str, jax.Array]
 
 
 class ExpertLinear(nnx.Module):
-    """The matrices W_e [in, out] of all experts, [E, in, out]; in an engine a `QuantizedKernel`."""
+    """The matrices W_e [in, out] of all experts, [E, in, out]; in an engine a `QuantizedKernel`.
 
-    def __init__(
-        self,
-        sizes: tuple[int, int],
-        axes: tuple[str, str],
-        *,
-        std: float,
-        stacks: tuple[Stack, ...],
-        hf_name: str | None,
-        fused: Fused | None = None,
-    ) -> None:
-        names = {"hf_name": hf_name, "stacks": stacks, "fused": fused}
+    Args:
+        sizes, axes: in and out, and their logical names.
+        std: standard deviation of a fresh W_e.
+        options: of `declare.parameter`.
+    """
+
+    def __init__(self, sizes: tuple[int, int], axes: tuple[str, str], *, std: float, **options: Any) -> None:
         normal = jax.nn.initializers.normal(std)
-        self.kernel = parameter(sizes, axes, init=normal, transposed=True, quantized=True, **names)
+        self.kernel = parameter(sizes, axes, init=normal, transposed=True, quantized=True, **options)
 
 
 class Experts(nnx.Module):
@@ -59,12 +55,9 @@ class Experts(nnx.Module):
         if fused:
             self.gate_up = ExpertLinear((embed, 2 * width), inward, hf_name=None, **options)
         else:
-            for part, (attribute, tensor) in enumerate((("gate", "gate_proj"), ("up", "up_proj"))):
-                layout = Fused(f"{hf_name}.gate_up_proj", part, 2)
-                linear = ExpertLinear(
-                    (embed, width), inward, hf_name=f"{name}.{tensor}.weight", fused=layout, **options
-                )
-                setattr(self, attribute, linear)
+            for part, gated in enumerate(("gate", "up")):
+                names = {"hf_name": f"{name}.{gated}_proj.weight", "fused": Fused(f"{hf_name}.gate_up_proj", part, 2)}
+                setattr(self, gated, ExpertLinear((embed, width), inward, **names, **options))
         options["fused"] = Fused(f"{hf_name}.down_proj", 0, 1)
         self.down = ExpertLinear((width, embed), inward[::-1], hf_name=f"{name}.down_proj.weight", **options)
 
