@@ -16,7 +16,7 @@ from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_weights import load_params
-from dcmdp_jax.models.layers import LoraKernel, lora_matmul
+from dcmdp_jax.models.layers import LoraKernel, kernel_matmul
 from dcmdp_jax.models.lora import adapted, adapter_declarations, merge_rounding, merged
 from dcmdp_jax.models.params import draw_params, init_params
 from dcmdp_jax.models.peft_files import CONFIG, base_checksum, read_adapter, save_adapter
@@ -72,7 +72,7 @@ def test_with_a_full_rank_and_a_the_identity_the_gradient_of_b_is_that_of_the_ma
     """r = in, A = I, alpha = r: y = x (W + B), so training B is training W."""
     x, w = jax.random.normal(jax.random.key(0), (5, 8)), jax.random.normal(jax.random.key(1), (8, 6))
     loss = lambda y: jnp.sum(jnp.sin(y) * jnp.arange(30.0).reshape(5, 6))  # noqa: E731
-    by_b = jax.grad(lambda b: loss(lora_matmul(x, LoraKernel(w, jnp.eye(8), b, 1.0))))(jnp.zeros((8, 6)))
+    by_b = jax.grad(lambda b: loss(kernel_matmul(x, LoraKernel(w, jnp.eye(8), b, 1.0))))(jnp.zeros((8, 6)))
     by_w = jax.grad(lambda w: loss(x @ w))(w)
     np.testing.assert_allclose(by_b, by_w, rtol=1e-6, atol=1e-6)
 
@@ -84,7 +84,7 @@ def test_an_int8_base_is_merged_from_what_it_stands_for() -> None:
     got = merged({"kernel": kernel}, {"a": a, "b": b}, Lora(2, 6.0))["kernel"]
     np.testing.assert_allclose(got, want, rtol=1e-6)
     x = jax.random.normal(jax.random.key(2), (3, 8))
-    np.testing.assert_allclose(lora_matmul(x, LoraKernel(kernel, a, b, 3.0)), x @ want, atol=1e-5)
+    np.testing.assert_allclose(kernel_matmul(x, LoraKernel(kernel, a, b, 3.0)), x @ want, atol=1e-5)
 
 
 @pytest.mark.parametrize(
