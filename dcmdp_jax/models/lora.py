@@ -122,14 +122,16 @@ def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
     return _joined(base, adapters, lambda kernel, a, b: LoraKernel(kernel, a, b, lora.scale))
 
 
-def merged(base: Params, adapters: Params, lora: Lora) -> Params:
-    """W + (alpha / r) A B, computed and returned in float32, for engines and exports; the rest as in the base.
+def merged(base: Params, adapters: Params, lora: Lora, rounded_to: str | None = None) -> Params:
+    """W + D, D = (alpha / r) A B, computed and returned in float32, for engines and exports; the rest as in the base.
 
-    An engine then rounds the sum once, to its own precision.
+    An engine then rounds the sum once, to its own precision. With `rounded_to`, an engine's precision (see
+    `quantize.stored`), W + Q(W + D) - Q(W): the change as that rounding lets it arrive.
     """
 
     def merge(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> jax.Array:
-        return in_float32(kernel) + _product(a, b) * lora.scale
+        change = _product(a, b) * lora.scale
+        return in_float32(kernel) + (change if rounded_to is None else _arriving(kernel, change, rounded_to))
 
     whole = _joined(base, adapters, merge)
     return jax.tree.map(in_float32, whole, is_leaf=is_quantized)
@@ -163,19 +165,6 @@ def merged_and_measured(
 ) -> tuple[Params, dict[str, jax.Array]]:
     """`merged`, and `merge_rounding` as a metric. Arguments as of `merge_rounding`."""
     return merged(base, adapters, lora), {"mismatch/merge_rounding": merge_rounding(base, adapters, lora, precision)}
-
-
-def merged_as_rounded(base: Params, adapters: Params, lora: Lora, precision: str) -> Params:
-    """W + Q(W + D) - Q(W), float32: `merged` with the change as an engine's rounding lets it arrive.
-
-    Arguments as of `merge_rounding`.
-    """
-
-    def merge(kernel: jax.Array | QuantizedKernel, a: jax.Array, b: jax.Array) -> jax.Array:
-        return in_float32(kernel) + _arriving(kernel, _product(a, b) * lora.scale, precision)
-
-    whole = _joined(base, adapters, merge)
-    return jax.tree.map(in_float32, whole, is_leaf=is_quantized)
 
 
 def _arriving(kernel: jax.Array | QuantizedKernel, change: jax.Array, precision: str) -> jax.Array:

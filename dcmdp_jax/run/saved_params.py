@@ -12,7 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.lora import SavedAdapters, load_base, merged, merged_as_rounded, trained
+from dcmdp_jax.models.lora import SavedAdapters, load_base, merged, trained
 from dcmdp_jax.models.params import declared_shapes
 from dcmdp_jax.models.rope import RopeScaling
 from dcmdp_jax.run.checkpoint import (
@@ -77,13 +77,13 @@ class SavedParams:
         return jax.jit(merged, static_argnums=2)(self._base(self.adapters), params, self.adapters.lora)
 
     def load_as_rounded(self, precision: str) -> Params | None:
-        """Read all parameters, the adapters' change as an engine rounds it, see `lora.merged_as_rounded`.
+        """Read all parameters, the adapters' change as an engine rounds it, see `lora.merged`.
 
         None without adapters. Errors as of `load`.
         """
         if self.adapters is None:
             return None
-        merge = jax.jit(merged_as_rounded, static_argnums=(2, 3))
+        merge = jax.jit(merged, static_argnums=(2, 3))
         return merge(self._base(self.adapters), self.trained(), self.adapters.lora, precision)
 
     def _base(self, adapters: SavedAdapters) -> Params:

@@ -20,7 +20,7 @@ from dcmdp_jax.lab.probe.specs import parse_spec
 from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.lora import adapter_declarations, merged, merged_as_rounded
+from dcmdp_jax.models.lora import adapter_declarations, merged
 from dcmdp_jax.models.params import draw_params
 from dcmdp_jax.models.scheme import Scheme
 from tests.support.sampling import local_engine
@@ -105,7 +105,7 @@ def test_adapters_that_the_engines_weights_round_are_named():
     adapters = jax.tree.map(lambda leaf: leaf + 0.01, drawn)  # B is 0 no more
     whole = merged(base, adapters, lora)
     engine = local(whole, precision="bfloat16", compute_dtype="float32")
-    rounded = merged_as_rounded(base, adapters, lora, "bfloat16")
+    rounded = merged(base, adapters, lora, "bfloat16")
     finding = named(engine, sampled(engine), weights=whole, as_rounded=rounded)[0]
     assert finding.cause == "merge" and "explains 100% of the mismatch" in finding.evidence[0]
 
