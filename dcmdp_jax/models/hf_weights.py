@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
 
         def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
             tensors = names[tuple(entry.key for entry in path)]
+            done: dict[str, np.ndarray] = {}  # devices that hold the same part of a leaf get one reading of it
 
             def read(name: str, index: tuple[slice, ...], out: np.ndarray) -> None:
                 stored, transposed = manifest.tensors[name], places[name].transposed
@@ -93,8 +94,10 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
                     check_tensor(files, stored.path, stored.name, target)
 
             def shard(index: tuple[slice, ...]) -> np.ndarray:
+                if (key := str(index)) in done:
+                    return done[key]
                 index = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, leaf.shape, strict=True))
-                out = np.empty([part.stop - part.start for part in index], target)
+                out = done[key] = np.empty([part.stop - part.start for part in index], target)
                 stacked = len(next(iter(tensors)))
                 starts = [part.start for part in index[:stacked]]
                 for offsets in np.ndindex(out.shape[:stacked]):
@@ -102,7 +105,7 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
                     read(tensors[at], index[stacked:], out[offsets])
                 return out
 
-            return jax.make_array_from_callback(leaf.shape, sharding, _once_per_index(shard), dtype=target)
+            return jax.make_array_from_callback(leaf.shape, sharding, shard, dtype=target)
 
         shapes = param_shapes(config)
         if shardings is None:
@@ -282,21 +285,6 @@ def _read(files: Files, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
     first, (rows, *rest) = stored.fused.rows.start, index
     which = slice(stored.fused.index, stored.fused.index + 1)
     return tensor[(which, slice(first + rows.start, first + rows.stop), *rest)][0]
-
-
-def _once_per_index(
-    read: Callable[[tuple[slice, ...]], np.ndarray],
-) -> Callable[[tuple[slice, ...] | None], np.ndarray]:
-    """Devices that hold the same part of a leaf get one reading of it."""
-    done: dict[str, np.ndarray] = {}
-
-    def cached(index: tuple[slice, ...]) -> np.ndarray:
-        key = str(index)
-        if key not in done:
-            done[key] = read(index)
-        return done[key]
-
-    return cached
 
 
 def _write_tensors(
