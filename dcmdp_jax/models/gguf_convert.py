@@ -177,7 +177,11 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
     tokens, numbers = model.field("tokenizer.ggml.tokens", list), header_tokens(fields)
     if wrong := [kind for kind, number in numbers.items() if not 0 <= number < len(tokens)]:
         raise UserError(f"{path}: tokenizer.ggml.{wrong[0]}_token_id is {numbers[wrong[0]]}, which is no token")
-    tokenizer = _tokenizer(model)
+    tokenizer, kind = _tokenizer(model)
+    types = fields["tokenizer.ggml.token_type"]
+    named = [(token, type_) for token, type_ in zip(tokens, types, strict=False) if type_ in (_CONTROL, _USER_DEFINED)]
+    tokenizer.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False) for token, type_ in named])
+    tokenizer.post_processor = _post_processor(fields, tokens, kind)
     tokenizer.save(str(directory / "tokenizer.json"))
     special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     config = {f"{name}_token": tokens[numbers[kind]] for name, kind in special.items() if kind in numbers}
@@ -190,13 +194,13 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
     ids = {f"{name}_token_id": numbers[kind] for name, kind in special.items() if kind in numbers and name != "unk"}
     _write(directory / "config.json", ids)
     ends = [numbers[kind] for kind in ("eos", "eot", "eom") if kind in numbers]
-    types = fields["tokenizer.ggml.token_type"]
     known = [number for name in _ENDS if (number := tokenizer.token_to_id(name)) is not None]
     ends += [number for number in known if types[number] in (_CONTROL, _USER_DEFINED)]
     _write(directory / "generation_config.json", ids | {"eos_token_id": list(dict.fromkeys(ends))})
 
 
-def _tokenizer(model: GGUFModel) -> Tokenizer:
+def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:
+    """The tokenizer without special tokens, and its kind: a pre-tokenizer's or "sentencepiece"."""
     path, tokens = model.path, model.field("tokenizer.ggml.tokens", list)
     scored = model.fields["tokenizer.ggml.model"] == "llama"
     merges = model.field("tokenizer.ggml.scores" if scored else "tokenizer.ggml.merges", list)
@@ -204,8 +208,7 @@ def _tokenizer(model: GGUFModel) -> Tokenizer:
     if len(types) != len(tokens):
         raise UserError(f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     if scored:
-        tokenizer, kind = _scored_bpe(model, tokens, merges, types), "sentencepiece"
-        return _with_special(tokenizer, model.fields, tokens, types, kind)
+        return _scored_bpe(model, tokens, merges, types), "sentencepiece"
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise UserError(f"{path}: tokenizer.ggml.pre is {shorten(pre)}, known pre-tokenizers are {known}")
@@ -226,7 +229,7 @@ def _tokenizer(model: GGUFModel) -> Tokenizer:
         digits = [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(False)])
     tokenizer.decoder = decoders.ByteLevel()
-    return _with_special(tokenizer, model.fields, tokens, types, kind)
+    return tokenizer, kind
 
 
 def _scored_bpe(model: GGUFModel, tokens: list[str], scores: list[float], types: list[int]) -> Tokenizer:
@@ -246,16 +249,6 @@ def _scored_bpe(model: GGUFModel, tokens: list[str], scores: list[float], types:
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer
-
-
-def _with_special(
-    tokenizer: Tokenizer, fields: dict[str, Any], tokens: list[str], types: list[int], kind: str
-) -> Tokenizer:
-    """The tokenizer with its control and user-defined tokens, and what stands around a text."""
-    named = [(token, type_) for token, type_ in zip(tokens, types, strict=False) if type_ in (_CONTROL, _USER_DEFINED)]
-    tokenizer.add_tokens([AddedToken(token, special=type_ == _CONTROL, normalized=False) for token, type_ in named])
-    tokenizer.post_processor = _post_processor(fields, tokens, kind)
     return tokenizer
 
 
