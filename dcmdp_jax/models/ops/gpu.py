@@ -124,8 +124,8 @@ def _bind(
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     lowering = getattr(cudnn, f"_dot_product_attention_{direction}_cuda_lowering")
-    # Of jax 0.12.
-    options |= {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in _parameters(lowering)}
+    known = inspect.signature(lowering).parameters
+    options |= {name: None for name in ("score_mod_name", "score_mod_jaxpr") if name in known}  # of jax 0.12
     unused, lengths = jnp.zeros(0, query.dtype), sequences.lengths
     options |= {"scale": 1.0 / math.sqrt(query.shape[-1]), "seed": 42, "dropout_rate": 0.0}
     options |= {"variadic_args": (False, False), "sliding_window_length": window}
@@ -133,8 +133,3 @@ def _bind(
     where = lengths, lengths, sequences.query_offsets, sequences.key_offsets
     bind = getattr(cudnn, f"_dot_product_attention_{direction}_p").bind
     return bind(query, key, value, unused, *where, unused, unused, *saved, **options)
-
-
-@functools.cache
-def _parameters(function: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
