@@ -132,11 +132,6 @@ class ModelConfig:
         return tuple(window * (index in self.sliding_layers) for index in range(self.num_layers))
 
     @property
-    def output_bias(self) -> bool:
-        """Whether `attention_bias` reaches the output projection."""
-        return self.attention_bias and not self.family.qkv_bias
-
-    @property
     def active_mlp_width(self) -> int:
         """Width of the MLP that a token passes through, summed over its experts."""
         return self.num_experts_per_tok * self.moe_intermediate_size if self.num_experts else self.intermediate_size

@@ -110,8 +110,8 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(size, axis=axis, hf_name=f"{hf_name}.q_norm", **norm)
             size, axis = (kv_width, "kv_heads") if whole else head
             self.k_norm = RMSNorm(size, axis=axis, hf_name=f"{hf_name}.k_norm", **norm)
-        outward = ("heads", "embed")
-        self.o = Linear((width, embed), outward, hf_name=f"{hf_name}.o_proj", bias=config.output_bias, **options)
+        outward, bias = ("heads", "embed"), bias and not config.family.qkv_bias
+        self.o = Linear((width, embed), outward, hf_name=f"{hf_name}.o_proj", bias=bias, **options)
 
     def __call__(
         self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], attend: Attend, ops: Ops
@@ -254,11 +254,6 @@ def _block_graph(config: ModelConfig, fused_attention: bool, fused_mlp: bool) ->
     return nnx.graphdef(Block(config, fused_attention=fused_attention, fused_mlp=fused_mlp))
 
 
-def _identity(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    del axes
-    return x
-
-
 def hidden_states_and_aux(
     params: Params,
     config: ModelConfig,
@@ -267,7 +262,7 @@ def hidden_states_and_aux(
     segment_ids: Int[Array, "R L"],
     compute: Compute,
     *,
-    constrain: Constrain = _identity,
+    constrain: Constrain = lambda x, axes: x,
     look_up: LookUp | None = None,
     mesh: Mesh | None = None,
     counted: Bool[Array, "R L"] | None = None,
