@@ -21,7 +21,7 @@ import math_verify
 import sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 
-from dcmdp_jax.rewards.math.units import vocabulary
+from dcmdp_jax.rewards.math.units import PERIODIC, vocabulary
 
 _DIGITS = 60
 _POINTS = 6
@@ -64,7 +64,6 @@ _DERIVATIVE = re.compile(
     r"\\frac ?\{ ?(?:d|\\partial) ?(\\?[a-zA-Z]++)(?:\([a-z]\))? ?\} ?\{ ?(?:d|\\partial) ?([a-zA-Z]|\\[a-zA-Z]++) ?\}"
 )
 _NUMBER_WITH_INDEX = re.compile(r"[0-9] ?_")
-_PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _DEGREES = re.compile(r"([0-9]++(?:\.[0-9]++)?) ?\\degree")
 _UNDERSTOOD = vocabulary(
     "frac sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp cdot times div infty cup cap "
@@ -128,7 +127,7 @@ def within(left: str, right: str, tolerance: float) -> bool:
 def parse(text: str) -> list[Any]:
     """Parse an answer with math-verify: sympy objects, an empty list where it can't be parsed."""
     text = _E_NOTATION.sub(r"\1 \\times 10^{\2}", text)
-    if _PERIODIC.search(text):
+    if PERIODIC.search(text):
         text = _DEGREES.sub(r"{(\1 \\cdot \\frac{\\pi}{180})}", text)
     text = re.sub(r"\\degree ?", "", text)
     # The parser takes `2(\frac{1}{2})` for a mixed number.

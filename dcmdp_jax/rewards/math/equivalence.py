@@ -96,12 +96,10 @@ def _same(left: str, right: str) -> bool:
     left, right = _pooled(left), _pooled(right)
     if without_spaces(left) == without_spaces(right):
         return True
-    residues = _residues(left, right)
-    if residues is not None:
-        return residues
-    nested = _nested_sets(left, right)
-    if nested is not None:
-        return nested
+    for comparison in (_residues, _nested_sets):
+        decided = comparison(left, right)
+        if decided is not None:
+            return decided
     left_items, right_items = (_spelled_out(named_elements(_elements(text))) for text in (left, right))
     if len(left_items) > 1 or len(right_items) > 1:
         if len(left_items) == 1 and _INTEGER_LIST.fullmatch(left):

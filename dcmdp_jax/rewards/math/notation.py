@@ -10,7 +10,7 @@ import itertools
 import re
 
 from dcmdp_jax.rewards.math.unicode import closing_brackets, to_latex
-from dcmdp_jax.rewards.math.units import TEXT_COMMANDS, is_unit, unit_words, vocabulary
+from dcmdp_jax.rewards.math.units import TEXT_COMMANDS, WRAPPED_TEXT, is_unit, unit_words, vocabulary
 
 _BOXED = re.compile(r"\\boxed\s*+\{")
 # What brackets nothing or balances at once, then braces that matter. It matches wherever it is tried.
@@ -37,7 +37,6 @@ _TURNS_A_VALUE = vocabulary(
     "triple negative square squared root cube cubed reciprocal inverse percent mod modulo base factorial divided if "
     "unless but versus to exceeds exceed any other from"
 )
-_WRAPPER = re.compile(TEXT_COMMANDS + r"([^{}]*+)\}")
 _WHOLE_WRAPPER = re.compile(TEXT_COMMANDS)
 _WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
 _LETTERS_JOINED = re.compile(r"[A-Z](?: (?:and|or) [A-Z])++")
@@ -210,7 +209,7 @@ def without_spaces(text: str) -> str:
 
 def unwrap_text(text: str) -> str:
     r"""Replace `\text{east}`, `\mathrm{E}` and their like by their content, and braces around the whole by nothing."""
-    return _without_outer_braces(_WRAPPER.sub(r"\1", text))
+    return _without_outer_braces(WRAPPED_TEXT.sub(r"\1", text))
 
 
 def _without_outer_braces(text: str) -> str:

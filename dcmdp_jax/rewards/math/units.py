@@ -129,7 +129,7 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _UNIT_TOKEN = re.compile(r"[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|%|\\degree")
-_TEXT = re.compile(TEXT_COMMANDS + r"([^{}]*+)\}")
+WRAPPED_TEXT = re.compile(TEXT_COMMANDS + r"([^{}]*+)\}")
 _AMOUNT = re.compile(r"(?<![0-9]) ?([0-9]++(?:\.[0-9]++)?+) ?([a-zA-Z]++)\.?+ ?,?+ ?(?:and(?![a-zA-Z]))?+ ?")
 _CURRENCY = re.compile(
     r"([+-]?) ?(?:(\\\$)|(€|\\euro(?![a-zA-Z]))|(£|\\pounds(?![a-zA-Z]))|(¥)"
@@ -138,7 +138,7 @@ _CURRENCY = re.compile(
 _CURRENCIES = ("money", "euro", "sterling", "yuan or yen", "rupee")
 _ONE_SIGN = [{(("yuan or yen", 1),), ((name, 1),)} for name in ("yuan", "yen")]
 _SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
-_PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _MAX_PIECES = 12
 
 
@@ -229,7 +229,7 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
         value = text[:begin].rstrip()
         if unit is None or not value or (unit.percent and value.endswith("%")):
             continue
-        if unit.dimension == (("angle", 1),) and _PERIODIC.search(value):
+        if unit.dimension == (("angle", 1),) and PERIODIC.search(value):
             continue
         if found.dimension:
             joined = dict(found.dimension)
@@ -242,7 +242,7 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
 
 def _sum_of_amounts(text: str) -> Quantity | None:
     r"""`1 hour 30 minutes`, `5\text{ feet }3\text{ inches}` in the dimension's own unit; None for anything else."""
-    plain, position, total, sizes = " ".join(_TEXT.sub(r" \1 ", text).split()), 0, Fraction(0), []
+    plain, position, total, sizes = " ".join(WRAPPED_TEXT.sub(r" \1 ", text).split()), 0, Fraction(0), []
     while match := _AMOUNT.match(plain, position):
         known, value = _look_up(match[2]), parse_number(match[1])
         if known is None or value is None:
