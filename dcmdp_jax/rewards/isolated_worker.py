@@ -112,15 +112,12 @@ def _call(function: Callable[..., Any], args: list[Any], cpu_s: float | None) ->
     try:
         reply = json.dumps({"value": function(*args)})
     except BaseException as error:  # SystemExit too: the next request is served
-        reply = json.dumps({"error": _describe(error), "row": getattr(error, "row", None)})
+        said = one_line(error) if isinstance(error, UserError) else one_line(f"{type(error).__name__}: {error}", 300)
+        reply = json.dumps({"error": said, "row": getattr(error, "row", None)})
     signal.setitimer(signal.ITIMER_PROF, 0.0)
     # The kernel looks at the timer every few milliseconds; a call that ended in between was over its limit too.
     over = cpu_s is not None and time.process_time() - began > cpu_s
     return b'{"timeout": true}' if over else reply.encode()
-
-
-def _describe(error: BaseException) -> str:
-    return one_line(error) if isinstance(error, UserError) else one_line(f"{type(error).__name__}: {error}", 300)
 
 
 def _end_with_trainer(lifeline_fd: int) -> None:

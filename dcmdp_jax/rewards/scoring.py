@@ -69,8 +69,6 @@ class BatchScores:
 def merge_scores(parts: Sequence[BatchScores]) -> BatchScores:
     """The scores of several batches of one scorer as one batch's, in order."""
     first = parts[0]
-    if len(parts) == 1:
-        return first
     grades = [part.grades for part in parts if part.grades is not None]
     return BatchScores(
         totals=np.concatenate([part.totals for part in parts]),
