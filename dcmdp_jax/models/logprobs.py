@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
@@ -163,24 +162,10 @@ class _Options(NamedTuple):
     listed_gradient: bool
 
 
-class _Residuals(NamedTuple):
-    """Values that a forward pass keeps for the backward pass.
-
-    Attributes:
-        hidden, targets, kernel, count: its arguments.
-        normalizer, entropy: [C, T] float32.
-        listed: [C, T, k], an argument too, or None.
-        logits: scaled logits of a single block; None where the backward pass computes them again.
-    """
-
-    hidden: Array
-    targets: Array
-    kernel: Array
-    count: Array
-    normalizer: Array
-    entropy: Array
-    listed: Array | None = None
-    logits: Array | None = None
+# What a forward pass keeps for the backward pass: hidden, targets, kernel and count, its arguments; normalizer and
+# entropy, [C, T] float32; listed, an argument too. In blocks also the scaled logits of a single block, None where the
+# backward pass computes them again.
+_Residuals = tuple[Array | None, ...]
 
 
 def _across_vocab(x: jax.Array, axes: KernelAxes) -> jax.Array:
@@ -235,7 +220,7 @@ def _blocked_forward(
         # A single block may keep the logits that each of several would have to compute again.
         logits = _logits(hidden, whole, options.scale)
         normalizer, *results = _block(logits, targets, listed, options)
-        return tuple(results), _Residuals(hidden, targets, kernel, count, normalizer, results[1], listed, logits)
+        return tuple(results), (hidden, targets, kernel, count, normalizer, results[1], listed, logits)
 
     def body(i: jax.Array, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         more = None if listed is None else listed[i]
@@ -246,7 +231,7 @@ def _blocked_forward(
     start = (zeros, zeros, zeros) if listed is None else (zeros, zeros, zeros, jnp.zeros(listed.shape, jnp.float32))
     with jax.named_scope(CHUNKS):
         normalizer, *results = lax.fori_loop(0, count, body, start)
-    return tuple(results), _Residuals(hidden, targets, kernel, count, normalizer, results[1], listed)
+    return tuple(results), (hidden, targets, kernel, count, normalizer, results[1], listed, None)
 
 
 def _blocked_backward(options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]) -> tuple[Any, ...]:
@@ -280,15 +265,10 @@ def _blocked_backward(options: _Options, saved: _Residuals, cotangents: tuple[Ar
         zeros = jnp.zeros_like(hidden), jnp.zeros(whole.shape, jnp.float32)
         with jax.named_scope(CHUNKS):
             hidden_bar, kernel_bar = lax.fori_loop(0, count, body, zeros)
-    return hidden_bar, _none(targets), kernel_bar.astype(kernel.dtype), _none(count), _none(listed)
+    return hidden_bar, None, kernel_bar.astype(kernel.dtype), None, None
 
 
 _blocked_logprobs.defvjp(_blocked_forward, _blocked_backward)
-
-
-def _none(integers: Array | None) -> np.ndarray | None:
-    """The cotangent of an argument that has none."""
-    return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
 
 
 def _further(listed: Array | None, bar: list[Array], size: int, options: _Options) -> tuple[Array, ...]:
@@ -405,12 +385,11 @@ def _pieced_forward(
     computed = (jnp.arange(len(targets)) < count)[:, None]
     of_listed = () if listed is None else (jnp.where(computed[..., None], running.listed - normalizer[..., None], 0.0),)
     logprobs, entropy, normalizer = (jnp.where(computed, x, 0.0) for x in (logprobs, entropy, normalizer))
-    saved = _Residuals(hidden, targets, kernel, count, normalizer, entropy, listed)
-    return (logprobs, entropy, *of_listed), saved
+    return (logprobs, entropy, *of_listed), (hidden, targets, kernel, count, normalizer, entropy, listed)
 
 
 def _pieced_backward(options: _Options, saved: _Residuals, cotangents: tuple[Array, ...]) -> tuple[Any, ...]:
-    hidden, targets, kernel, count, normalizer, entropy, listed, _ = saved
+    hidden, targets, kernel, count, normalizer, entropy, listed = saved
     axes, vocab = options.axes, kernel.shape[-1]
     logprob_bar, entropy_bar, *listed_bar = (_across_vocab(x, axes) for x in cotangents)
     own = _own_targets(targets, vocab, axes)
@@ -443,7 +422,7 @@ def _pieced_backward(options: _Options, saved: _Residuals, cotangents: tuple[Arr
     zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
     hidden_bar, kernel_bar = lax.fori_loop(0, _pieces(vocab), piece, zeros)
     hidden_bar, kernel_bar = hidden_bar.astype(hidden.dtype), kernel_bar.astype(kernel.dtype)
-    return hidden_bar, _none(targets), kernel_bar, _none(count), _none(listed)
+    return hidden_bar, None, kernel_bar, None, None
 
 
 _pieced_logprobs.defvjp(_pieced_forward, _pieced_backward)
