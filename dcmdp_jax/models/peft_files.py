@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -36,9 +35,7 @@ _FREE = {
 }
 # Values of fields of a plain one. An initialization by PiSSA, OLoRA, CorDA or LoftQ takes its share from the base.
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
-_PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INITIAL}
-)
+_PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": _INITIAL}
 
 
 class Adapter(NamedTuple):

@@ -187,9 +187,7 @@ def _is_expression(value: Any) -> bool:
 
 
 def _is_relation(value: Any) -> bool:
-    return (
-        isinstance(value, sympy.core.relational.Relational) and _is_expression(value.lhs) and _is_expression(value.rhs)
-    )
+    return isinstance(value, sympy.Rel) and _is_expression(value.lhs) and _is_expression(value.rhs)
 
 
 def _same_relation(left: Any, right: Any, seed: bytes) -> bool | None:
