@@ -206,7 +206,7 @@ def save_tensors(
         UserError: for another dtype, a shard size below 1, and what `tensors` raises.
     """
     directory = Path(directory)
-    _target_dtype(dtype)
+    size = _target_dtype(dtype).itemsize
     if max_shard_bytes < 1:
         raise UserError(f"max_shard_bytes: got {max_shard_bytes}, must be at least 1")
     with whole_directory(directory, overwrite=overwrite) as partial:
@@ -217,7 +217,28 @@ def save_tensors(
         atomic_write(partial / "config.json", json.dumps(fields, indent=2) + "\n")
         for source in copied:
             shutil.copyfile(source, partial / source.name)
-        _write_tensors(tensors, config, partial, dtype, max_shard_bytes)
+        shards: list[list[str]] = [[]]
+        filled = total = 0
+        for name, place in hf_tensors(config).items():
+            num_bytes = math.prod(place.shape) * size
+            if shards[-1] and filled + num_bytes > max_shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled, total = filled + num_bytes, total + num_bytes
+        weight_map = {}
+        for number, names in enumerate(shards, 1):
+            file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            held = dict(next(tensors) for _ in names)
+            try:
+                # transformers refuses a file whose metadata does not say the framework.
+                save_file(held, partial / file, metadata={"format": "pt"})
+            except SafetensorError as error:  # the system's error is in its text alone
+                raise OSError(f"{partial / file}: can't be written ({error})") from error
+            weight_map |= dict.fromkeys(names, file)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            atomic_write(partial / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 @contextlib.contextmanager
@@ -285,34 +306,6 @@ def _read(files: Files, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
     first, (rows, *rest) = stored.fused.rows.start, index
     which = slice(stored.fused.index, stored.fused.index + 1)
     return tensor[(which, slice(first + rows.start, first + rows.stop), *rest)][0]
-
-
-def _write_tensors(
-    tensors: Iterator[tuple[str, np.ndarray]], config: ModelConfig, directory: Path, dtype: str, max_shard_bytes: int
-) -> None:
-    size = _target_dtype(dtype).itemsize
-    shards: list[list[str]] = [[]]
-    filled = total = 0
-    for name, place in hf_tensors(config).items():
-        num_bytes = math.prod(place.shape) * size
-        if shards[-1] and filled + num_bytes > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled, total = filled + num_bytes, total + num_bytes
-    weight_map = {}
-    for number, names in enumerate(shards, 1):
-        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        held = dict(next(tensors) for _ in names)
-        try:
-            # transformers refuses a file whose metadata does not say the framework.
-            save_file(held, directory / file, metadata={"format": "pt"})
-        except SafetensorError as error:  # the system's error is in its text alone
-            raise OSError(f"{directory / file}: can't be written ({error})") from error
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        atomic_write(directory / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:
