@@ -31,10 +31,8 @@ _PARTS = re.compile(r"(.*?)(\d+)\.\.(\d+)")
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(==[A-Za-z0-9.]+)?")
 _FETCH_S = 3600
 
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # of tiktoken's cl100k, whose groups of digits differ between families
+# Of tiktoken's cl100k, whose groups of digits differ between families.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {"qwen2": r"\p{N}", "llama-bpe": r"\p{N}{1,3}"}
 _PRE_TOKENIZERS = {"qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "smollm": "smollm", "gpt-2": "gpt-2"}
 _PRE_TOKENIZERS |= dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama-bpe")

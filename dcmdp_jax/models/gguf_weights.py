@@ -166,11 +166,11 @@ class GGUFModel:
         """Compare names, shapes and types with the model, before anything is dequantized."""
         import gguf
 
-        wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+        wanted: dict[str, tuple[int, ...]] = {}
         for name, place in hf_tensors(self.config).items():
             gguf_name, expert = gguf_tensor(name, self.config)
             stacked = () if expert is None else (self.config.num_experts,)
-            wanted[gguf_name] = name, (*stacked, *place.shape)
+            wanted[gguf_name] = (*stacked, *place.shape)
         if missing := [name for name in wanted if name not in self._tensors]:
             more = f"and {len(missing) - 1} more of its header's model"
             raise UserError(f"{self.path}: tensor {missing[0]} is missing, {more}; fetch the file again")
@@ -180,8 +180,8 @@ class GGUFModel:
                     continue
                 raise UserError(f"{self.path}: tensor {shorten_name(name)} is unknown to {self.config.model_type}")
             shape = tuple(int(size) for size in reversed(tensor.shape))
-            if shape != wanted[name][1]:
-                found, given = say_shape(shape), say_shape(wanted[name][1])
+            if shape != wanted[name]:
+                found, given = say_shape(shape), say_shape(wanted[name])
                 raise UserError(
                     f"{self.path}: tensor {name} is {found}, its header gives {given}; fetch the file again"
                 )
