@@ -95,10 +95,10 @@ def names_of_tuple(text: str) -> list[str] | None:
     return names if len(names) > 1 and all(_NAME.fullmatch(name) for name in names) else None
 
 
-def split_label(item: str, *, trusted: bool = False) -> tuple[str | None, str]:
+def split_label(item: str) -> tuple[str | None, str]:
     """The name in front of an element, or None, and the element without it."""
     parts = equation_parts(item)
-    if len(parts) == 2 and all(parts) and is_name(parts[0], trusted=trusted):
+    if len(parts) == 2 and all(parts) and is_name(parts[0]):
         return without_spaces(parts[0]), parts[1]
     return None, item
 
