@@ -76,7 +76,7 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
         return None
     for name, each in FORMATS.items():
         if each.keys <= set(found):
-            row = next(_file_rows(path, each, left_out, first=1), None)
+            row = next(_file_rows(path, each, left_out), None)
             if row is None:
                 return None
             framework = str(row.get("framework") or "columns") if name == "recorder" else name
@@ -104,7 +104,7 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
 
 def _numbers_of(path: Path, names: list[str], left_out: LeftOut) -> tuple[list[str], list[str]]:
     """Columns whose cells in the first row are lists of log-probs, and of token ids."""
-    row, logprobs, ids = next(read_rows(path, {}, names, left_out=left_out, first=1), {}), [], []
+    row, logprobs, ids = next(read_rows(path, {}, names, left_out=left_out), {}), [], []
     for name in names:
         cell = row.get(name)
         values = [x for x in cell if x is not None] if isinstance(cell, list | np.ndarray) else []
@@ -161,14 +161,14 @@ def _keys(path: Path, left_out: LeftOut) -> list[str]:
     return column_names(path, left_out)
 
 
-def _file_rows(path: Path, each: Format, left_out: LeftOut, *, first: int | None = None) -> Iterator[dict[str, Any]]:
+def _file_rows(path: Path, each: Format, left_out: LeftOut) -> Iterator[dict[str, Any]]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
-        for sample in payload["samples"][:first]:
+        for sample in payload["samples"]:
             yield {**sample, "rollout_id": payload.get("rollout_id")}
         return
     optional = [*each.optional.values(), *filter(None, (each.source,)), *_PLACE, *_SHOWN]
-    yield from read_rows(path, each.columns.options(), optional, left_out=left_out, first=first)
+    yield from read_rows(path, each.columns.options(), optional, left_out=left_out)
 
 
 @functools.lru_cache(maxsize=1)

@@ -66,12 +66,7 @@ def suffix_of(path: Path) -> str:
 
 
 def read_rows(
-    path: Path,
-    wanted: Mapping[str, str],
-    optional: Collection[str] = (),
-    *,
-    left_out: LeftOut,
-    first: int | None = None,
+    path: Path, wanted: Mapping[str, str], optional: Collection[str] = (), *, left_out: LeftOut
 ) -> Iterator[dict[str, Any]]:
     """The rows of a .parquet, .jsonl or .jsonl.gz file, at least with the named cells.
 
@@ -80,14 +75,13 @@ def read_rows(
         wanted: option that names a column -> column, which must be there.
         optional: columns to read where they are there.
         left_out: is told of a last line that is cut.
-        first: read this many rows at most.
     """
     if suffix_of(path) not in (".parquet", ".jsonl", ".jsonl.gz"):
         raise UserError(f"{path}: a recording is .parquet, .jsonl or .jsonl.gz")
     if not path.is_file():
         raise FileNotFoundError(2, "No such file or directory", str(path))
     if path.suffix != ".parquet":
-        yield from _json_rows(path, wanted, left_out, first)
+        yield from _json_rows(path, wanted, left_out)
         return
     # pyarrow takes a while to import; only this needs it.
     import pyarrow
@@ -115,7 +109,7 @@ def column_names(path: Path, left_out: LeftOut) -> list[str]:
         UserError: if it is not readable.
     """
     if path.suffix != ".parquet":
-        return next((row.names for row in _json_rows(path, {}, left_out, 1)), [])
+        return next((row.names for row in _json_rows(path, {}, left_out)), [])
     import pyarrow
     import pyarrow.parquet
 
@@ -138,26 +132,21 @@ def _cells(column: Any) -> list[Any]:
     return column.to_pylist()
 
 
-def _json_rows(path: Path, wanted: Mapping[str, str], left_out: LeftOut, first: int | None = None) -> Iterator[_Object]:
+def _json_rows(path: Path, wanted: Mapping[str, str], left_out: LeftOut) -> Iterator[_Object]:
     for number, line in _lines(path, left_out):
         if not line.strip():
             continue
-        if first is not None and (first := first - 1) < 0:
-            return
         where = f"{path}, line {number}"
         unfinished = line.startswith((b"{", b"\xef\xbb\xbf{")) and not line.endswith(b"\n")
         try:
             row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_Object)
-        except UnicodeDecodeError as error:
-            if unfinished and error.reason == _CUT_CHARACTER:
-                left_out.unfinished.append(where)
-                return
-            raise UserError(f"{where}: not UTF-8 ({error}); save the file in UTF-8") from None
         except (ValueError, RecursionError) as error:
-            if unfinished:
+            no_text = isinstance(error, UnicodeDecodeError)
+            if unfinished and (not no_text or error.reason == _CUT_CHARACTER):
                 left_out.unfinished.append(where)
                 return
-            raise UserError(f"{where}: not valid JSON ({shorten_name(str(error))})") from None
+            said = f"UTF-8 ({error}); save the file in UTF-8" if no_text else f"valid JSON ({shorten_name(str(error))})"
+            raise UserError(f"{where}: not {said}") from None
         if not isinstance(row, _Object):
             raise UserError(f"{where}: {shorten(row)}, must be a JSON object")
         require(where, wanted, row.names)
