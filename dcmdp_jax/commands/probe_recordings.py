@@ -71,7 +71,7 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
         "recording": paths[0] if len(paths) == 1 else f"{len(paths)} paths",
         "format": f"{framework} ({format_of(framework).writer})",
         "training stack": names.train, "engine": names.rollout,
-        "files": f"{found.files:,}", "rows": _rows(found.rows, found.kept_every), **_said(left_out),
+        "files": f"{len(files):,}", "rows": _rows(found.rows, found.kept_every), **_said(left_out),
     }  # fmt: skip
     name = framework if len(files) > 1 else f"{framework} {files[0].path.stem}"
     known = {"over_training": found.over_training, "framework": framework}

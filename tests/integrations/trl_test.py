@@ -215,8 +215,9 @@ def test_the_probe_reads_what_the_trainer_recorded(run):
     from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 
     path, _, batches = run
-    found = read_run(find_files([str(path / "recordings")], LeftOut()), LeftOut(), max_tokens=10**6)
-    assert found.framework == "trl" and [step.step for step in found.over_training.steps] == list(range(STEPS))
+    files = find_files([str(path / "recordings")], LeftOut())
+    found = read_run(files, LeftOut(), max_tokens=10**6)
+    assert files[0].framework == "trl" and [step.step for step in found.over_training.steps] == list(range(STEPS))
     for step, batch in zip(found.over_training.steps, batches, strict=True):
         mask = batch["completion_mask"].astype(bool)
         p, q = (np.exp(batch[name][mask].astype(np.float64)) for name in ("train", "sampling_per_token_logps"))

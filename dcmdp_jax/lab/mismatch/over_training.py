@@ -15,8 +15,8 @@ import numpy as np
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten_name
 from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
-from dcmdp_jax.lab.mismatch.pairs import Statistics, TokenPairs, measure, probability_difference, recommend
-from dcmdp_jax.lab.mismatch.recording import KeptRows, Row, check_whole, checked_row, pairs_of
+from dcmdp_jax.lab.mismatch.pairs import Statistics, measure, probability_difference, recommend
+from dcmdp_jax.lab.mismatch.recording import KeptRows, Recording, Row, checked_row, pairs_of
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError
 from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
@@ -88,22 +88,13 @@ class OverTraining:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingRecord:
+class TrainingRecord(Recording):
     """Content of a recording of many files.
 
     Attributes:
-        framework: who recorded it.
-        files: how many.
-        pairs: the tokens, at most `max_tokens`, spread evenly over the run.
-        rows, kept_every: see `recording.Recording`.
         over_training: None where the steps are not known.
     """
 
-    framework: str
-    files: int
-    pairs: TokenPairs
-    rows: int
-    kept_every: int
     over_training: OverTraining | None
 
 
@@ -204,12 +195,10 @@ def read_run(
     if not allow_gaps:
         _refuse_gaps(places)
     where = str(files[0].path) if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
-    pairs = kept.pairs(where, left_out)
-    columns = format_of(files[0].framework).columns
-    check_whole(where, pairs, columns)
+    recording = kept.recording(where, format_of(files[0].framework).columns, left_out)
     slices = _slices(ranks, "rank {}"), _slices(sources, "{}")
     over = _over_training([steps[step] for step in sorted(steps)], *slices, tolerance, metrics) if steps else None
-    return TrainingRecord(files[0].framework, len(files), pairs, kept.rows, kept.every, over)
+    return TrainingRecord(**vars(recording), over_training=over)
 
 
 def _step_mismatch(step: int, rows: list[Row]) -> StepMismatch:
@@ -291,9 +280,7 @@ def _refuse_mixed(files: list[RecordedFile]) -> None:
 def _refuse_doubles(files: Sequence[RecordedFile]) -> None:
     seen: dict[Place, Path] = {}
     for file in files:
-        if file.place.step is None:
-            continue
-        if (other := seen.setdefault(file.place, file.path)) != file.path:
+        if file.place.step is not None and (other := seen.setdefault(file.place, file.path)) != file.path:
             rank = "" if file.place.rank is None else f", rank {file.place.rank}"
             raise UserError(f"step {file.place.step}{rank} is in {other} and in {file.path}; probe one run at a time")
 

@@ -58,14 +58,6 @@ class Columns:
         return {f"--{name}-column": value for name, value in dataclasses.asdict(self).items() if value}
 
 
-def check_distinct(columns: Columns) -> None:
-    """Raise UserError if two columns have one name."""
-    options: dict[str, str] = {}
-    for option, name in columns.options().items():
-        if (other := options.setdefault(name, option)) != option:
-            raise UserError(f"{other} and {option}: both are {shorten(name)}; name a column of its own for each")
-
-
 def checked_row(
     where: str, cells: dict[str, Any], columns: Columns, left_out: LeftOut, *, keep_lists: bool = False
 ) -> dict[str, np.ndarray]:
@@ -209,7 +201,7 @@ def _numbers(where: str, name: str, cell: Any, *, truths: bool = False) -> np.nd
     return values
 
 
-def check_whole(path: str | Path, pairs: TokenPairs, columns: Columns) -> None:
+def _check_whole(path: str | Path, pairs: TokenPairs, columns: Columns) -> None:
     """Check what only many tokens show: a column that was never filled, or one in another base."""
     values = {columns.train: pairs.train_logprobs, columns.rollout: pairs.rollout_logprobs}
     for name, column in values.items():
@@ -275,11 +267,11 @@ class KeptRows:
             self._kept = [each for each in self._kept if each[0] % self.every == 0] or self._kept[:1]
             self._held = sum(len(row["token"]) for _, row in self._kept)
 
-    def pairs(self, source: str | Path, left_out: LeftOut) -> TokenPairs:
+    def recording(self, source: str | Path, columns: Columns, left_out: LeftOut) -> Recording:
         """The tokens kept.
 
         Raises:
-            UserError: naming `source` and what was left out, if there is none.
+            UserError: naming `source`: there is none, with what was left out, or they show that a column is wrong.
         """
         if not self._kept:
             raise UserError(f"{source}: no sampled token in {self.rows} rows{left_out.after('; left out: ')}")
@@ -287,7 +279,8 @@ class KeptRows:
         if pairs.states is not None and (counts := np.unique(pairs.states[:, -1]).astype(int).tolist())[1:]:
             said = " and ".join(map(str, counts))
             raise UserError(f"{source}: lists of {said} likeliest tokens; a recording has one k, probe each alone")
-        return pairs
+        _check_whole(source, pairs, columns)
+        return Recording(pairs, self.rows, self.every, left_out)
 
 
 def pairs_of(rows: Iterable[Row]) -> TokenPairs:
@@ -313,10 +306,11 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
         FileNotFoundError: if the file is missing.
     """
     path = Path(path)
-    check_distinct(columns)
+    options: dict[str, str] = {}
+    for option, name in columns.options().items():
+        if (other := options.setdefault(name, option)) != option:
+            raise UserError(f"{other} and {option}: both are {shorten(name)}; name a column of its own for each")
     kept, left_out = KeptRows(max_tokens), LeftOut()
     for number, cells in enumerate(read_rows(path, columns.options(), left_out=left_out)):
         kept.add(checked_row(f"{path}, row {number}", cells, columns, left_out))
-    pairs = kept.pairs(path, left_out)
-    check_whole(path, pairs, columns)
-    return Recording(pairs, kept.rows, kept.every, left_out)
+    return kept.recording(path, columns, left_out)

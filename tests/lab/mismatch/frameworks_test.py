@@ -89,7 +89,7 @@ def test_globs_files_and_a_rank_that_stands_out(tmp_path):
     for rank, size in enumerate((0.01, 0.01, 0.2)):
         _recorded(tmp_path, rank, size=size)
     found = _read(tmp_path / "step_*" / "rank_*.jsonl")
-    assert found.files == 9 and [part.mean for part in found.over_training.ranks] == pytest.approx([0.01, 0.01, 0.2])
+    assert found.rows == 36 and [part.mean for part in found.over_training.ranks] == pytest.approx([0.01, 0.01, 0.2])
     assert found.over_training.notes == ("rank 2 stands out: mean |dp| 0.2, the others' median is 0.01.",)
     assert found.over_training.odd_rank == "rank 2 stands out"
     # One token in three: (0.01 + 0.01 + 0.2) / 3.
