@@ -57,14 +57,17 @@ def compare(
             states = list(map(measure_states, sampled.top_ids, top, sampled.top_logprobs))
     else:
         train = scorer.score(*asked, temperature=setup.temperature)
-    scored = _scored(sampler, *asked, temperature=setup.temperature)
-    floors = {}
+    try:
+        scored = sampler.score(*asked, temperature=setup.temperature)
+    except EngineError as error:
+        logger.warning("neither a noise floor nor the legs of the gap: %s", error)
+        scored = None
+    floors = {} if setup.sampling_floor is None else {first: setup.sampling_floor}
     for (engine_name, engine), together in zip(engines.items(), (scored, train), strict=True):
-        floors[engine_name] = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
+        if together is not None:
+            floor = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
+            floors[engine_name] = max(floor, floors.get(engine_name, 0.0))
     pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies, states=states)
-    if setup.sampling_floor is not None:
-        floors[first] = max(floors[first] or 0.0, setup.sampling_floor)
-    floors = {engine_name: floor for engine_name, floor in floors.items() if floor is not None}
     # Until it is measured: `explained`.
     rounding = FLOAT32_ROUNDING if setup.compute == "float32" else None
     return Measured(
@@ -87,17 +90,6 @@ def _operators(
         logger.warning("the engine's operators are not looked into: %s", error)
         return []
     return operator_differences(setup.params, setup.config, tokens, seen) if seen else []
-
-
-def _scored(
-    engine: Scorer, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
-) -> Sequence[np.ndarray] | None:
-    """The engine's own log-probs of completions, each in one pass; None if it does not score."""
-    try:
-        return engine.score(prompts, completions, temperature=temperature)
-    except EngineError as error:
-        logger.warning("neither a noise floor nor the legs of the gap: %s", error)
-        return None
 
 
 def explained(
@@ -171,21 +163,16 @@ def noise_floor(
     completions: Sequence[np.ndarray],
     *,
     temperature: float,
-    together: Sequence[np.ndarray] | None,
-) -> float | None:
+    together: Sequence[np.ndarray],
+) -> float:
     """Mean |p - p'| of an engine against itself: the first 16 completions, each alone and all together.
 
     Args:
         engine: the engine.
         prompts, completions: token ids.
         temperature: temperature of its log-probs.
-        together: log-probs for all of them in one call; None if the engine can't score.
-
-    Returns:
-        The floor, or None if the engine can't score them.
+        together: log-probs for all of them in one call.
     """
-    if together is None:
-        return None
     alone = [
         engine.score([prompt], [completion], temperature=temperature)[0]
         for prompt, completion in zip(prompts[:_SCORED_AGAIN], completions, strict=False)
