@@ -97,7 +97,7 @@ def operator_differences(
 
 
 def attention_over(
-    segment_ids: jax.Array, cached: Callable[[jax.Array], jax.Array], platform: str, ops: Ops, window: int
+    segment_ids: jax.Array, platform: str, ops: Ops, window: int, cached: Callable[[jax.Array], jax.Array]
 ) -> Attend:
     """Attention of packed rows; `cached` makes of keys and values what a cache would."""
 
@@ -125,7 +125,7 @@ def _layer(
     ops = choose_ops(platform)
 
     def attend(cache: str) -> Attend:
-        return attention_over(segment_ids, lambda x: round_cache(x, cache), platform, ops, window)
+        return attention_over(segment_ids, platform, ops, window, lambda x: round_cache(x, cache))
 
     def compare(part: str, operator: Callable[[jax.Array], Any], _: jax.Array) -> Any:
         read, gave = pairs[part]
@@ -201,9 +201,7 @@ def _engine_layer(
     positions, segment_ids = rows
     block = block_of(program.own_weights(own), program.config)
     rotary, seen = all_rotary_tables(program.config, positions)[rope], {}
-
-    def attend(cached: Callable[[jax.Array], jax.Array]) -> Attend:
-        return attention_over(segment_ids, cached, program.platform, program.ops, window)
+    attend = functools.partial(attention_over, segment_ids, program.platform, program.ops, window)
 
     def keep(part: str, operator: Callable[[jax.Array], Any], read: jax.Array) -> Any:
         gave = operator(read)

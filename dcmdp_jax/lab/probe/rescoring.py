@@ -183,7 +183,9 @@ class Rescoring:
     def _unsynchronized(self, name: str, earlier: Params) -> Iterator[Explanation]:
         """Every tensor of the earlier weights alone; all tensors of a layer. The best of each is shown."""
         config, now = self._setup.config, self._setup.params
-        differing = _differing(config, now, earlier)
+        tensors = hf_tensors(config).items()
+        equal = {tensor: np.array_equal(_part(now, place), _part(earlier, place)) for tensor, place in tensors}
+        differing = {tensor: place for tensor, place in tensors if not equal[tensor]}
         layers: dict[str, list[str]] = {}
         for tensor, place in differing.items():
             if place.index:
@@ -265,18 +267,7 @@ def _in_blocks(params: Params, config: ModelConfig) -> Params:
 
 @jax.jit
 def _block_rounded(x: jax.Array) -> jax.Array:
-    if x.ndim > 2:
-        return jax.lax.map(_block_rounded, x)
-    return rounded_in_blocks(x)
-
-
-def _differing(config: ModelConfig, now: Params, earlier: Params) -> dict[str, HFTensor]:
-    """The tensors that are not equal in both."""
-    return {
-        name: place
-        for name, place in hf_tensors(config).items()
-        if not np.array_equal(*(_part(tree, place) for tree in (now, earlier)))
-    }
+    return jax.lax.map(_block_rounded, x) if x.ndim > 2 else rounded_in_blocks(x)
 
 
 def _part(params: Params, place: HFTensor) -> np.ndarray:

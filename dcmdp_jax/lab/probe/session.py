@@ -114,20 +114,16 @@ def probe_pairs(session: Session, first: Sequence[ProbeSpec], second: ProbeSpec)
     """
     measured: list[Measured] = []
     for spec in first:
-        try:
-            measured.append(_probe(session, spec, second, lambda one: session.keep([*measured, one])))
-        except _Refused as error:
-            session.show(f"{spec} left out: {error}")
+        found = _probe(session, spec, second, lambda one: session.keep([*measured, one]))
+        if found is not None:
+            measured.append(found)
     if not measured:
         raise UserError("no pair could be measured; the lines above say why")
     return measured
 
 
-class _Refused(Exception):
-    """An engine that does not start here."""
-
-
-def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[Measured], None]) -> Measured:
+def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[Measured], None]) -> Measured | None:
+    """A pair; None, with a line, where an engine does not start here."""
     models = [session.load(Path(each.model)) if each.model else session.run for each in (spec, other)]
     # Both may be of one kind.
     names = (f"{spec} (a)", f"{other} (b)") if spec == other else (str(spec), str(other))
@@ -147,7 +143,8 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[
             try:
                 engine = engines.build(each, model, directory=directory, max_total_tokens=total)
             except (UserError, EngineError, MemoryError) as error:
-                raise _Refused(" ".join(str(error).split())) from error
+                session.show(f"{spec} left out: {' '.join(str(error).split())}")
+                return None
             built.append(stack.enter_context(contextlib.closing(engine)))
         sampling = dataclasses.replace(session.sampling, stop_token_ids=models[0].stop_token_ids)
         session.show(f"{names[0]}: sampling {len(prompts[0]) * sampling.group_size} completions")
@@ -253,15 +250,14 @@ def prompt_variants(
         messages = [*([{"role": "system", "content": _SYSTEM}] if system else []), *chat_messages(problem, ending)]
         return render_chat(tokenizer, messages, problem.tools, generation=generation, **variables)
 
-    texts = {"": [chat(problem) for problem in problems]}
-    texts["text without a chat template"] = [with_suffix(problem, suffix) for problem in problems]
+    right = [chat(problem) for problem in problems]
+    texts = {"text without a chat template": [with_suffix(problem, suffix) for problem in problems]}
     texts["a chat without the start of the assistant's turn"] = [chat(each, generation=False) for each in problems]
     with contextlib.suppress(Exception):  # templates raise what they like at a role they do not have
         texts["a chat with a system message in front"] = [chat(each, system=True) for each in problems]
     texts["a chat without the prompt suffix"] = [chat(each, ending="") for each in problems]
     if tokenizer.bos_token:
-        texts["a chat with the beginning-of-sequence token in front"] = [tokenizer.bos_token + t for t in texts[""]]
-    right = texts.pop("")
+        texts["a chat with the beginning-of-sequence token in front"] = [tokenizer.bos_token + text for text in right]
     return {
         name: [np.asarray(ids, np.int32) for ids in encode_texts(tokenizer, rendered, "the prompts")]
         for name, rendered in texts.items()

@@ -56,9 +56,8 @@ class ProbeSpec:
 
     def without(self, cause: str) -> ProbeSpec:
         """The same engine without the setting that has this cause of `costs` as its price."""
-        if cause == "quantized_cache":
-            return dataclasses.replace(self, cache="auto")
-        return dataclasses.replace(self, precision=self.compute)
+        other = {"cache": "auto"} if cause == "quantized_cache" else {"precision": self.compute}
+        return dataclasses.replace(self, **other)
 
     def __str__(self) -> str:
         usual = {"compute": (self.precision, _default_compute(self.kind, self.precision)), "cache": ("auto",)}

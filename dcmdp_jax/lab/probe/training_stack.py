@@ -70,13 +70,11 @@ def _program(
 ) -> Callable[[Params, Rows], jax.Array]:
     row_logprobs = make_row_logprobs(config, compute, temperature=temperature, mesh=one_device_mesh(), scheme=scheme)
 
-    def logprobs_and_entropies(params: Params, rows: Rows) -> jax.Array:
-        return jnp.stack(row_logprobs(params, rows)[:2])
+    def scored(params: Params, rows: Rows) -> jax.Array:
+        found = row_logprobs(params, rows)
+        return found.top_logprobs[None] if listed else jnp.stack(found[:2])
 
-    def of_listed(params: Params, rows: Rows) -> jax.Array:
-        return row_logprobs(params, rows).top_logprobs[None]
-
-    return jax.jit(of_listed if listed else logprobs_and_entropies)
+    return jax.jit(scored)
 
 
 def in_rows(
