@@ -116,22 +116,19 @@ def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
     Completions of one prompt are often the same up to a token, which is then shown once.
     """
     delta, starts, completion = pairs.discrepancy, pairs.starts, pairs.completion
-    found, seen = [], set()
+    found: dict[tuple[bytes, str], WorstToken] = {}
     for index in np.argsort(-delta, kind="stable")[: _WORST_SHOWN * _MOST_ALIKE].tolist():
         row = int(completion[index])
         same = pairs.token_ids[starts[row] : index + 1].tobytes(), f"{delta[index]:.3g}"
-        if same in seen:
+        if same in found or len(found) == _WORST_SHOWN:
             continue
-        if len(found) == _WORST_SHOWN:
-            break
-        seen.add(same)
         begin, end = int(starts[row]), int(starts[row] + pairs.lengths[row])
         bounds = (max(begin, index - _CONTEXT_BEFORE), index, index + 1, min(end, index + 1 + _CONTEXT_AFTER))
         spans = [pairs.token_ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
         texts = ["" if text is None else "".join(map(text, span)) for span in spans]
         p, q = (float(np.exp(np.float64(x[index]))) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
-        found.append(WorstToken(row, index - begin, int(pairs.token_ids[index]), p, q, *texts))
-    return found
+        found[same] = WorstToken(row, index - begin, int(pairs.token_ids[index]), p, q, *texts)
+    return list(found.values())
 
 
 def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Group]:

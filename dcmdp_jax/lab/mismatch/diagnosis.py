@@ -133,17 +133,15 @@ def _sampled_elsewhere(e: Evidence) -> str:
 
 def _explained(e: Evidence, least: float = _EXPLAINED) -> Iterator[Finding]:
     """The best re-scoring if its share is at least `least`."""
-    best = max(e.explanations, key=lambda each: each.share, default=None)
-    if best is None or best.share < least:
+    ranked = sorted(e.explanations, key=lambda each: -each.share)
+    if not ranked or (best := ranked[0]).share < least:
         return
     cause, lines = best.cause, [f"Scoring with {best.name} explains {best.share:.0%} of the mismatch."]
     if cause == "temperature":
         whose, said = _which_temperature(e)
         cause = whose or cause
         lines.append(said)
-    rest = [each for each in e.explanations if each is not best]
-    if second := max(rest, key=lambda each: each.share, default=None):
-        lines.append(f"Next best: {second.name}: {max(second.share, 0):.0%}.")
+    lines += [f"Next best: {second.name}: {max(second.share, 0):.0%}." for second in ranked[1:2]]
     yield _say(cause, *lines)
 
 
@@ -449,11 +447,17 @@ def _operator(e: Evidence) -> Iterator[Finding]:
     )
 
 
-def _as_small_as_rounding(e: Evidence) -> bool:
+def _small(e: Evidence) -> Iterator[Finding]:
     """Small on every token, and no sign that the tokens come from elsewhere, at three standard errors."""
     expected = ((e.ratio, 1), (e.inverse_ratio, 1)) if np.isnan(e.surprise.mean) else ((e.ratio, 1), (e.surprise, 0))
     near = all(abs(each.mean - value) <= 3 * each.error + 0.003 for each, value in expected)
-    return e.median_log_ratio <= _ROUNDING_LOG_RATIO and e.square <= _ROUNDING_SQUARE and near
+    small = e.median_log_ratio <= _ROUNDING_LOG_RATIO and e.square <= _ROUNDING_SQUARE
+    if e.rounding is None and not e.settings and small and near:
+        yield _say(
+            "rounding",
+            f"Median |log-ratio| {e.median_log_ratio:.2g} nats, as much as bfloat16 rounds logits. Weights in 8 bits "
+            "can look the same.",
+        )
 
 
 def _rounding(e: Evidence) -> Iterator[Finding]:
@@ -467,13 +471,4 @@ def _rounding(e: Evidence) -> Iterator[Finding]:
             "rounding",
             f"Mean |dp| {e.mean:.2g}; the training stack differs from itself by {e.rounding:.2g} when it computes in "
             "the engine's dtype.",
-        )
-
-
-def _small(e: Evidence) -> Iterator[Finding]:
-    if e.rounding is None and not e.settings and _as_small_as_rounding(e):
-        yield _say(
-            "rounding",
-            f"Median |log-ratio| {e.median_log_ratio:.2g} nats, as much as bfloat16 rounds logits. Weights in 8 bits "
-            "can look the same.",
         )

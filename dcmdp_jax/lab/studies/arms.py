@@ -58,6 +58,7 @@ def check_arm(label: str, arm: Arm, values: Values, given: Collection[str], base
     for name in arm.settings:
         if name in idle and values[name] != base[name]:
             raise UserError(f"arm {label!r} names {name}, which its other settings override; leave it out")
+    differs = []
     if _PAPERS in label:
         theirs = algorithm_of(paper)
         differs = [name for name in default if algorithm.get(name) != theirs[name]]
@@ -67,8 +68,6 @@ def check_arm(label: str, arm: Arm, values: Values, given: Collection[str], base
                     f"arm {label!r} has the paper's name and algorithm.{name}={algorithm.get(name)}, the paper's is "
                     f"{theirs[name]}; rename it, or name the setting in `differs`"
                 )
-    else:
-        differs = []
     if said := sorted(set(arm.differs) - set(differs)):
         raise UserError(f"arm {label!r} says that it differs from the paper in {said[0]!r}, and does not; leave it out")
 

@@ -148,13 +148,10 @@ def fill_levels(
     active, upper, filled = np.zeros(len(a), bool), np.inf, np.zeros(len(a))
     for level in [*np.unique(a)[::-1], -np.inf]:
         lower = max(level, lowest)
-        if active.any():
-            if np.isfinite(lower):
-                filled = policy(lower, active)
-                if filled.sum() >= 1:
-                    return solve(active, lower, upper)
-            else:  # all actions lie above nu
-                return solve(active, lower, upper)
+        if active.any() and np.isfinite(lower):
+            filled = policy(lower, active)
+        if np.isinf(lower) or filled.sum() >= 1:  # all actions lie above nu where no level is left
+            return solve(active, lower, upper)
         if lower > level:
             return None
         here = a == level
