@@ -23,10 +23,11 @@ from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.commands.sweep import arm_values, check_evaluation, chosen, resolve, study_parser
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation.table import read_scores
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
 from dcmdp_jax.lab.studies.study import Study, StudyRun
-from dcmdp_jax.lab.studies.study_runs import evaluated, write_results
+from dcmdp_jax.lab.studies.study_runs import EVALUATION, evaluate_run, evaluation_words, write_results
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.services import Services
@@ -132,6 +133,21 @@ def check_kept(kept: Path, study: Study, overrides: Sequence[str] = ()) -> None:
             raise UserError(f"--kept: {kept}: {error}") from None
 
 
+def _evaluated(study: Study, run: StudyRun) -> dict[str, float]:
+    """Scores of a trained run by the study's `evaluation`: `evaluation/TASK/avg@K`; empty for a study without one.
+
+    Raises:
+        UserError: if the evaluation fails.
+    """
+    if not study.evaluation:
+        return {}
+    log = run.directory.with_name(f"{run.directory.name}.log")
+    if code := evaluate_run(run, evaluation_words(study, run), log):
+        raise UserError(f"{run.label}: its evaluation ended with exit code {code} (log: {log})")
+    scores = read_scores(run.directory / EVALUATION)
+    return {f"evaluation/{task}/avg@{scores.samples[task]}": value for task, value in scores.averages.items()}
+
+
 def main(argv: list[str]) -> int:
     """Parse the arguments (program name first), check every run, run what is not kept, compare."""
     parser = study_parser("Run a study in one process; keep the metrics of each finished run.")
@@ -142,7 +158,7 @@ def main(argv: list[str]) -> int:
     check_kept(arguments.kept, study, overrides)
     show, code = functools.partial(print, flush=True), 0
     try:
-        run_in_one_process(runs, configs, arguments.kept, show, functools.partial(evaluated, study))
+        run_in_one_process(runs, configs, arguments.kept, show, functools.partial(_evaluated, study))
     except Interrupted as stopped:
         show(f"stopped; the same command continues after the runs in {arguments.kept}")
         code = 128 + stopped.signal_number

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dcmdp_jax
-from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
 from dcmdp_jax.lab.studies.kept_metrics import write_kept_metrics
@@ -88,7 +87,7 @@ def finish_run(run: StudyRun, steps: int, evaluation: Sequence[str], label: str,
             return _failed(code, label, log, show)
         write_json(done, {"steps": steps})
         scores.unlink(missing_ok=True)
-    if evaluation and not scores.exists() and (code := _evaluate(run, evaluation, log)):
+    if evaluation and not scores.exists() and (code := evaluate_run(run, evaluation, log)):
         return _failed(code, f"{label}, evaluation", log, show)
     show(f"{label}: finished ({time.monotonic() - began:.0f} s)")
     return 0
@@ -99,22 +98,7 @@ def evaluation_words(study: Study, run: StudyRun) -> list[str]:
     return [*study.evaluation, "--method", run.arm] if study.evaluation else []
 
 
-def evaluated(study: Study, run: StudyRun) -> dict[str, float]:
-    """Scores of a trained run by the study's `evaluation`: `evaluation/TASK/avg@K`; empty for a study without one.
-
-    Raises:
-        UserError: if the evaluation fails.
-    """
-    if not study.evaluation:
-        return {}
-    log = run.directory.with_name(f"{run.directory.name}.log")
-    if code := _evaluate(run, evaluation_words(study, run), log):
-        raise UserError(f"{run.label}: its evaluation ended with exit code {code} (log: {log})")
-    scores = read_scores(run.directory / EVALUATION)
-    return {f"evaluation/{task}/avg@{scores.samples[task]}": value for task, value in scores.averages.items()}
-
-
-def _evaluate(run: StudyRun, words: Sequence[str], log: Path) -> int:
+def evaluate_run(run: StudyRun, words: Sequence[str], log: Path) -> int:
     """Score a trained run; the exit code."""
     return run_command(["evaluate", str(run.directory), *words, "--out", str(run.directory / EVALUATION)], log)
 
