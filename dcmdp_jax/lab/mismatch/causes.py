@@ -17,7 +17,7 @@ class Cause:
 
     title: str
     remedy: str
-    defect: bool
+    defect: bool = True
 
 
 CAUSES = {
@@ -40,70 +40,66 @@ CAUSES = {
     ),
     "temperature": Cause(
         "sampling temperature not accounted for",
-        "Divide the training stack's logits by the temperature that the tokens are sampled at.", True,
+        "Divide the training stack's logits by the temperature that the tokens are sampled at.",
     ),
     "support": Cause(
         "truncated support (top-p, top-k, min-p) not accounted for",
-        "Sample with top_p=1 and no top_k, or mask the training stack's logits to the engine's support.", True,
+        "Sample with top_p=1 and no top_k, or mask the training stack's logits to the engine's support.",
     ),
     "raw_logprobs": Cause(
         "raw log-probs reported in place of those sampled from",
-        "Have the engine report processed log-probs (vLLM: logprobs_mode=processed_logprobs).", True,
+        "Have the engine report processed log-probs (vLLM: logprobs_mode=processed_logprobs).",
     ),
     "penalty": Cause(
         "repetition, presence or frequency penalty not accounted for",
-        "Sample without it (repetition_penalty=1, presence_penalty=0, frequency_penalty=0).", True,
+        "Sample without it (repetition_penalty=1, presence_penalty=0, frequency_penalty=0).",
     ),
     "filled": Cause(
         "log-probs that were filled in (padding), not measured",
-        "Leave these tokens out by the mask, or record their log-probs; a null is left out too.", True,
+        "Leave these tokens out by the mask, or record their log-probs; a null is left out too.",
     ),
     "misaligned": Cause(
         "columns that are not aligned token by token",
-        "A log-prob stands at the token that it describes, in the row of its completion: look at the recorder.", True,
+        "A log-prob stands at the token that it describes, in the row of its completion: look at the recorder.",
     ),
     "unsampled": Cause(
         "engine log-probs that did not sample the tokens",
-        "Record what the engine reported while sampling (vLLM: logprobs_mode=processed_logprobs), in its order.", True,
+        "Record what the engine reported while sampling (vLLM: logprobs_mode=processed_logprobs), in its order.",
     ),
     "stale_weights": Cause(
         "stale weights in the engine",
         "Push the weights before each step and prove the push by checksums; a lag that is meant needs a correction.",
-        True,
     ),
     "unseen_updates": Cause(
         "updates that do not reach the engine",
-        "Compare the engine's weights from push to push: none arrives, or its dtype rounds the updates away.", True,
+        "Compare the engine's weights from push to push: none arrives, or its dtype rounds the updates away.",
     ),
     "identical": Cause(
         "identical completions: samples that are not independent",
-        "Seed each completion of a group differently; with equal log-probs too, rows may be recorded twice.", True,
+        "Seed each completion of a group differently; with equal log-probs too, rows may be recorded twice.",
     ),
     "unsynchronized_tensor": Cause(
         "a tensor that was not synchronized",
-        "Look at that tensor's name, fusion and shape in the weight transfer; then compare checksums.", True,
+        "Look at that tensor's name, fusion and shape in the weight transfer; then compare checksums.",
     ),
     "retokenization": Cause(
         "completions re-tokenized between the engines",
-        "Pass the sampled token ids on. Never decode a completion and encode it again.", True,
+        "Pass the sampled token ids on. Never decode a completion and encode it again.",
     ),
     "chat_template": Cause(
         "different prompts: chat template or special tokens",
-        "Render each prompt once and pass its token ids to both engines.", True,
+        "Render each prompt once and pass its token ids to both engines.",
     ),
     "sharper": Cause(
         "tokens from a sharper distribution than the training stack's",
         "Compare temperature, top-p and top-k of both sides; then probe with the model: weights can be sharper too.",
-        True,
     ),
     "decoding": Cause(
         "the engine while it decodes",
-        "It differs from its own scores of the same tokens: look at cache writes, positions, decoding kernels.", True,
+        "It differs from its own scores of the same tokens: look at cache writes, positions, decoding kernels.",
     ),
     **{
-        operator: Cause(
-            f"the engine's {title}", "Compare its weights, dtype and kernel with the training stack's.", True
-        )
+        operator: Cause(f"the engine's {title}", "Compare its weights, dtype and kernel with the training stack's.")
         for operator, title in (
             ("embedding", "embedding"), ("norm", "norms"), ("attention", "attention"), ("mlp", "MLP"),
             ("cache", "key-value cache"), ("head", "output head"),
