@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, setting_of
-from dcmdp_jax.lab.mismatch.evidence import RELATED, Evidence, Lifted, least_unrelated, outliers
+from dcmdp_jax.lab.mismatch.evidence import LARGE_LOG_RATIO, RELATED, Evidence, Lifted, least_unrelated, outliers
 from dcmdp_jax.observe.legs import DECODING
 
 FEWEST_TOKENS, FEWEST_COMPLETIONS = 200, 8
@@ -315,7 +315,7 @@ def _least_spread(e: Evidence) -> float:
 
 
 def _start(e: Evidence) -> Iterator[Finding]:
-    if e.start_stands_apart:
+    if e.start > LARGE_LOG_RATIO and e.start_excess.above(0):
         yield _say(
             "chat_template",
             f"Mean |log-ratio| is {e.start:.2g} nats over the first tokens of a completion and {e.start_expected:.2g} "

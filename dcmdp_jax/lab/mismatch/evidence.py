@@ -266,11 +266,6 @@ class Evidence:
     operators: Sequence[OperatorDifference] = ()
     lowered: float = 1.0
 
-    @property
-    def start_stands_apart(self) -> bool:
-        """Whether the first tokens differ far more than others that the engine finds as likely."""
-        return self.start > LARGE_LOG_RATIO and self.start_excess.above(0)
-
 
 def collect(pairs: TokenPairs, **known: Any) -> Evidence:
     """Measure everything that the columns alone show, and add what only engines can: fields from `floor` on."""

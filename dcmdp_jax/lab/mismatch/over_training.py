@@ -129,14 +129,12 @@ def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
         newest = max(files, key=lambda each: each.stat().st_mtime) if len(files) > 1 else None
         for each in files:
             try:
-                one = identify(each, left_out)
+                if (one := identify(each, left_out)) is not None:
+                    found.setdefault(each.resolve(), one)
             except UnreadableError:
                 if each != newest:
                     raise
                 left_out.unfinished.append(str(each))
-                continue
-            if one is not None:
-                found.setdefault(each.resolve(), one)
     if not found:
         raise UserError(f"{shorten_name(', '.join(paths))}: no row in any file{left_out.after('; left out: ')}")
     _refuse_mixed(list(found.values()))

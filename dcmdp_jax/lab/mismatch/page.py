@@ -56,22 +56,20 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
     """
     plots = out_dir / PLOTS_DIRECTORY
     plots.mkdir(parents=True, exist_ok=True)
-    images = []
+    parts = []
     for one, analysis in zip(measured, analyses, strict=True):
-        drawn = []
+        slug = re.sub(r"[^A-Za-z0-9.=_]+", "-", analysis.name).strip("-")
+        images = []
         for stem, (caption, draw) in _FIGURES.items():
-            if (figure := draw(one.pairs, analysis)) is None:
-                continue
-            slug = re.sub(r"[^A-Za-z0-9.=_]+", "-", analysis.name).strip("-")
-            figure.savefig(plots / f"{slug}-{stem}.png", dpi=_DPI)
-            drawn.append((caption, inline_svg(figure)))
-        images.append(drawn)
+            if (figure := draw(one.pairs, analysis)) is not None:
+                figure.savefig(plots / f"{slug}-{stem}.png", dpi=_DPI)
+                images.append((caption, inline_svg(figure)))
+        parts.append((analysis, images))
     write_json(title, analyses, out_dir, finished=True)
-    page = out_dir / PAGE_FILE
-    values = {"title": title, "parts": list(zip(analyses, images, strict=True))}
-    values["completions"] = completions_data([each for one in measured for each in _completions(one)])
-    atomic_write(page, render_page("mismatch.html", scripts=["completions.js"], **values))
-    return page
+    completions = completions_data([each for one in measured for each in _completions(one)])
+    page = render_page("mismatch.html", scripts=["completions.js"], title=title, parts=parts, completions=completions)
+    atomic_write(out_dir / PAGE_FILE, page)
+    return out_dir / PAGE_FILE
 
 
 def write_json(title: str, analyses: Sequence[Analysis], out_dir: Path, *, finished: bool) -> None:

@@ -135,10 +135,9 @@ def settings_for(spec: ProbeSpec, rollout: RolloutSettings) -> RolloutSettings:
 
 def cache_rounding(spec: ProbeSpec) -> str:
     """How the fp8 cache of an engine rounds here, of `scheme.CACHES`: its own cache, or the one it could have."""
-    kind = spec.record
     if spec.kind not in TRAINABLE:
         return "fp8"
-    cache = spec.cache if spec.cache in kind.emulated_caches else "fp8"
+    cache = spec.cache if spec.cache in spec.record.emulated_caches else "fp8"
     return _scheme(ProbeSpec("trainer", "float32", "float32", cache, like=f"{spec.kind}:full"), None).cache
 
 

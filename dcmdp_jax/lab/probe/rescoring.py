@@ -157,8 +157,7 @@ class Rescoring:
         params = setup.params if change.params is None else change.params
         weights = _as_multiplied(params, setup.config, change.precision)
         static = {"config": setup.config, "compute": Compute(dtype=change.dtype, logprob_chunk=LOGPROB_CHUNK)}
-        static["cache"] = setup.cache
-        run = functools.partial(_logprobs_at, weights, inverse, change.fp8_cache, **static)
+        run = functools.partial(_logprobs_at, weights, inverse, change.fp8_cache, cache=setup.cache, **static)
         prompts = setup.prompts if change.prompts is None else change.prompts
         found = in_rows(run, [prompts[index] for index in self._prompt_index], self._completions)
         return np.concatenate(found, axis=1)[: len(factors)]
@@ -225,9 +224,8 @@ def _logprobs_at(
 
     def at(k: jax.Array, found: jax.Array) -> jax.Array:
         scaled = (states * inverse[k]).astype(states.dtype)
-        return found.at[k].set(
-            token_logprobs(scaled, weights["output"], rows.input_ids, rows.completion_mask, **how)[0]
-        )
+        logprobs = token_logprobs(scaled, weights["output"], rows.input_ids, rows.completion_mask, **how)[0]
+        return found.at[k].set(logprobs)
 
     with products_in(compute.dtype):
         states = jax.lax.cond(fp8_cache, hidden(Scheme(cache=cache)), hidden(FULL))

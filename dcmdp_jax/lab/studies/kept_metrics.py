@@ -51,13 +51,6 @@ def _lines(arm: str, seed: int, series: Series) -> list[str]:
     return [jsonl.encode({"arm": arm, "seed": seed, "step": step, **by_step[step]}) for step in sorted(by_step)]
 
 
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return gzip.decompress(path.read_bytes()).decode().splitlines()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can't be read as gzipped JSON lines ({error})") from error
-
-
 def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
     """Read what `write_kept_metrics` wrote.
 
@@ -71,8 +64,12 @@ def read_kept_metrics(path: Path, arms: Sequence[str] | None) -> Table:
     Raises:
         UserError: in one line, if the file can't be read, or holds an arm that the study has not.
     """
+    try:
+        lines = gzip.decompress(path.read_bytes()).decode().splitlines()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: can't be read as gzipped JSON lines ({error})") from error
     points: dict[str, dict[int, dict[str, list[tuple[int, float]]]]] = {arm: {} for arm in arms or ()}
-    for number, line in enumerate(_read_lines(path), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             arm, seed, step = row.pop("arm"), row.pop("seed"), row.pop("step")

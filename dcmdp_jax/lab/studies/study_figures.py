@@ -107,8 +107,7 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, Estimate]) -> Fig
     """
     figure, (axes,) = make_figure(8.6, 0.6 * len(arms) + 1.5)
     axes.axvline(0, color=INK, linewidth=1)
-    for place, (label, found) in enumerate(arms.items()):
-        mean, half, values = found.mean, found.half_width, found.values
+    for place, (label, (mean, half, values)) in enumerate(arms.items()):
         color = color_of(label)
         axes.plot(list(values.values()), [place + 0.18] * len(values), "o", color=color, alpha=0.45, markersize=5)
         axes.errorbar(mean, place - 0.12, xerr=half if np.isfinite(half) else None, fmt="D", color=color, capsize=4)
@@ -121,11 +120,8 @@ def draw_differences(title: str, unit: str, arms: Mapping[str, Estimate]) -> Fig
 def save_figures(title: str, baseline: str, series: Table, directory: Path) -> None:
     """Draw held-out score, reward, discrepancy, lambda, entropy, and differences by seed, as far as runs have them."""
     directory.mkdir(exist_ok=True)
-    budgets = {
-        arm: float(next(iter(seeds.values()))["dual/tolerance"][1][-1])
-        for arm, seeds in series.items()
-        if seeds and "dual/tolerance" in next(iter(seeds.values()))
-    }
+    first = {arm: next(iter(seeds.values())) for arm, seeds in series.items() if seeds}
+    budgets = {arm: float(run["dual/tolerance"][1][-1]) for arm, run in first.items() if "dual/tolerance" in run}
     for stem, (heading, unit, name) in _CURVES.items():
         if found := curves(series, functools.partial(recorded, name=name) if name else held_out):
             level = budgets if stem == "discrepancy" else None
