@@ -228,7 +228,9 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
     if mean == 0 and not floor:
         return Recommendation(math.nan, "None: the two agree to the last bit, there is nothing to bound.")
     wanted, least = BUDGET_ROOM * mean, _FLOORS * (floor or 0.0)
-    value = _round_up(max(wanted, least))
+    value = max(wanted, least)
+    scale = 10.0 ** (math.floor(math.log10(value)) - 1)
+    value = math.ceil(value / scale - 1e-9) * scale
     said = "not measured" if floor is None else f"{floor:.3g}"
     why = (
         f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: the multiplier rests while the mismatch stays as it is, and "
@@ -237,8 +239,3 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
         else f"{_FLOORS:g} times the noise floor: no policy can go below the floor itself"
     )
     return Recommendation(value, f"c = {value:.2g} is {why}. Noise floor: {said}.")
-
-
-def _round_up(value: float) -> float:
-    scale = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return math.ceil(value / scale - 1e-9) * scale

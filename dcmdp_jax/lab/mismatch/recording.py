@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -283,9 +282,8 @@ class KeptRows:
         return Recording(pairs, self.rows, self.every, left_out)
 
 
-def pairs_of(rows: Iterable[Row]) -> TokenPairs:
+def pairs_of(rows: list[Row]) -> TokenPairs:
     """Concatenate the tokens of rows."""
-    rows = list(rows)
     optional = {"entropies": "entropy", "lags": "lag", "states": "states"}
     given = {key: [row[name] for row in rows] for key, name in optional.items() if all(name in row for row in rows)}
     return make_pairs(*([row[name] for row in rows] for name in ("token", "train", "rollout")), **given)

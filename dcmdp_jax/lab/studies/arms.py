@@ -94,20 +94,16 @@ def _row(label: str, arm: Arm, values: Values, base: Values) -> list[str]:
         c = f"{algorithm['tolerance_factor']:g} x first {algorithm['tolerance_steps']} steps"
     default = algorithm_of(base)
     further = [f"{name}={x}" for name, x in algorithm.items() if name not in _IN_COLUMNS and x != default[name]]
+    # What else makes the engine differ from the trainer.
+    engine = [values["rollout.engine"].rpartition("/")[2], values["rollout.precision"]]
+    engine += [f"{name.partition('.')[2]}={values[name]}" for name in _OF_THE_ENGINE if values[name] != base[name]]
     updates = values["training.prompts_per_step"] // values["training.prompts_per_mini_batch"]
     return [
         f"`{label}`", algorithm["method"].rpartition("/")[2],
         f"{first:g}", c, shown("dual_learning_rate"), shown("multiplier_max"),
         algorithm["measure"] + ", one-sided" * (algorithm["sided"] == "one"),
         "-" if "level" in idle else algorithm["level"], algorithm["aggregation"],
-        "yes" if algorithm["normalize_std"] else "no", str(updates), _engine(values, base),
+        "yes" if algorithm["normalize_std"] else "no", str(updates), " ".join(engine),
         str(values["training.steps"]),
         " ".join(further) or "-", ", ".join(arm.differs) or "-",
     ]  # fmt: skip
-
-
-def _engine(values: Values, base: Values) -> str:
-    """Engine, precision, and what else makes it differ from the trainer."""
-    words = [values["rollout.engine"].rpartition("/")[2], values["rollout.precision"]]
-    words += [f"{name.partition('.')[2]}={values[name]}" for name in _OF_THE_ENGINE if values[name] != base[name]]
-    return " ".join(words)

@@ -67,7 +67,13 @@ def policy_for_budget(
         ValueError: see `optimal_policy`.
     """
     a, q = check_state(advantages, inference_policy)
-    _check_budget(q, budget, measure, sided)
+    if not (budget >= 0 and math.isfinite(budget)):
+        raise UserError(f"budget = {budget:g}: no policy has that mismatch; must be a number of at least 0")
+    if budget > (largest := largest_mismatch(q, measure=measure, sided=sided)):
+        raise UserError(
+            f"budget = {budget:g}: no policy has that mismatch; with the {SIDES[sided]} {MEASURES[measure]} the "
+            f"largest is {largest:.4g}"
+        )
 
     def optimum(multiplier: float) -> Optimum:
         return optimal_policy(a, q, multiplier=multiplier, measure=measure, sided=sided)
@@ -112,14 +118,3 @@ def _at_the_budget(optimum: Callable[[float], Optimum], spread: float, budget: f
     while above.mismatch <= budget and step < 1:
         above, step = optimum(multiplier * (1 - step)), 2 * step
     return below, above
-
-
-def _check_budget(q: np.ndarray, budget: float, measure: str, sided: str) -> None:
-    if not (budget >= 0 and math.isfinite(budget)):
-        raise UserError(f"budget = {budget:g}: no policy has that mismatch; must be a number of at least 0")
-    largest = largest_mismatch(q, measure=measure, sided=sided)
-    if budget > largest:
-        raise UserError(
-            f"budget = {budget:g}: no policy has that mismatch; with the {SIDES[sided]} {MEASURES[measure]} the "
-            f"largest is {largest:.4g}"
-        )
