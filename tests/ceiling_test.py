@@ -10,7 +10,7 @@ from docs.rooms import code_lines
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CEILINGS = _ROOT.parent / "shared" / "ceilings.json"
-_WHEN = "now"
+_WHEN = "end"
 
 
 @pytest.fixture
