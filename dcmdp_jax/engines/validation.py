@@ -129,16 +129,22 @@ def _routing_problem(routed: np.ndarray | None, expected: tuple[int, int, int], 
     return ""
 
 
+class _Reader(Protocol):
+    """Attributes of an engine that bound the token ids it reads."""
+
+    config: Any
+    max_total_tokens: int
+
+
 def checked_sequences(
-    sequences: Sequence[np.ndarray], what: str, *, vocab_size: int, limit: int, reserve: int = 0
+    engine: _Reader, sequences: Sequence[np.ndarray], what: str, *, reserve: int = 0
 ) -> list[np.ndarray]:
     """The sequences as int32 vectors, refused where they are none, empty, outside the vocabulary or too long.
 
     Args:
+        engine: reads them; bounds the ids, and the tokens of a sequence and `reserve` together.
         sequences: token ids.
         what: their name in errors, "prompt".
-        vocab_size: ids are below it.
-        limit: tokens of a sequence and `reserve` together.
         reserve: tokens that are to come after it.
 
     Raises:
@@ -146,7 +152,7 @@ def checked_sequences(
     """
     if not len(sequences):
         raise ValueError(f"{what}s: got none, at least one is needed")
-    checked = []
+    checked, vocab_size, limit = [], engine.config.vocab_size, engine.max_total_tokens
     for index, sequence in enumerate(sequences):
         ids = np.asarray(sequence)
         if ids.ndim != 1 or ids.size == 0:
@@ -164,19 +170,6 @@ def checked_sequences(
     return checked
 
 
-class _Reader(Protocol):
-    """Attributes of an engine that bound the token ids it reads."""
-
-    config: Any
-    max_total_tokens: int
-
-
-def checked_prompts(engine: _Reader, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> list[np.ndarray]:
-    """Inputs of `Engine.generate` as int32 vectors; refused as `checked_sequences` says."""
-    sizes = {"vocab_size": engine.config.vocab_size, "limit": engine.max_total_tokens}
-    return checked_sequences(prompts, "prompt", **sizes, reserve=sampling.max_completion_tokens)
-
-
 def scored_rows(
     engine: _Reader, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], temperature: float
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -189,11 +182,10 @@ def scored_rows(
         raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
     if len(prompts) != len(completions):
         raise ValueError(f"score: got {len(prompts)} prompts and {len(completions)} completions")
-    limits = {"vocab_size": engine.config.vocab_size, "limit": engine.max_total_tokens}
-    prompts = checked_sequences(prompts, "prompt", **limits)
-    completions = checked_sequences(completions, "completion", **limits)
+    prompts = checked_sequences(engine, prompts, "prompt")
+    completions = checked_sequences(engine, completions, "completion")
     rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
-    return prompts, checked_sequences(rows, "prompt and completion", **limits)
+    return prompts, checked_sequences(engine, rows, "prompt and completion")
 
 
 def check_finite(scored: Sequence[np.ndarray]) -> None:

@@ -15,7 +15,7 @@ from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.http import ENGINE
 from dcmdp_jax.engines.http.client import VllmHttpClient
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import checked_prompts, scored_rows
+from dcmdp_jax.engines.validation import checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm_common import request_seeds
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.types import Params
@@ -95,7 +95,7 @@ class RemoteEngine:
         """
         temperature, group = sampling.temperature, sampling.group_size
         ENGINE.check_temperature(temperature)
-        prompts = checked_prompts(self, prompts, sampling)
+        prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         seeds = request_seeds(seed, step, first_prompt * group + np.arange(len(prompts) * group)).tolist()
         known = temperature == 0 or (temperature == 1 and not sampling.cuts) or self._reports_processed(prompts[0])
         top = self._top_logprobs if temperature else 0

@@ -29,7 +29,7 @@ from dcmdp_jax.engines.local.sizes import (
 )
 from dcmdp_jax.engines.local.weights import conversion, conversion_mesh, share_copies
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import check_finite, checked_prompts, scored_rows
+from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.models.params import check_params
 from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.sharding import to_local
@@ -124,7 +124,7 @@ class LocalEngine:
         for name, value in (("seed", seed), ("step", step)):
             if not 0 <= value < 2**32:
                 raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
-        prompts = checked_prompts(self, prompts, sampling)
+        prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         group, limit = sampling.group_size, sampling.max_completion_tokens
         mode = "sample" if sampling.top_p == 1 else "nucleus"
         mode += f":{min(sampling.top_k, self.config.vocab_size)}" if sampling.top_k else ""

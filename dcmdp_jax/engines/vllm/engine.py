@@ -19,7 +19,7 @@ from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
-from dcmdp_jax.engines.validation import check_finite, checked_prompts, checked_sequences, scored_rows
+from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm import ENGINE, devices, launch
 from dcmdp_jax.engines.vllm_common import cache_rounding, request_seeds
 from dcmdp_jax.types import Params
@@ -150,7 +150,7 @@ class VllmEngine:
         """
         publication = self._published("generate")
         ENGINE.check_temperature(sampling.temperature)
-        prompts = checked_prompts(self, prompts, sampling)
+        prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         numbered = list(enumerate(prompts))
         place = {"seed": seed, "step": step, "first_prompt": first_prompt}
         parts = [
@@ -203,7 +203,7 @@ class VllmEngine:
             EngineError: if a module was not called, which compiled or captured networks do not, or the engine breaks.
         """
         publication = self._published("observe")
-        rows = checked_sequences(rows, "row", vocab_size=self.config.vocab_size, limit=self.max_total_tokens)
+        rows = checked_sequences(self, rows, "row")
         ask = functools.partial(self.replicas[0].observe, publication=publication, rows=rows, modules=modules)
         [kept] = self._begin([ask]).results()
         tokens, found = sum(row.size for row in rows), {}
