@@ -105,7 +105,7 @@ def vllm_seconds(config: ModelConfig, counts: tuple[int, ...], prompts: list[np.
             asked = SamplingParams(workload.GROUP, workload.NEW_TOKENS)
 
             def call(k: int) -> int:
-                engine.replicas[0]._top_logprobs = k
+                engine.replicas[0].top_logprobs = k
                 return len(collect(engine.generate(prompts, asked, seed=0, step=0)))
 
             return smallest_times({f"k={k}": functools.partial(call, k) for k in counts}, 3)

@@ -104,8 +104,7 @@ class LocalEngine:
         convert = conversion(self.config, self.precision, mesh)
         weights = convert.weights(params)
         expected, consumed = convert.proof(params, weights)
-        if not np.array_equal(expected, consumed):
-            wrong = np.flatnonzero(expected != consumed)
+        if (wrong := np.flatnonzero(expected != consumed)).size:
             raise EngineError(f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums differ")
         self.weights, self._policy_version = share_copies(weights, self._mesh), policy_version
         self.weights_fingerprint = zlib.crc32(consumed.tobytes())
@@ -151,8 +150,7 @@ class LocalEngine:
                 group=row // group,
                 member=row % group,
                 finish_reason="stop" if int(tokens[-1]) in stops else "length",
-                routed_experts=sampled.routed_of(row),
-                **sampled.top_of(row),
+                **sampled.columns_of(row),
             )
 
         def groups() -> Iterator[list[Episode]]:

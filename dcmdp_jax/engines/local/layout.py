@@ -173,10 +173,8 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
     Raises:
         UserError: naming the axis, the size and what it has to divide.
     """
-    width = {"moe_intermediate_size": config.moe_intermediate_size} if config.num_experts else {}
-    sizes = {"num_kv_heads": config.num_kv_heads} | (width or {"intermediate_size": config.intermediate_size})
-    for name, size in sizes.items():
-        if size % tensor:
+    for name in ("num_kv_heads", "moe_intermediate_size" if config.num_experts else "intermediate_size"):
+        if (size := getattr(config, name)) % tensor:
             raise ArgumentError("tensor", f"got {tensor}, must divide the model's {name}={size}")
     if tensor > 1 and config.family.qk_norm == "width":
         raise ArgumentError(

@@ -110,19 +110,18 @@ class Completions:
             whole[rows[:, None], places] = values.swapaxes(0, 1)
         self.sampled[rows] = sampled
 
-    def top_of(self, row: int) -> dict[str, np.ndarray]:
-        """The columns of the likeliest tokens of a row; none where none were asked for."""
-        return {
-            name: whole[row, : self.sampled[row]]
-            for name, whole in zip((TOP_IDS, TOP_LOGPROBS), self.top, strict=False)
-        }
+    def columns_of(self, row: int) -> dict[str, np.ndarray]:
+        """The further columns of a row that were asked for.
 
-    def routed_of(self, row: int) -> np.ndarray | None:
-        """[P + C - 1, layers, k], the experts of a row's prompt and completion without its last token."""
-        if self.routed_experts is None:
-            return None
-        own = self.routed_experts[row, : self.sampled[row] - 1]
-        return np.concatenate([self.prompt_routed_experts[row // self.group], own])
+        The experts of its prompt and its completion without the last token, [P + C - 1, layers, k], and the likeliest
+        tokens of its completion, [C, k].
+        """
+        columns, count = {}, self.sampled[row]
+        if self.routed_experts is not None:
+            parts = [self.prompt_routed_experts[row // self.group], self.routed_experts[row, : count - 1]]
+            columns["routed_experts"] = np.concatenate(parts)
+        lists = zip((TOP_IDS, TOP_LOGPROBS), self.top, strict=False)
+        return columns | {name: whole[row, :count] for name, whole in lists}
 
     def take_finished(self) -> list[int]:
         """Return the rows that finished since the last call."""

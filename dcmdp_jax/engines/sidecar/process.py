@@ -80,6 +80,7 @@ class Sidecar:
     Attributes:
         pid: its process id.
         serial: serial number of the weights in use, as their sender counts them.
+        last_lines: the end of its log, whole once it is killed.
     """
 
     def __init__(self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], segment_bytes: int) -> None:
@@ -88,7 +89,7 @@ class Sidecar:
         self._temporary = launch.directory / _TEMPORARY
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir(mode=0o700)
-        self._lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self.serial: int | None = None
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
@@ -181,7 +182,7 @@ class Sidecar:
         except (wire.WireError, TimeoutError) as error:
             broken = self._broken(f"{op}: {error}")
             if op == "start":
-                last = self._lines[-1] if self._lines else "nothing"
+                last = self.last_lines[-1] if self.last_lines else "nothing"
                 broken = SidecarBroken(f"{broken}; its log, {self._launch.directory / _LOG}, ends with: {last}")
             raise broken from error
 
@@ -223,11 +224,6 @@ class Sidecar:
         self.kill()
         return SidecarBroken(f"{what} ({_ending(code)})")
 
-    def last_lines(self) -> str:
-        """The end of its log."""
-        self._log.join(1.0)
-        return "\n".join(self._lines)
-
     def close(self) -> None:
         """Ask the process to end, and kill it if it does not. Safe to call twice."""
         if self._process.poll() is None:
@@ -256,7 +252,7 @@ class Sidecar:
         """Copy its output to the log; a full disk costs the log, not the run."""
         path: Path | None = self._launch.directory / _LOG
         for line in self._process.stdout:
-            self._lines.append(line.decode("utf-8", "replace").rstrip()[:2000])
+            self.last_lines.append(line.decode("utf-8", "replace").rstrip()[:2000])
             try:
                 if path is not None:
                     with open(path, "ab") as log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -15,6 +16,7 @@ from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
 from dcmdp_jax.engines.sidecar.segments import differing
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
+from dcmdp_jax.engines.vllm_common import request_seeds
 
 T = TypeVar("T")
 
@@ -22,38 +24,28 @@ T = TypeVar("T")
 _DROPS_WEIGHTS = 2
 
 
+@dataclasses.dataclass(eq=False)
 class Replica:
     """Its calls block, each in a thread of `supervisor.Calls`: replicas work at the same time.
 
     A sidecar that dies, hangs or answers nonsense is started again, gets the weights again out of shared memory, and
     is asked again; log-probs that are not finite are asked for once more of a new one before they are believed.
+
+    Attributes:
+        supervisor: keeps the sidecar running.
+        weights: shared memory to load from.
+        probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
+        sleep_level: level of the engine's sleep after each call; 0 leaves it awake, at 2 it drops its weights.
+        routed_experts: the sidecar was asked for the experts of each token, so it must return them.
+        top_logprobs: k, the likeliest tokens to ask for wherever the draw is not greedy; 0: none.
     """
 
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        weights: SharedWeights,
-        *,
-        probe_tolerance: float,
-        request_seeds: Callable[[int, int, Sequence[int]], np.ndarray],
-        sleep_level: int,
-        routed_experts: bool = False,
-        top_logprobs: int = 0,
-    ) -> None:
-        """Store the arguments.
-
-        Args:
-            supervisor: keeps the sidecar running.
-            weights: shared memory to load from.
-            probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
-            request_seeds: (seed, step, rows) -> [n] integers, the seed of each row's request.
-            sleep_level: level of the engine's sleep after each call; 0 leaves it awake, at 2 it drops its weights.
-            routed_experts: the sidecar was asked for the experts of each token, so it must return them.
-            top_logprobs: k, the likeliest tokens to ask for wherever the draw is not greedy; 0: none.
-        """
-        self.supervisor = supervisor
-        self._weights, self._probe_tolerance, self._request_seeds = weights, probe_tolerance, request_seeds
-        self._sleep_level, self._routed_experts, self._top_logprobs = sleep_level, routed_experts, top_logprobs
+    supervisor: Supervisor
+    weights: SharedWeights
+    probe_tolerance: float
+    sleep_level: int
+    routed_experts: bool
+    top_logprobs: int
 
     def load(self, calls: Calls, publication: Publication) -> float | None:
         """Have the engine load the weights; return their probe's difference, nats, when they are proven to be in use.
@@ -64,7 +56,7 @@ class Replica:
         return self.supervisor.run(calls, lambda sidecar: self._load(sidecar, calls, publication))
 
     def _load(self, sidecar: Sidecar, calls: Calls, publication: Publication) -> float | None:
-        version, manifest = publication.policy_version, self._weights.bridge.manifest
+        version, manifest = publication.policy_version, self.weights.bridge.manifest
         # Until the answer is here, the sidecar has no weights that could be used.
         sidecar.serial = None
         asked = {"segment": publication.serial % 2, "policy_version": version}
@@ -84,7 +76,7 @@ class Replica:
         return difference
 
     def _probe(self, sidecar: Sidecar, calls: Calls, publication: Publication) -> float:
-        rows = list(self._weights.probe_ids)
+        rows = list(self.weights.probe_ids)
         scored = _score(sidecar, calls, rows, [1] * len(rows), temperature=1.0, sleep_level=0)
         own = np.asarray(publication.probe)
         if not np.isfinite(own).all():
@@ -93,10 +85,10 @@ class Replica:
                 "finite; its parameters are broken"
             )
         difference = float(np.mean(np.abs(np.stack(scored) - own)))
-        if not difference <= self._probe_tolerance:
+        if not difference <= self.probe_tolerance:
             raise SidecarBroken(
                 f"weights of version {publication.policy_version}: the engine's log-probs of the probe are "
-                f"{difference:.3g} nats from the trainer's on average, allowed are {self._probe_tolerance:g} "
+                f"{difference:.3g} nats from the trainer's on average, allowed are {self.probe_tolerance:g} "
                 "(`probe_tolerance`)"
             )
         return difference
@@ -108,7 +100,7 @@ class Replica:
             if sidecar.serial != publication.serial:
                 self._load(sidecar, calls, publication)
             result = call(sidecar)
-            if self._sleep_level == _DROPS_WEIGHTS:
+            if self.sleep_level == _DROPS_WEIGHTS:
                 sidecar.serial = None
             return result
 
@@ -151,16 +143,16 @@ class Replica:
                 "max_tokens": sampling.max_completion_tokens,
                 "stop_token_ids": list(sampling.stop_token_ids),
             },
-            "sleep_level": self._sleep_level,
-            "top_logprobs": (top := self._top_logprobs if sampling.temperature else 0),
+            "sleep_level": self.sleep_level,
+            "top_logprobs": (top := self.top_logprobs if sampling.temperature else 0),
         }
         expected: dict[str, Shape] = {TOP_IDS: (top,), TOP_LOGPROBS: (top,)} if top else {}
-        expected |= {"routed_experts": self._weights.config.routing[:2]} if self._routed_experts else {}
+        expected |= {"routed_experts": self.weights.config.routing[:2]} if self.routed_experts else {}
         arrays = {
             "prompt_ids": np.concatenate(list(prompts.values())),
             "prompt_lengths": np.array([prompt.size for prompt in prompts.values()], np.int32),
             "prompt_of_row": np.repeat(np.arange(len(groups), dtype=np.int32), group_size),
-            "seeds": self._request_seeds(
+            "seeds": request_seeds(
                 seed, step, [(first_prompt + g) * group_size + member for g in groups for member in range(group_size)]
             ),
         }
@@ -170,7 +162,7 @@ class Replica:
 
         def take(calls: Calls, waiting: OpenGroups, rows: set[int], message: wire.Message) -> None:
             """Check the completions of a message and put the groups that they complete."""
-            completions = checked_completions(message.arrays, count, sampling, self._weights.config.vocab_size)
+            completions = checked_completions(message.arrays, count, sampling, self.weights.config.vocab_size)
             if message.header.get("policy_version") != version:
                 raise SidecarBroken(f"generate: sampled with version {message.header.get('policy_version')}")
             trust.check([completion.logprobs for completion in completions])
@@ -227,7 +219,7 @@ class Replica:
         trust = _Trust()
 
         def score(sidecar: Sidecar) -> list[np.ndarray]:
-            values = _score(sidecar, calls, rows, starts, temperature=temperature, sleep_level=self._sleep_level)
+            values = _score(sidecar, calls, rows, starts, temperature=temperature, sleep_level=self.sleep_level)
             trust.check(values)
             return values
 
@@ -237,7 +229,7 @@ class Replica:
         self, calls: Calls, publication: Publication, rows: Sequence[np.ndarray], modules: Sequence[str]
     ) -> dict[str, np.ndarray]:
         """Return what modules of the engine's network read and gave for the tokens of the rows, as they came."""
-        asked = {"modules": list(modules), "sleep_level": self._sleep_level}
+        asked = {"modules": list(modules), "sleep_level": self.sleep_level}
 
         def observe(sidecar: Sidecar) -> dict[str, np.ndarray]:
             return sidecar.request("observe", asked, _rows(rows), answer="observed", stopped=calls.stopped).arrays

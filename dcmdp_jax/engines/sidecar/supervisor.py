@@ -152,7 +152,7 @@ class Supervisor:
         lines = ""
         if self.sidecar is not None:
             self.sidecar.kill()
-            lines = self.sidecar.last_lines()
+            lines = "\n".join(self.sidecar.last_lines)
             self.sidecar = None
         if failures > self.max_restarts:
             raise EngineError(

@@ -80,10 +80,11 @@ class SharedWeights:
         self.left_bytes: int = available - 2 * self.num_bytes
         """Free memory when both are allocated."""
         self.probe = probe
-        self.probe_ids = probe_ids(config.vocab_size, max_total_tokens)
+        shape = (_PROBE_ROWS, min(_PROBE_TOKENS, max_total_tokens))
+        self.probe_ids = np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
+        """Random tokens, the same for the same vocabulary."""
         self.published: Publication | None = None
         """The newest, or None before the first."""
-        self._serial = 0
         first = Segment("dcmdp-weights-0", self.num_bytes)
         try:
             self.segments: tuple[Segment, ...] = (first, Segment("dcmdp-weights-1", self.num_bytes))
@@ -98,10 +99,10 @@ class SharedWeights:
             ValueError: for parameters that do not fit the model.
         """
         check_params(params, self.config)
-        serial, policy_version = self._serial + 1, int(policy_version)
+        serial = 1 if self.published is None else self.published.serial + 1
+        policy_version = int(policy_version)
         checksums = self.bridge.publish(params, self.segments[serial % 2], policy_version)
         probe = None if self.probe is None else self.probe(params, self.probe_ids)
-        self._serial = serial
         self.published = Publication(serial, policy_version, checksums, probe)
         return self.published
 
@@ -110,12 +111,6 @@ class SharedWeights:
         self.published = None
         for segment in self.segments:
             segment.close()
-
-
-def probe_ids(vocab_size: int, max_total_tokens: int) -> np.ndarray:
-    """[rows, tokens] int32 random tokens, the same for the same vocabulary."""
-    shape = (_PROBE_ROWS, min(_PROBE_TOKENS, max_total_tokens))
-    return np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
 
 
 class WeightBridge:
