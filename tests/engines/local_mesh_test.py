@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local import engine as engine_module
-from dcmdp_jax.engines.local.decode import Draw, Limits, RowState, decode
+from dcmdp_jax.engines.local.decode import Limits, RowState, decode
 from dcmdp_jax.engines.local.forward import embed, score
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
+from dcmdp_jax.engines.local.sampler import Draw
 from dcmdp_jax.engines.local.weights import conversion, engine_shapes
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError

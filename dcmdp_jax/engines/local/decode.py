@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.engines.local.cache import Cache, load, slots_of, store
 from dcmdp_jax.engines.local.forward import embed, forward_rows, on_devices, routed_experts, sample_tokens
 from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late
-from dcmdp_jax.engines.local.sampler import token_words
+from dcmdp_jax.engines.local.sampler import Draw, token_words
 from dcmdp_jax.models.decoder import block_of, final_norm
 from dcmdp_jax.models.layers import all_rotary_tables
 from dcmdp_jax.models.ops import Ops
@@ -93,8 +93,7 @@ def first_tokens(
     hidden: jax.Array,
     row_prompts: jax.Array,
     keys: jax.Array,
-    inverse_temperature: jax.Array,
-    top_p: jax.Array,
+    draw: Draw,
     *,
     program: Program,
     mode: str,
@@ -106,23 +105,22 @@ def first_tokens(
         hidden: [P, D], from `prefill`.
         row_prompts: [R] int32, index into `hidden`.
         keys: [R, 2] uint32, see `sampler.row_keys`.
-        inverse_temperature, top_p, mode: see `sampler.choose_tokens`.
+        draw: the distribution.
         program: static arguments.
+        mode: see `sampler.choose_tokens`.
 
     Returns:
         [R] int32 tokens and [R] float32 log-probs; of the likeliest tokens, where the program lists them, ids and
         log-probs [R, k].
     """
 
-    def local(weights: Params, rows: jax.Array, keys: jax.Array, *draw: jax.Array) -> tuple[Any, ...]:
+    def local(weights: Params, rows: jax.Array, keys: jax.Array, draw: Draw) -> tuple[Any, ...]:
         words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
-        tokens, logprobs, *top = sample_tokens(program.own_weights(weights), rows, words, *draw, mode, program)
+        tokens, logprobs, *top = sample_tokens(program.own_weights(weights), rows, words, draw, mode, program)
         return tokens, logprobs, tuple(top)
 
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
-    return on_devices(program, local, (ROWS, ROWS, P(), P()), (ROWS, ROWS, ROWS))(
-        weights, rows, keys, inverse_temperature, top_p
-    )
+    return on_devices(program, local, (ROWS, ROWS, P()), (ROWS, ROWS, ROWS))(weights, rows, keys, draw)
 
 
 class Decoded(NamedTuple):
@@ -164,19 +162,6 @@ class Limits(NamedTuple):
     clock: jax.Array
     steps: jax.Array
     live_floor: jax.Array
-
-
-class Draw(NamedTuple):
-    """The sampling distribution, see `sampler.choose_tokens`.
-
-    Attributes:
-        inverse_temperature, top_p: [] float32.
-        stop_ids: [E] int32.
-    """
-
-    inverse_temperature: jax.Array
-    top_p: jax.Array
-    stop_ids: jax.Array
 
 
 @functools.partial(
@@ -223,7 +208,6 @@ def _decode_local(
 ) -> tuple[Cache, Decoded]:  # fmt: skip
     """Run `decode` on one device, with its share of the rows."""
     clock, steps, live_floor = limits
-    inverse_temperature, top_p, stop_ids = draw
     config = program.part
     weights = program.own_weights(weights)
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
@@ -272,7 +256,7 @@ def _decode_local(
         if routed is not None:
             routed = decoded.routed_experts.at[step].set(routed[:, 0])
         words = token_words(rows.keys, sampled)
-        tokens, logprobs, *top = sample_tokens(weights, hidden, words, inverse_temperature, top_p, mode, program)
+        tokens, logprobs, *top = sample_tokens(weights, hidden, words, draw, mode, program)
         return (
             cache,
             tokens,
@@ -281,7 +265,7 @@ def _decode_local(
                 jax.lax.dynamic_update_slice(decoded.logprobs, logprobs[None], (step, 0)),
                 step + 1,
                 sampled + ~decoded.done,
-                decoded.done | jnp.any(tokens[:, None] == stop_ids, axis=-1),
+                decoded.done | jnp.any(tokens[:, None] == draw.stop_ids, axis=-1),
                 routed,
                 tuple(whole.at[step].set(one) for whole, one in zip(decoded.top, top, strict=True)),
             ),
@@ -306,7 +290,7 @@ def _decode_local(
     # Devices that exchange tokens take every step together. Without stop tokens no row finishes early: no need to
     # synchronize the count.
     together = program.expert_mesh is not None
-    period = 1 if together else _STEPS_ALONE if stop_ids.size else window
+    period = 1 if together else _STEPS_ALONE if draw.stop_ids.size else window
 
     def alone(carry: tuple[_State, jax.Array, jax.Array]) -> tuple[_State, jax.Array, jax.Array]:
         end = jnp.minimum(carry[1] + period, steps)

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments
-from dcmdp_jax.engines.local.decode import Draw
 from dcmdp_jax.engines.local.forward import score as score_program
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
 from dcmdp_jax.engines.local.programs import Preparation, decoding_program
+from dcmdp_jax.engines.local.sampler import Draw
 from dcmdp_jax.engines.local.schedule import Completions, Scheduler, Sizes
 from dcmdp_jax.engines.local.sizes import (
     batch_rows,

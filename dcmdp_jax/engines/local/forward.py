@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.local.cache import load, store
 from dcmdp_jax.engines.local.layout import ROWS, TENSOR, Program, convert_late, weight_specs
-from dcmdp_jax.engines.local.sampler import choose_tokens
+from dcmdp_jax.engines.local.sampler import Draw, choose_tokens
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.decoder import block_of, final_norm, output_kernel
 from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
@@ -115,26 +115,20 @@ def logits(weights: Params, hidden: jax.Array) -> jax.Array:
 
 
 def sample_tokens(
-    weights: Params,
-    hidden: jax.Array,
-    words: jax.Array,
-    inverse_temperature: jax.Array,
-    top_p: jax.Array,
-    mode: str,
-    program: Program,
+    weights: Params, hidden: jax.Array, words: jax.Array, draw: Draw, mode: str, program: Program
 ) -> tuple[jax.Array, ...]:
     """`choose_tokens` for the device's rows [R, D]. Where the vocabulary is split, devices of a tensor group take an
     equal share of their rows each, with all of the vocabulary."""
     output, hidden = convert_late({"output": output_kernel(weights)}, hidden, program)
     values = logits(output, hidden)
-    draw = inverse_temperature, top_p, mode, program.listed(mode)
+    how = draw.inverse_temperature, draw.top_p, mode, program.listed(mode)
     if not program.splits_vocab:
-        return choose_tokens(values, words, *draw)
+        return choose_tokens(values, words, *how)
     # [R, V / ways] -> [R / ways, V]
     values = jax.lax.all_to_all(values, TENSOR, split_axis=0, concat_axis=1, tiled=True)
     share = values.shape[0]
     words = jax.lax.dynamic_slice_in_dim(words, share * jax.lax.axis_index(TENSOR), share)
-    chosen = choose_tokens(values, words, *draw)
+    chosen = choose_tokens(values, words, *how)
     return tuple(jax.lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in chosen)
 
 

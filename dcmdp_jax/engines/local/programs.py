@@ -19,6 +19,7 @@ from dcmdp_jax.engines.local import decode, sizes
 from dcmdp_jax.engines.local.cache import abstract
 from dcmdp_jax.engines.local.forward import score
 from dcmdp_jax.engines.local.layout import Program, weight_specs
+from dcmdp_jax.engines.local.sampler import Draw
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
@@ -114,7 +115,7 @@ def _decode_arguments(
         abstract(program.config, rows, slots, dtype=program.cache_dtype, sharding=program.cache),
         decode.RowState(by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows), held),
         decode.Limits(number, number, number),
-        decode.Draw(real, real, given("int32", stops)),
+        Draw(real, real, given("int32", stops)),
     )
 
 

@@ -15,7 +15,7 @@ from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.engines.local import decode as programs
 from dcmdp_jax.engines.local.cache import Cache, insert, slots_of, take
 from dcmdp_jax.engines.local.layout import Program
-from dcmdp_jax.engines.local.sampler import row_keys
+from dcmdp_jax.engines.local.sampler import Draw, row_keys
 from dcmdp_jax.engines.local.sizes import PREEMPTED_CACHES, cache_capacities, prefill_shape, round_up
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.types import Params
@@ -156,7 +156,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, weights: Params, completions: Completions, draw: programs.Draw, mode: str, sizes: Sizes,
+        self, weights: Params, completions: Completions, draw: Draw, mode: str, sizes: Sizes,
         members: Sequence[int], bucket: int, *, program: Program, trims: bool = False,
     ) -> None:  # fmt: skip
         """Store the arguments.
@@ -333,8 +333,7 @@ class Scheduler:
                     hidden,
                     np.resize(prompts, self._sizes.rows),
                     completions.keys[np.resize(part, self._sizes.rows)],
-                    draw.inverse_temperature,
-                    draw.top_p,
+                    draw,
                     program=program,
                     mode=self._mode,
                 )
