@@ -47,7 +47,7 @@ def main() -> None:
 
 def _sums(start: dict, header: dict) -> np.ndarray:
     size = start["segment_bytes"]
-    memory = attach(start["segments"][header["segment"]], size)
+    memory = attach(f"/proc/self/fd/{start['segments'][header['segment']]}", size)
     sums = [
         segments.checksum(memory[t.offset : t.offset + t.num_bytes], header["policy_version"])
         for t in segments.parse(start["manifest"], size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -158,27 +158,26 @@ class LocalEngine:
             for bucket, members in _by_bucket(prompts, -(-size // group)):
                 scheduler = Scheduler(weights, sampled, draw, mode, sizes, members, bucket, **options)
                 shapes, of = scheduler.shapes(), {"prompt_slots": bucket, "mode": mode}
-                if self._is_new(shapes[:1], draw.stop_ids.size, **of):
-                    first = decoding_program(weights, shapes[0], draw.stop_ids.size, program=self.program, **of)
-                    scheduler.compiled = compile_beside(first)
+                if first := self._unprepared(weights, shapes[:1], draw.stop_ids.size, **of):
+                    scheduler.compiled = compile_beside(*first)
                 for _ in scheduler.sample():
                     yield waiting.add(map(episode, sampled.take_finished()))
                 scheduler.compiled()
-                if self._is_new(shapes, draw.stop_ids.size, **of):
-                    self.preparation.add(
-                        decoding_program(weights, shape, draw.stop_ids.size, program=self.program, **of)
-                        for shape in shapes
-                    )
+                if programs := self._unprepared(weights, shapes, draw.stop_ids.size, **of):
+                    self.preparation.add(programs)
             yield waiting.add(map(episode, sampled.take_finished()))
 
         return groups()
 
-    def _is_new(self, shapes: list[tuple[int, int, int]], stops: int, **options: Any) -> bool:
-        """Whether programs are to be compiled ahead and none of these was yet."""
+    def _unprepared(
+        self, weights: Params, shapes: list[tuple[int, int, int]], stops: int, **options: Any
+    ) -> list[Callable[[], object]]:
+        """The programs of these shapes, if programs are to be compiled ahead and these were not yet asked for."""
         key = (tuple(shapes), stops, *options.values())
-        new = self.preparation is not None and key not in self._prepared
+        if self.preparation is None or key in self._prepared:
+            return []
         self._prepared.add(key)
-        return new
+        return [decoding_program(weights, shape, stops, program=self.program, **options) for shape in shapes]
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float

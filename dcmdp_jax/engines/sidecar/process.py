@@ -83,8 +83,15 @@ class Sidecar:
         last_lines: the end of its log, whole once it is killed.
     """
 
-    def __init__(self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], segment_bytes: int) -> None:
-        """Start the process. `wait_until_ready` comes next."""
+    def __init__(
+        self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], size: int, stopped: threading.Event
+    ) -> None:
+        """Start the process and wait until its engine is ready. Whatever interrupts this ends the process.
+
+        Raises:
+            EngineError: if the engine refuses what it is built from, with its reason.
+            SidecarBroken: if the process dies or says nothing in time.
+        """
         self._launch = launch
         self._temporary = launch.directory / _TEMPORARY
         shutil.rmtree(self._temporary, ignore_errors=True)
@@ -93,13 +100,13 @@ class Sidecar:
         self.serial: int | None = None
         ours, theirs = socket.socketpair()
         inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
-        self._began = time.monotonic()
-        self._engine = {
+        began, limit = time.monotonic(), launch.start_timeout_s
+        engine = {
             "protocol": wire.PROTOCOL,
             "engine": dict(launch.engine),
             "manifest": manifest,
             "segments": inherited[1:],
-            "segment_bytes": segment_bytes,
+            "segment_bytes": size,
         }
         with theirs:
             self._process = _STARTER.submit(
@@ -119,23 +126,14 @@ class Sidecar:
         self._ready = False
         self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
         self._log.start()
-
-    def wait_until_ready(self, stopped: threading.Event) -> None:
-        """Build the engine. Whatever interrupts this ends the process: nobody else knows of it yet.
-
-        Raises:
-            EngineError: if the engine refuses what it is built from, with its reason.
-            SidecarBroken: if the process dies or says nothing in time.
-        """
-        limit = self._launch.start_timeout_s
         try:
-            ready = self.request("start", self._engine, answer="ready", timeout_s=limit, stopped=stopped)
+            ready = self.request("start", engine, answer="ready", timeout_s=limit, stopped=stopped)
         except BaseException:
             self.kill()
             raise
         self._ready = True
-        version, seconds = ready.header.get("version"), time.monotonic() - self._began
-        logger.info("%s %s ready after %.1f s, process %d", self._launch.name, version, seconds, self.pid)
+        version, seconds = ready.header.get("version"), time.monotonic() - began
+        logger.info("%s %s ready after %.1f s, process %d", launch.name, version, seconds, self.pid)
 
     def request(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -77,7 +77,7 @@ class Replica:
 
     def _probe(self, sidecar: Sidecar, calls: Calls, publication: Publication) -> float:
         rows = list(self.weights.probe_ids)
-        scored = _score(sidecar, calls, rows, [1] * len(rows), temperature=1.0, sleep_level=0)
+        scored = _score(sidecar, calls, rows, [1] * len(rows), {"temperature": 1.0, "sleep_level": 0})
         own = np.asarray(publication.probe)
         if not np.isfinite(own).all():
             raise EngineError(
@@ -216,10 +216,10 @@ class Replica:
         Raises:
             EngineError: if the sidecar fails again and again.
         """
-        trust = _Trust()
+        trust, header = _Trust(), {"temperature": temperature, "sleep_level": self.sleep_level}
 
         def score(sidecar: Sidecar) -> list[np.ndarray]:
-            values = _score(sidecar, calls, rows, starts, temperature=temperature, sleep_level=self.sleep_level)
+            values = _score(sidecar, calls, rows, starts, header)
             trust.check(values)
             return values
 
@@ -245,16 +245,9 @@ def _rows(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _score(
-    sidecar: Sidecar,
-    calls: Calls,
-    rows: Sequence[np.ndarray],
-    starts: Sequence[int],
-    *,
-    temperature: float,
-    sleep_level: int,
+    sidecar: Sidecar, calls: Calls, rows: Sequence[np.ndarray], starts: Sequence[int], header: Mapping[str, Any]
 ) -> list[np.ndarray]:
     arrays = _rows(rows) | {"starts": np.array(starts, np.int32)}
-    header = {"temperature": temperature, "sleep_level": sleep_level}
     reply = sidecar.request("score", header, arrays, answer="scored", stopped=calls.stopped)
     logprobs = reply.arrays.get("logprobs", np.empty(0))
     lengths = arrays["row_lengths"] - arrays["starts"]

@@ -105,7 +105,7 @@ class Segment:
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self.descriptor, 0, size)
-            self.bytes: np.ndarray | None = attach(self.descriptor, size)
+            self.bytes: np.ndarray | None = attach(f"/proc/self/fd/{self.descriptor}", size)
         except OSError as error:
             os.close(self.descriptor)
             raise MemoryError(f"shared memory {name}: {size / 2**30:.2f} GiB cannot be allocated ({error})") from error
@@ -117,9 +117,8 @@ class Segment:
             os.close(self.descriptor)
 
 
-def attach(file: int | str, size: int) -> np.ndarray:
-    """[size] uint8 view of a descriptor's memory, or of that behind a /proc path."""
-    path = f"/proc/self/fd/{file}" if isinstance(file, int) else file
+def attach(path: str, size: int) -> np.ndarray:
+    """[size] uint8 view of the memory behind a /proc path of a descriptor."""
     return np.memmap(path, np.uint8, mode="r+", shape=(size,)).view(np.ndarray)
 
 

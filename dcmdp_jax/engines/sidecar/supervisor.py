@@ -96,12 +96,12 @@ class Supervisor:
 
     max_restarts = 5
 
-    def __init__(self, name: str, start: Callable[[], Sidecar]) -> None:
+    def __init__(self, name: str, start: Callable[[threading.Event], Sidecar]) -> None:
         """Store the arguments; `start` comes next.
 
         Args:
             name: name of its engine, in errors and logs.
-            start: starts a sidecar's process.
+            start: starts a sidecar and waits until it is ready, or the event is set.
         """
         self._name, self._start = name, start
         self.sidecar: Sidecar | None = None
@@ -113,14 +113,9 @@ class Supervisor:
             EngineError: if it does not start, with the reason.
         """
         try:
-            self._become_ready(calls)
+            self.sidecar = self._start(calls.stopped)
         except SidecarBroken as error:
             raise EngineError(f"the {self._name} sidecar does not start: {error}") from error
-
-    def _become_ready(self, calls: Calls) -> None:
-        sidecar = self._start()
-        sidecar.wait_until_ready(calls.stopped)
-        self.sidecar = sidecar
 
     def run(self, calls: Calls, call: Callable[[Sidecar], T]) -> T:
         """Return what `call` returns on a sidecar that works.
@@ -138,7 +133,7 @@ class Supervisor:
             try:
                 if self.sidecar is None:
                     try:
-                        self._become_ready(calls)
+                        self.sidecar = self._start(calls.stopped)
                     except EngineError as error:
                         # An engine that once stood and is refused now lacks memory or a device: that may pass.
                         raise SidecarBroken(str(error)) from error

@@ -18,11 +18,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.sidecar.segments import ALIGNMENT, Segment, Tensor, available_bytes, checksum
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import HFTensor, check_params, hf_tensors
 from dcmdp_jax.models.quantize import QuantizedKernel, quantize_kernel
-from dcmdp_jax.models.row_logprobs import Probe
 from dcmdp_jax.types import Array, Params
 
 # Fixed sequences on which the engine's log-probs are compared with the trainer's own after each push.
@@ -52,39 +52,39 @@ class Publication:
 
 
 class SharedWeights:
-    """Two segments, written in turn, and what was published last."""
+    """Two segments, written in turn, and what was published last.
 
-    def __init__(
-        self, config: ModelConfig, *, compute_dtype: str, int8: bool, probe: Probe | None, max_total_tokens: int
-    ) -> None:
-        """Allocate the segments.
+    Attributes:
+        config: the model.
+        bridge: writes a segment.
+        num_bytes: size of a segment.
+        left_bytes: free memory when both are allocated.
+        probe: the trainer's own log-probs of fixed sequences; None: no probe.
+        probe_ids: those sequences, random tokens, the same for the same vocabulary.
+        segments: both.
+        published: the newest, or None before the first.
+    """
 
-        Args:
-            config: the model.
-            compute_dtype, int8: dtype of the tensors, see `WeightBridge`.
-            probe: the trainer's own log-probs of fixed sequences; None: no probe.
-            max_total_tokens: longest row of the engine.
+    def __init__(self, arguments: EngineArguments) -> None:
+        """Allocate the segments for an engine of these arguments.
 
         Raises:
             MemoryError: if shared memory for two copies can't be allocated; it says how much is free.
         """
-        self.config = config
-        self.bridge = WeightBridge(config, dtype=compute_dtype, int8=int8)
+        self.config: ModelConfig = arguments.model
+        self.probe = arguments.probe and arguments.probe()
+        int8 = arguments.precision == "int8"
+        self.bridge = WeightBridge(self.config, dtype=arguments.compute_dtype, int8=int8)
         self.num_bytes: int = self.bridge.num_bytes
-        """Size of a segment."""
         if 2 * self.num_bytes > (available := available_bytes()):
             raise MemoryError(
                 f"two copies of the weights in shared memory need {2 * self.num_bytes / 2**30:.2f} GiB, "
                 f"{available / 2**30:.2f} GiB are free; free some, or choose a smaller model or `compute_dtype`"
             )
         self.left_bytes: int = available - 2 * self.num_bytes
-        """Free memory when both are allocated."""
-        self.probe = probe
-        shape = (_PROBE_ROWS, min(_PROBE_TOKENS, max_total_tokens))
-        self.probe_ids = np.random.default_rng(0).integers(0, config.vocab_size, shape, dtype=np.int32)
-        """Random tokens, the same for the same vocabulary."""
+        shape = (_PROBE_ROWS, min(_PROBE_TOKENS, arguments.max_total_tokens))
+        self.probe_ids = np.random.default_rng(0).integers(0, self.config.vocab_size, shape, dtype=np.int32)
         self.published: Publication | None = None
-        """The newest, or None before the first."""
         first = Segment("dcmdp-weights-0", self.num_bytes)
         try:
             self.segments: tuple[Segment, ...] = (first, Segment("dcmdp-weights-1", self.num_bytes))

@@ -71,9 +71,7 @@ class VllmEngine:
             directory=arguments.directory.resolve(),
             settings=(settings := dataclasses.replace(settings, replicas=len(devices_of_each))),
         )
-        probe, int8 = arguments.probe and arguments.probe(), arguments.precision == "int8"
-        sizes = {"compute_dtype": arguments.compute_dtype, "max_total_tokens": self.max_total_tokens}
-        self.weights = SharedWeights(self.config, int8=int8, probe=probe, **sizes)
+        self.weights = SharedWeights(arguments)
         manifest = [list(tensor) for tensor in self.weights.bridge.manifest]
         segments, size = self.weights.segments, self.weights.num_bytes
         self.replicas: list[Replica] = []
