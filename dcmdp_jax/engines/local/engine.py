@@ -67,13 +67,12 @@ class LocalEngine:
         """
         if mesh is None and arguments.mesh is not None:
             mesh = arguments.mesh(tensor=arguments.settings.tensor, expert=arguments.settings.expert)
-        self._mesh = engine_mesh(mesh)
-        platform = self._mesh.devices.flat[0].platform
+        self.program = Program.of(arguments, engine_mesh(mesh))
+        platform = self.program.platform
         self.config, self.precision = arguments.model, arguments.precision
         self.max_total_tokens = arguments.max_total_tokens
         self._max_rows, self._min_rows = arguments.max_rows, arguments.min_rows or smallest_batch(platform)
         self._cache_block = cache_block or default_cache_block(platform)
-        self.program = Program.of(arguments, self._mesh)
         self.preparation = Preparation() if arguments.prepare else None
         self._prepared: set[Hashable] = set()
         self.weights: Params | None = None
@@ -95,7 +94,7 @@ class LocalEngine:
             EngineError: if the checksums of the engine's weights differ from the trainer's.
         """
         check_params(params, self.config)
-        mesh = conversion_mesh(params, self._mesh)
+        mesh = conversion_mesh(params, self.program.mesh)
         if mesh.size == 1:
             own = jax.tree.map(lambda leaf: to_local(leaf, NamedSharding(mesh, P())), params)
             params = jax.device_put(own, mesh.devices.flat[0])
@@ -106,7 +105,7 @@ class LocalEngine:
         expected, consumed = convert.proof(params, weights)
         if (wrong := np.flatnonzero(expected != consumed)).size:
             raise EngineError(f"weights of version {policy_version}: {wrong.size} of {expected.size} checksums differ")
-        self.weights, self._policy_version = share_copies(weights, self._mesh), policy_version
+        self.weights, self._policy_version = share_copies(weights, self.program.mesh), policy_version
         self.weights_fingerprint = zlib.crc32(consumed.tobytes())
         logger.debug("weights of version %d in use, fingerprint %08x", policy_version, self.weights_fingerprint)
         return {}
@@ -135,7 +134,7 @@ class LocalEngine:
         asked = {"routed_shape": routed, "top": self.program.listed(mode)}
         sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, **asked)
         size = batch_rows(self._max_rows, group, len(prompts) * group, 1)
-        sizes = Sizes(round_up(size, self._mesh.size), self._min_rows, self._cache_block, limit)
+        sizes = Sizes(round_up(size, self.program.mesh.size), self._min_rows, self._cache_block, limit)
         weights = self.weights
         options = {"program": self.program, "trims": self.preparation is None}
         version, stops = self._policy_version, set(sampling.stop_token_ids)
