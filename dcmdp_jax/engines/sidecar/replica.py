@@ -16,12 +16,8 @@ from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
 from dcmdp_jax.engines.sidecar.segments import differing
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
-from dcmdp_jax.engines.vllm_common import request_seeds
 
 T = TypeVar("T")
-
-# The level of an engine's sleep that drops the weights.
-_DROPS_WEIGHTS = 2
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,7 +31,9 @@ class Replica:
         supervisor: keeps the sidecar running.
         weights: shared memory to load from.
         probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
-        sleep_level: level of the engine's sleep after each call; 0 leaves it awake, at 2 it drops its weights.
+        request_seeds: (seed, step, rows of the whole call) -> the seed of each request.
+        sleep_level: level of the engine's sleep after each call; 0 leaves it awake.
+        drops_weights: whether it drops its weights at that level.
         routed_experts: the sidecar was asked for the experts of each token, so it must return them.
         top_logprobs: k, the likeliest tokens to ask for wherever the draw is not greedy; 0: none.
     """
@@ -43,7 +41,9 @@ class Replica:
     supervisor: Supervisor
     weights: SharedWeights
     probe_tolerance: float
+    request_seeds: Callable[[int, int, np.ndarray], np.ndarray]
     sleep_level: int
+    drops_weights: bool
     routed_experts: bool
     top_logprobs: int
 
@@ -100,7 +100,7 @@ class Replica:
             if sidecar.serial != publication.serial:
                 self._load(sidecar, calls, publication)
             result = call(sidecar)
-            if self.sleep_level == _DROPS_WEIGHTS:
+            if self.drops_weights:
                 sidecar.serial = None
             return result
 
@@ -152,7 +152,7 @@ class Replica:
             "prompt_ids": np.concatenate(list(prompts.values())),
             "prompt_lengths": np.array([prompt.size for prompt in prompts.values()], np.int32),
             "prompt_of_row": np.repeat(np.arange(len(groups), dtype=np.int32), group_size),
-            "seeds": request_seeds(
+            "seeds": self.request_seeds(
                 seed, step, [(first_prompt + g) * group_size + member for g in groups for member in range(group_size)]
             ),
         }

@@ -21,10 +21,13 @@ from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm import ENGINE, devices, launch
-from dcmdp_jax.engines.vllm_common import cache_rounding
+from dcmdp_jax.engines.vllm_common import cache_rounding, request_seeds
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
+
+# The level of vLLM's sleep mode that drops the weights.
+_DROPS_WEIGHTS = 2
 
 SCRIPT = Path(__file__).with_name("sidecar.py")
 
@@ -97,7 +100,9 @@ class VllmEngine:
                         Supervisor(one.name, functools.partial(Sidecar, one, manifest, segments, size)),
                         self.weights,
                         probe_tolerance=launch.probe_tolerance(arguments),
+                        request_seeds=request_seeds,
                         sleep_level=settings.sleep,
+                        drops_weights=settings.sleep == _DROPS_WEIGHTS,
                         routed_experts=arguments.routed_experts,
                         top_logprobs=arguments.top_logprobs,
                     )
