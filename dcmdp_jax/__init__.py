@@ -20,58 +20,41 @@ from typing import Any
 
 from dcmdp_jax.version import __version__
 
-_MODULES = MappingProxyType(
+_PLACES = MappingProxyType(
     {
-        "Config": "config.settings",
-        "DcGrpoAux": "algorithm.dc_grpo",
-        "Engine": "engines.protocol",
-        "Episode": "data.episode",
-        "Tokens": "algorithm.remedies",
-        "UserError": "errors",
-        "clipped_surrogate": "algorithm.trust_regions",
-        "dc_grpo_loss": "algorithm.dc_grpo",
-        "dual_update": "algorithm.dual",
-        "group_advantages": "algorithm.advantages",
-        "importance_ratio": "algorithm.losses",
-        "load_config": "commands.flags",
-        "penalized_advantages": "algorithm.penalties",
-        "read_metrics": "observe.metrics_io",
-        "token_discrepancy": "algorithm.discrepancy",
-        "train": "commands.train",
-        "write_report": "observe.report",
+        "DcGrpoAux": ("algorithm.dc_grpo", "aux"),
+        "penalized_advantages": ("algorithm.penalties", "penal charge"),
+        "clipped_surrogate": ("algorithm.trust_regions", "clip ppo surrogate"),
+        "group_advantages": ("algorithm.advantages", "advantage normaliz statistic"),
+        "dc_grpo_loss": ("algorithm.dc_grpo", "loss grpo"),
+        "token_discrepancy": ("algorithm.discrepancy", "discrepan delta mismatch kl"),
+        "importance_ratio": ("algorithm.losses", "ratio importance tis icepop"),
+        "dual_update": ("algorithm.dual", "dual lambda multiplier lagrang toleran budget"),
+        "read_metrics": ("observe.metrics_io", "metric"),
+        "write_report": ("observe.report", "report plot"),
+        "load_config": ("commands.flags", "config preset"),
+        "train": ("commands.train", "train run"),
+        "Config": ("config.settings", ""),
+        "Engine": ("engines.protocol", ""),
+        "Episode": ("data.episode", ""),
+        "Tokens": ("algorithm.remedies", ""),
+        "UserError": ("errors", ""),
     }
 )
-__all__ = ["__version__", *_MODULES]
-
-_OTHER_WORDS = MappingProxyType(
-    {
-        "DcGrpoAux": "aux",
-        "penalized_advantages": "penal charge",
-        "clipped_surrogate": "clip ppo surrogate",
-        "group_advantages": "advantage normaliz statistic",
-        "dc_grpo_loss": "loss grpo",
-        "token_discrepancy": "discrepan delta mismatch kl",
-        "importance_ratio": "ratio importance tis icepop",
-        "dual_update": "dual lambda multiplier lagrang toleran budget",
-        "read_metrics": "metric",
-        "write_report": "report plot",
-        "load_config": "config preset",
-        "train": "train run",
-    }
-)
-"""Public name -> parts of names that are tried for it; the first that occurs counts."""
+"""Public name -> its module, and parts of names that are tried for it; the first that occurs counts."""
+__all__ = ["__version__", *sorted(_PLACES)]
 
 # transformers advises at import that PyTorch is missing; only its tokenizers are used here, and they need none.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        words = (ours for ours, tried in _OTHER_WORDS.items() if any(word in name.lower() for word in tried.split()))
-        near = [*words, *difflib.get_close_matches(name, _MODULES, n=1)]
-        hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(_MODULES)}"
+    if name not in _PLACES:
+        words = (ours for ours, (_, tried) in _PLACES.items() if any(word in name.lower() for word in tried.split()))
+        near = [*words, *difflib.get_close_matches(name, _PLACES, n=1)]
+        hint = f"; did you mean {near[0]}?" if near else f"; it has {', '.join(sorted(_PLACES))}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{'' if name.startswith('_') else hint}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name][0]}"), name)
 
 
 def __dir__() -> list[str]:

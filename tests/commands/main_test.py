@@ -262,7 +262,7 @@ def test_type_checkers_see_the_names_of_the_table():
     assert {name for name, _ in typed} == set(dcmdp_jax.__all__) and all(name == again for name, again in typed)
     for module, names in re.findall(r"^from dcmdp_jax\.([\w.]+) import (.*)$", source, re.M):
         for name in names.replace(" as ", ",").split(","):
-            assert dcmdp_jax._MODULES.get(name.strip(), "version") == module
+            assert dcmdp_jax._PLACES.get(name.strip(), ("version", ""))[0] == module
 
 
 def test_the_version_is_declared_once():
