@@ -86,16 +86,6 @@ class EvaluationResult:
         """Sampled tokens of a completion."""
         return float(self.lengths.mean(dtype=np.float64))
 
-    @property
-    def truncated_fraction(self) -> float:
-        """Share of completions cut by the length limit."""
-        return float(self.truncated.mean())
-
-    @property
-    def unparsed_fraction(self) -> float:
-        """Share of completions without an answer to judge."""
-        return float(self.unparsed.mean())
-
     def interval(self, *, seed: int) -> tuple[float, float]:
         """95% bootstrap interval of `average` over problems; NaN with one problem."""
         return bootstrap_interval(self.problem_averages, seed=seed)
@@ -121,7 +111,7 @@ def describe(result: EvaluationResult, prompts: Sequence[str], answers: Sequence
         prompts: text of each problem's prompt.
         answers: its reference answer.
     """
-    said = [f"{result.task}: {result.unparsed_fraction:.1%} without an answer, {result.truncated_fraction:.1%} cut"]
+    said = [f"{result.task}: {result.unparsed.mean():.1%} without an answer, {result.truncated.mean():.1%} cut"]
     for kind, wanted in (("wrong", ~result.unparsed & (result.scores <= 0)), ("without an answer", result.unparsed)):
         if wanted.any():
             problem, place = np.argwhere(wanted)[0].tolist()

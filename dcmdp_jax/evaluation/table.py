@@ -68,8 +68,8 @@ def format_table(method: str, results: Sequence[EvaluationResult], *, seed: int 
         found = {"K": str(result.samples), "standard error": shown_score(result, result.standard_error)}
         found |= zip(("95% from", "95% to"), (shown_score(result, x) for x in result.interval(seed=seed)), strict=True)
         found |= {f"pass@{k}": _percent(result.pass_at[k - 1]) if k <= result.samples else "-" for k in powers}
-        found |= {"pass@K": _percent(result.pass_at[-1]), "truncated %": _percent(result.truncated_fraction)}
-        found |= {"no answer %": _percent(result.unparsed_fraction), "mean length": f"{result.length_mean:.1f}"}
+        found |= {"pass@K": _percent(result.pass_at[-1]), "truncated %": _percent(result.truncated.mean())}
+        found |= {"no answer %": _percent(result.unparsed.mean()), "mean length": f"{result.length_mean:.1f}"}
         columns.append(found | {name.replace("_", " "): str(count) for name, count in result.unjudged.items()})
     rows += [[name, *(column[name] for column in columns), ""] for name in columns[0]]
     return _align(rows, rules_after=(0, 1))
@@ -93,8 +93,8 @@ def to_record(result: EvaluationResult, *, seed: int = 0) -> dict[str, Any]:
         "pass_at": result.pass_at.tolist(),
         "truncated": int(result.truncated.sum()),
         "unparsed": int(result.unparsed.sum()),
-        "truncated_fraction": result.truncated_fraction,
-        "unparsed_fraction": result.unparsed_fraction,
+        "truncated_fraction": float(result.truncated.mean()),
+        "unparsed_fraction": float(result.unparsed.mean()),
         "length_mean": result.length_mean,
         **result.unjudged,
         "problem_averages": result.problem_averages.tolist(),

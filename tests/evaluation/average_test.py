@@ -77,7 +77,7 @@ def test_scores_lengths_and_truncation_against_a_hand_count(judged):
     # `\boxed{` is one token: 3 tokens and the end make 4; "2+2=4;" adds 6; "4" is 2; cut ones have no end token.
     lengths = [4, 4, 10, 2, 4, 4, 3, 1, 4, 4, 4, 4]
     assert result.length_mean == pytest.approx(sum(lengths) / 12, abs=1e-12)
-    assert result.truncated_fraction == pytest.approx(2 / 12, abs=1e-12)
+    assert result.truncated.mean() == pytest.approx(2 / 12, abs=1e-12)
     # Cut or not, what has a box commits to an answer; "4" and "1..." do not.
     np.testing.assert_array_equal(result.unparsed, [[0, 0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0]])
     np.testing.assert_array_equal(result.truncated, [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]])
@@ -112,4 +112,4 @@ def test_parts_join_and_problems_can_be_selected(judged):
     joined = join([first, last])
     for name in ("scores", "lengths", "truncated", "unparsed"):
         np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
-    assert whole.select([0, 2]).average == 0.75 and whole.select([1]).truncated_fraction == 0.5
+    assert whole.select([0, 2]).average == 0.75 and whole.select([1]).truncated.mean() == 0.5
