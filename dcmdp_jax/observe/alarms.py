@@ -30,12 +30,6 @@ _MOSTLY_KEPT, _BEHIND, _STEADY_BEHIND, _ENGINE_MOVES, _AS_ROUNDING, _TWINS = 0.7
 _LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
 _NOTHING = np.zeros(0), np.zeros(0)
 
-ALARMS = {
-    name: f"alarm/{name}"
-    for name in "noise mismatch staleness weight_sync unseen_updates identical support retokenization charge collapse "
-    "displacement".split()
-}
-"""Every alarm's name -> its metric."""
 OF_A_BUDGET = ("noise", "mismatch", "staleness")
 """Alarms that compare with c, at least where delta mixes staleness in."""
 WATCHED = (
@@ -354,3 +348,6 @@ _RULES: Mapping[str, tuple[Callable[[Series], str | None], tuple[str, ...]]] = {
     "displacement": (_displacement, ("collapse",)),
 }
 """Alarm -> its rule, which returns what is wrong or None, and the alarms before it that explain it."""
+
+ALARMS = {name: f"alarm/{name}" for name in _RULES}
+"""Every alarm's name -> its metric."""
