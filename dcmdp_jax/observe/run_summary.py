@@ -45,15 +45,6 @@ class Fact(NamedTuple):
     more: str = ""
 
 
-class _Score(NamedTuple):
-    """A held-out score, `<task>/avg@K` or `<task>/pass@K`, at the steps that evaluated it, and how to write it."""
-
-    name: str
-    steps: np.ndarray
-    values: np.ndarray
-    form: Callable[[float], str]
-
-
 @dataclasses.dataclass(frozen=True)
 class RecordedRun:
     """Content of a run directory.
@@ -145,8 +136,9 @@ def verdict(run: RecordedRun) -> str:
         engine = f"the engine {run.config.get('rollout.engine')} in {run.config.get('rollout.precision')}"
         first += f" of {model} against {engine}"
     if scores := _scores(run.series):
-        ends = (f"{scores[0].form(scores[0].values[place])}{_interval(run, scores[0], place)}" for place in (0, -1))
-        said.append(f"held-out {scores[0].name} went from {' to '.join(ends)}")
+        name, steps, values, form = scores[0]
+        ends = (f"{form(values[place])}{_interval(run, name, steps[place], form)}" for place in (0, -1))
+        said.append(f"held-out {name} went from {' to '.join(ends)}")
     elif len(rewards := _finite(run.series, "reward/mean")):
         said.append(f"the training reward went from {' to '.join(map(number, _ends(rewards)[:2]))}")
     if story := describe_multiplier(run.series):
@@ -289,22 +281,22 @@ def _steps_at_cap(series: Series) -> int:
     return len(capped) if capped.all() else int(np.argmin(capped[::-1]))
 
 
-def _scores(series: Series) -> list[_Score]:
-    """Held-out scores, avg@K before pass@K."""
+def _scores(series: Series) -> list[tuple[str, np.ndarray, np.ndarray, Callable[[float], str]]]:
+    """(`<task>/avg@K` or `<task>/pass@K`, steps that evaluated it, its values, how to write it), avg@K first."""
     found = []
     for name in sorted((name for name in series if name.startswith("eval/")), key=lambda x: ("/avg@" not in x, x)):
         steps, values = series[name]
         if (finite := np.isfinite(values)).any():
             form = form_of_score(name, values[finite], series)
-            found.append(_Score(name.removeprefix("eval/"), steps[finite], values[finite], form))
+            found.append((name.removeprefix("eval/"), steps[finite], values[finite], form))
     return found
 
 
-def _interval(run: RecordedRun, score: _Score, place: int) -> str:
+def _interval(run: RecordedRun, score: str, step: int, form: Callable[[float], str]) -> str:
     """The 95% interval of a score at one of its steps, where it was recorded."""
     found = []
     for bound in ("low", "high"):
-        name = f"eval_interval/{score.name.rpartition('/')[0]}/{bound}"
+        name = f"eval_interval/{score.rpartition('/')[0]}/{bound}"
         steps, values = run.series.get(name, (np.zeros(0), np.zeros(0)))
-        found += map(score.form, values[steps == score.steps[place]].tolist())
+        found += map(form, values[steps == step].tolist())
     return f" (95% interval {found[0]} to {found[1]})" if len(found) == 2 else ""
