@@ -74,7 +74,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def _draw(runs: Runs, *, title: str, panels: Callable[[Runs], Iterable[Panel]]) -> Figure | None:
+def _draw(title: str, panels: Callable[[Runs], Iterable[Panel]], runs: Runs) -> Figure | None:
     """Draw the panels that a run recorded metrics for."""
     shown = [panel for panel in panels(runs) if _recorded(runs, panel.names)]
     if not shown:
@@ -203,7 +203,7 @@ def _evaluation_panels(runs: Runs) -> Iterable[Panel]:
 
 
 def _fixed(title: str, *panels: Panel) -> Callable[[Runs], Figure | None]:
-    return functools.partial(_draw, title=title, panels=lambda runs: panels)
+    return functools.partial(_draw, title, lambda runs: panels)
 
 
 _REWARD = Panel("", "mean reward", ("reward/mean",), from_zero=True)
@@ -252,10 +252,7 @@ _TIME = (
 
 FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
     "reward": ("Mean reward of the training completions.", _fixed("Reward", _REWARD)),
-    "sources": (
-        "Training completions by data source.",
-        functools.partial(_draw, title="By data source", panels=_source_panels),
-    ),
+    "sources": ("Training completions by data source.", functools.partial(_draw, "By data source", _source_panels)),
     "discrepancy": (
         "Mean discrepancy between the engines against the budget c.",
         _fixed("Discrepancy between training and inference engine", *_DISCREPANCY),
@@ -265,10 +262,7 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
         _fixed("Lagrange multiplier", *_MULTIPLIER),
     ),
     "lengths": ("Completion lengths and the share cut by the limit.", _fixed("Completion lengths", *_LENGTHS)),
-    "evaluation": (
-        "Scores on held-out problems.",
-        functools.partial(_draw, title="Held-out evaluation", panels=_evaluation_panels),
-    ),
+    "evaluation": ("Scores on held-out problems.", functools.partial(_draw, "Held-out evaluation", _evaluation_panels)),
     "mismatch": ("Mismatch of the engines' probabilities on the same tokens.", _fixed("Engine mismatch", *_MISMATCH)),
     "gap": (
         "What the policy moved since its tokens were sampled, and what the engine computes otherwise.",
