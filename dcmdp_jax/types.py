@@ -98,10 +98,6 @@ class Rows(NamedTuple):
         """The rows with columns added or replaced."""
         return self._replace(columns={**self.columns, **columns})
 
-    def without_columns(self, *names: str) -> Rows:
-        """The rows without some columns, whether they have them or not."""
-        return self._replace(columns={name: x for name, x in self.columns.items() if name not in names})
-
 
 class Batch(NamedTuple):
     """One training step's data: M mini-batches, each in a few row-length buckets.

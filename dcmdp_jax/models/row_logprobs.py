@@ -127,7 +127,7 @@ def make_row_logprobs(
 
 def without_replay(rows: Rows) -> Rows:
     """Rows for another policy than the one that sampled: experts are its router's choice."""
-    return rows.without_columns("routed_experts")
+    return rows._replace(columns={name: x for name, x in rows.columns.items() if name != "routed_experts"})
 
 
 def kernel_axes(model: ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
