@@ -43,10 +43,15 @@ def test_what_is_counted_says_how_much_is_left(shown):
 
 _BESIDE_THE_DISPLAY = """
 import logging, os, subprocess, sys, time
+from contextlib import closing
 logging.basicConfig()  # its handler has the stream of before
 from dcmdp_jax import activity
 from dcmdp_jax.observe.progress import Progress
-with Progress(10) as progress, activity.activity("evaluating") as outer, activity.activity("sampling") as inner:
+with (
+    closing(Progress(10)) as progress,
+    activity.activity("evaluating") as outer,
+    activity.activity("sampling") as inner,
+):
     outer.began -= 8; inner.began -= 4
     progress.update(3, {"reward/mean": 0.5})
     for line in range(LINES):
@@ -98,10 +103,11 @@ def test_a_command_in_a_notebook_s_cell_writes_lines_and_no_escapes(kernel, sequ
 
 _INTERRUPTED = """
 import time
+from contextlib import closing
 from dcmdp_jax.activity import activity
 from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.training.stopping import StopSignal
-with StopSignal().listening(), Progress(10) as progress, activity("training") as doing:
+with StopSignal().listening(), closing(Progress(10)) as progress, activity("training") as doing:
     doing.began -= 3
     progress.update(3, {"reward/mean": 0.5})
     print("ready", flush=True)

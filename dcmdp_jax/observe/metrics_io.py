@@ -20,7 +20,8 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,8 +38,6 @@ _LOG = logging.getLogger(__name__)
 CLOCK = "time/clock"
 """Metric of each line of metrics.jsonl: when it was written."""
 _AGAINST_C = {"dual/tolerance", "dual/violation", "discrepancy/completions_over_tolerance"}
-_TENSORBOARD_FLUSH_SECONDS = 10
-_TENSORBOARD_QUEUE = 10_000
 
 Scalar = float | int | np.generic | np.ndarray | jax.Array
 Series = dict[str, tuple[np.ndarray, np.ndarray]]
@@ -56,7 +55,7 @@ class MetricsWriter:
 
     Args:
         run_dir: made if absent.
-        wandb_project, trackio_project: where to mirror scalars and samples to (`Tracker`); None for neither.
+        projects: "wandb" or "trackio" -> project to mirror scalars and samples to (`Tracker`); "" for none.
         resume_step: the last finished step of the checkpoint the run continues from. None starts a new run;
             lines of an earlier attempt without a checkpoint are moved to `metrics.jsonl.previous`.
         rollouts_every_steps: interval of `RolloutWriter`; 0 records nothing.
@@ -71,15 +70,13 @@ class MetricsWriter:
         self,
         run_dir: str | Path,
         *,
-        wandb_project: str | None = None,
-        trackio_project: str | None = None,
+        projects: Mapping[str, str] = MappingProxyType({}),
         resume_step: int | None = None,
         listener: Callable[[int, Mapping[str, float]], None] | None = None,
         rollouts_every_steps: int = 0,
         devices: int | None = None,
     ) -> None:
-        given = ("wandb", wandb_project), ("trackio", trackio_project)
-        projects = {kind: project for kind, project in given if project is not None}
+        projects = {kind: project for kind, project in projects.items() if project}
         for kind, project in projects.items():
             require_tracker(kind, project)
         self._listener = listener
@@ -104,8 +101,8 @@ class MetricsWriter:
         self._tensorboard = SummaryWriter(
             str(run_dir / TENSORBOARD_DIRECTORY),
             purge_step=0 if resume_step is None else resume_step + 1,
-            max_queue=_TENSORBOARD_QUEUE,
-            flush_secs=_TENSORBOARD_FLUSH_SECONDS,
+            max_queue=10_000,
+            flush_secs=10,
             filename_suffix=f".{os.getpid()}.{0 if resume_step is None else resume_step}",
         )
 
@@ -204,12 +201,6 @@ class MetricsWriter:
             tensorboard.close()
         for tracker in self._trackers:
             tracker.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class NoWriter:

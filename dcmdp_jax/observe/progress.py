@@ -7,7 +7,6 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Mapping
-from typing import Self
 
 from dcmdp_jax.activity import Activity, end, refresh, register, say, terminal_size
 from dcmdp_jax.number_format import duration, number
@@ -94,12 +93,6 @@ class Progress(Activity):
             end(self)
             for line in last:
                 say(line)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def seconds_left(self) -> float:
         """Estimate the seconds to the last step; NaN before two steps have finished, 0 at the end."""

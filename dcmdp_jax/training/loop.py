@@ -311,15 +311,13 @@ def _open_records(
     record_config(config, placement.engine.memory.rows)
     save_tokenizer(task.tokenizer, Path(config.run_dir) / "tokenizer", task.stop_token_ids)
     measured = config.algorithm.measured_steps
-    progress = stack.enter_context(Progress(config.training.steps, step, measured_steps=measured))
-    return stack.enter_context(
-        MetricsWriter(
-            config.run_dir,
-            wandb_project=config.observe.wandb_project or None,
-            trackio_project=config.observe.trackio_project or None,
-            resume_step=step if resumed else None,
-            devices=placement.mesh.size,
-            listener=progress.update,
-            rollouts_every_steps=config.observe.rollouts_every_steps,
-        )
+    progress = stack.enter_context(contextlib.closing(Progress(config.training.steps, step, measured_steps=measured)))
+    writer = MetricsWriter(
+        config.run_dir,
+        projects={"wandb": config.observe.wandb_project, "trackio": config.observe.trackio_project},
+        resume_step=step if resumed else None,
+        devices=placement.mesh.size,
+        listener=progress.update,
+        rollouts_every_steps=config.observe.rollouts_every_steps,
     )
+    return stack.enter_context(contextlib.closing(writer))

@@ -1,5 +1,6 @@
 """`dcmdp`: the wheel's command, from an empty directory; presets by name; the public names of the package."""
 
+import contextlib
 import importlib
 import os
 import platform
@@ -286,7 +287,7 @@ def test_the_documented_table_of_metrics_is_one_of_pandas(tmp_path):
     """An evaluation at step 0, two steps: rows 0, 1, 2, and nothing where a metric was not recorded."""
     pandas = pytest.importorskip("pandas", reason="pandas is installed with datasets, extra hub")
     [expression] = re.findall(r"^# (pandas\..*)$", (_ROOT / "docs" / "start.md").read_text(), re.M)
-    with MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         writer.write(0, {"eval/t/avg@1": 0.25})
         for step in (1, 2):
             writer.write(step, {"reward/mean": step / 4})

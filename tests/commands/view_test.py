@@ -1,5 +1,6 @@
 """`dcmdp view`: what is on the page of a run and of a recording, and the one line for what it can't show."""
 
+import contextlib
 import functools
 import json
 import os
@@ -27,7 +28,7 @@ def _rows(page):
 
 
 def test_a_run_without_recorded_tokens_shows_its_samples(tmp_path, capsys):
-    with MetricsWriter(tmp_path / "run") as writer:
+    with contextlib.closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(1, {"reward/mean": 0.5, "discrepancy/mean": 0.25})
         sample = {"prompt": "1+1?", "completion": "so 2", "answer": "2", "reward": 1.0, "discrepancy_mean": 0.125}
         writer.write_samples(1, [sample, {**sample, "completion": "so 3", "reward": 0.0}])
@@ -61,7 +62,7 @@ def test_a_recorded_run_shows_the_prompt_it_was_asked(tmp_path, capsys):
     ids = np.array([[9, 7, 3, 4, 5, 6, -1], [1, 2, 3, 4, 5, 6, 7]])
     q = np.log([[0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 1]] * 2)
     top = json.dumps(packed_top(ids, np.log([[0.25, 0.5, 0.125, 0.0625, 0.03125, 0.015625, 1]] * 2), q))
-    with MetricsWriter(tmp_path / "run", rollouts_every_steps=1) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path / "run", rollouts_every_steps=1)) as writer:
         writer.write(1, {"reward/mean": 0.5})
         half = np.log(np.array([0.5, 1], np.float32))
         tokens = dict(prompt_token_ids=[5, 6], token_ids=[7, 8], mask=[True, False], policy_versions=[0, -1])
@@ -103,7 +104,7 @@ def test_the_directory_of_an_evaluation_shows_its_completions(tmp_path, capsys):
 
 def test_a_name_that_is_not_utf_8_is_shown_with_a_question_mark(tmp_path, capsys):
     run = tmp_path / os.fsdecode(b"run\xff")
-    with MetricsWriter(run, rollouts_every_steps=1) as writer:
+    with contextlib.closing(MetricsWriter(run, rollouts_every_steps=1)) as writer:
         writer.write(1, {"reward/mean": 0.5})
         tokens = dict(prompt_token_ids=[5], token_ids=[7], mask=[True], policy_versions=[0])
         tokens |= dict(train_logprobs=[-1.0], rollout_logprobs=[-2.0], reward=1.0, advantage=0.5)
@@ -116,7 +117,7 @@ def test_a_name_that_is_not_utf_8_is_shown_with_a_question_mark(tmp_path, capsys
 def test_what_it_cannot_show_is_one_line(tmp_path, capsys):
     code, _, error = _view(capsys, tmp_path / "other.jsonl", "--out", tmp_path / "page.html")
     assert code == 2 and "page.html, a directory is written; name one" in error
-    with MetricsWriter(tmp_path / "run") as writer:
+    with contextlib.closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(1, {"reward/mean": 0.5})
     shutil.copy(tmp_path / "run" / "metrics.jsonl", tmp_path / "other.jsonl")
     code, _, error = _view(capsys, tmp_path / "run", tmp_path / "other.jsonl")

@@ -1,5 +1,7 @@
 """The pages in a real browser, at the width of a phone and of a laptop."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -16,7 +18,7 @@ def report(tmp_path_factory):
     rng = np.random.default_rng(0)
     runs = [folder / "dc_grpo", folder / "grpo_with_a_name_that_is_rather_long_for_a_narrow_screen"]
     for run in runs:
-        with MetricsWriter(run) as writer:
+        with contextlib.closing(MetricsWriter(run)) as writer:
             for step in range(1, 61):
                 noise = float(rng.uniform())
                 dual = {"dual/multiplier": noise, "dual/violation": noise - 0.5, "dual/tolerance": 5e-4}

@@ -48,7 +48,7 @@ def _events(run_dir):
 
 
 def test_a_line_is_on_disk_when_write_returns(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         writer.write(1, {"reward/mean": jnp.float32(0.25)})
         assert _lines(tmp_path) == [{"step": 1, "reward/mean": 0.25}]
         writer.write(1, {"eval/arithmetic/avg@8": 0.5})
@@ -61,7 +61,7 @@ def test_a_line_is_on_disk_when_write_returns(tmp_path):
 
 def test_values_of_every_kind_are_exact_and_keep_their_order(tmp_path):
     third = np.float32(1) / np.float32(3)
-    with MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         writer.write(
             7,
             {
@@ -88,7 +88,9 @@ def test_values_of_every_kind_are_exact_and_keep_their_order(tmp_path):
 
 def test_listener_gets_host_values_when_the_line_is_written(tmp_path):
     seen = []
-    with MetricsWriter(tmp_path, listener=lambda step, values: seen.append((step, dict(values)))) as writer:
+    with contextlib.closing(
+        MetricsWriter(tmp_path, listener=lambda step, values: seen.append((step, dict(values))))
+    ) as writer:
         writer.write(1, {"a": jnp.float32(0.5)})
         assert seen == [(1, {"a": 0.5})]
         assert type(seen[0][1]["a"]) is float
@@ -109,7 +111,7 @@ def test_listener_gets_host_values_when_the_line_is_written(tmp_path):
     ],
 )
 def test_a_value_that_is_no_scalar_is_named(tmp_path, value, shown):
-    with MetricsWriter(tmp_path) as writer, pytest.raises(ValueError) as error:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer, pytest.raises(ValueError) as error:
         writer.write(1, {"reward/mean": value})
     assert str(error.value).startswith(f"metric reward/mean is {shown}; allowed: a number or an array of shape []")
 
@@ -129,11 +131,11 @@ def test_misuse_is_refused(tmp_path):
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         for step in range(1, 6):
             writer.write(step, {"reward/mean": step / 8})
             writer.write_samples(step, [{"prompt": "p", "reward": 0.0}])
-    with MetricsWriter(tmp_path, resume_step=3) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path, resume_step=3)) as writer:
         for step in (4, 5, 6):
             writer.write(step, {"reward/mean": step / 8 + 100})
             writer.write_samples(step, [{"prompt": "q", "reward": 1.0}])
@@ -152,7 +154,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
 )
 def test_no_damaged_line_stops_a_run_from_resuming(tmp_path, damage):
     """What every file of lines holds when it is opened again is whole: readers at start, report and view read it."""
-    with MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         for step in (1, 2, 3):
             writer.write(step, {"reward/mean": step / 4, "optimizer/skipped_updates": step})
             writer.write_samples(step, [{"prompt": "p"}])
@@ -177,20 +179,20 @@ def test_no_damaged_line_stops_a_run_from_resuming(tmp_path, damage):
 
 
 def test_held_out_completions_of_a_step_that_is_evaluated_again_are_there_once(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         for step in (0, 2):
             writer.write_held_out(step, [{"task": "t", "place": place} for place in range(8)])
-    with MetricsWriter(tmp_path, resume_step=2) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path, resume_step=2)) as writer:
         writer.write_held_out(2, [{"task": "u", "place": place} for place in range(8)])
     read = [(record["step"], record["task"], record["place"]) for record in _lines(tmp_path, "held_out_samples.jsonl")]
     assert read == [*((0, "t", place) for place in range(8)), *((2, "u", place) for place in range(8))]
 
 
 def test_tensorboard_gets_the_scalars_and_hides_repeated_steps(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         writer.write(1, {"reward/mean": 0.25, "policy/ratio_max": math.inf})
         writer.write(2, {"reward/mean": 0.5})
-    with MetricsWriter(tmp_path, resume_step=1) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path, resume_step=1)) as writer:
         writer.write(2, {"reward/mean": 0.75})
     events = _events(tmp_path)
     scalars = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
@@ -202,9 +204,9 @@ def test_tensorboard_gets_the_scalars_and_hides_repeated_steps(tmp_path):
 
 
 def test_a_new_run_moves_old_files(tmp_path, caplog):
-    with MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         writer.write(1, {"a": 1.0})
-    with MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         writer.write(1, {"a": 2.0})
     assert _lines(tmp_path) == [{"step": 1, "a": 2.0}]
     assert _lines(tmp_path, "metrics.jsonl.previous") == [{"step": 1, "a": 1.0}]
@@ -229,7 +231,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     done = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     assert read_metrics(tmp_path)["reward/mean"][0].tolist() == [1, 2, 3]
-    with MetricsWriter(tmp_path, resume_step=2) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path, resume_step=2)) as writer:
         writer.write(3, {"reward/mean": 0.75})
         writer.write(4, {"reward/mean": 1.0})
     assert [(line["step"], line["reward/mean"]) for line in _lines(tmp_path)] == [
@@ -251,7 +253,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 def test_a_tracker_not_installed_is_one_line_and_touches_nothing(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(ValueError, match=rf"{kind}_project is 'p' .* pip install -e '\.\[{kind}\]'$"):
-        MetricsWriter(tmp_path / "run", **{f"{kind}_project": "p"})
+        MetricsWriter(tmp_path / "run", projects={kind: "p"})
     assert not (tmp_path / "run").exists()
 
 
@@ -265,11 +267,11 @@ def test_wandb_offline_keeps_one_run_and_its_samples_through_a_resume(tmp_path, 
     pytest.importorskip("wandb", reason="needs the wandb extra")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with MetricsWriter(tmp_path, wandb_project="p") as writer:
+    with contextlib.closing(MetricsWriter(tmp_path, projects={"wandb": "p"})) as writer:
         writer.write(1, {"a": 0.5})
         [tracker] = writer._trackers
         identity = tracker.run.id
-    with MetricsWriter(tmp_path, wandb_project="p", resume_step=1) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path, projects={"wandb": "p"}, resume_step=1)) as writer:
         writer.write(2, {"a": 0.75})
         writer.write_samples(2, _SAMPLES)
         [tracker] = writer._trackers
@@ -285,12 +287,12 @@ def test_wandb_offline_keeps_one_run_and_its_samples_through_a_resume(tmp_path, 
 def test_trackio_keeps_one_local_run_and_its_samples_through_a_resume(tmp_path):
     pytest.importorskip("trackio", reason="needs the trackio extra")
     script = (
-        "import json, sys\n"
+        "import contextlib, json, sys\n"
         "from dcmdp_jax.observe.metrics_io import MetricsWriter\n"
         "run, samples = sys.argv[1], json.loads(sys.argv[2])\n"
-        "with MetricsWriter(run, trackio_project='p') as writer:\n"
+        "with contextlib.closing(MetricsWriter(run, projects={'trackio': 'p'})) as writer:\n"
         "    writer.write(1, {'a': 0.5, 'b': float('nan')})\n"
-        "with MetricsWriter(run, trackio_project='p', resume_step=1) as writer:\n"
+        "with contextlib.closing(MetricsWriter(run, projects={'trackio': 'p'}, resume_step=1)) as writer:\n"
         "    writer.write(2, {'a': 0.75})\n"
         "    writer.write_samples(2, samples)\n"
     )
@@ -382,7 +384,7 @@ def test_a_start_names_a_command_that_exists_and_the_devices_of_the_run(tmp_path
         ("/home/me/train.py", "train.py --config=x"),
     ):
         monkeypatch.setattr(sys, "argv", [str(program), "--config=x"])
-        with MetricsWriter(tmp_path, devices=3):
+        with contextlib.closing(MetricsWriter(tmp_path, devices=3)):
             pass
         line = json.loads((tmp_path / "starts.jsonl").read_text().splitlines()[-1])
         assert (line["command"], line["machine"].partition(" x ")[0]) == (said, "3")

@@ -126,9 +126,10 @@ def test_time_left_is_the_mean_of_the_last_twenty_steps():
 
 
 _IN_A_TERMINAL = """
+from contextlib import closing
 from dcmdp_jax.observe.progress import Progress
 now = 100.0
-with Progress(4, clock=lambda: now) as progress:
+with closing(Progress(4, clock=lambda: now)) as progress:
     progress.update(1, {"reward/mean": 0.4, "discrepancy/mean": 0.00421, "dual/tolerance": 0.0037})
     now += 3600
     progress.update(2, {"reward/mean": 0.75, "eval/arithmetic/avg@8": 0.5})

@@ -1,5 +1,6 @@
 """The report as a reader's browser sees it: complete, self-contained, escaped."""
 
+import contextlib
 import html
 import html.parser
 import importlib.metadata
@@ -18,7 +19,7 @@ _HOSTILE = '<script>alert("x")</script> & <img src=http://example.org/a.png>'
 
 
 def _make_run(run_dir, *, steps, rewards, config):
-    with MetricsWriter(run_dir) as writer:
+    with contextlib.closing(MetricsWriter(run_dir)) as writer:
         writer.write(0, {"eval/math/avg@8": 0.25})
         for step in range(1, steps + 1):
             writer.write(
@@ -185,7 +186,7 @@ def test_invalid_run_directories_are_refused_with_the_reason(folder, tmp_path):
     ],
 )
 def test_the_report_says_when_lambda_began_at_its_cap(tmp_path, eta, first, cap, said):
-    with MetricsWriter(tmp_path) as writer:
+    with contextlib.closing(MetricsWriter(tmp_path)) as writer:
         for step in (1, 2):
             writer.write(step, {"reward/mean": 0.5, "dual/multiplier": float(np.float32(0.1))})
     algorithm = {"dual_learning_rate": eta, "multiplier": first, "multiplier_max": cap}
@@ -196,7 +197,7 @@ def test_the_report_says_when_lambda_began_at_its_cap(tmp_path, eta, first, cap,
 def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(tmp_path):
     run_dir, prompt = tmp_path / "run", "<|im_start|>assistant\n12 + 5 ="
     scores = {0: (0.25, 0.125, 0.375, " 18 <b>"), 20: (0.75, 0.5, 0.875, " 17")}
-    with MetricsWriter(run_dir) as writer:
+    with contextlib.closing(MetricsWriter(run_dir)) as writer:
         for step, (score, low, high, text) in scores.items():
             problem = {"task": "arithmetic", "prompt": prompt, "completion": text, "answer": "17", "reward": score}
             writer.write_held_out(step, [problem | {"place": place} for place in range(10)])
@@ -226,7 +227,7 @@ def test_what_was_written_for_held_out_problems_before_and_after_is_on_the_page(
 )
 def test_a_share_is_a_percentage_in_the_report_and_a_sum_of_rewards_a_number(tmp_path, values, more, said):
     run_dir = tmp_path / "run"
-    with MetricsWriter(run_dir) as writer:
+    with contextlib.closing(MetricsWriter(run_dir)) as writer:
         for step, value in enumerate(values):
             bounds = {"eval_interval/t/low": 0.125, "eval_interval/t/high": 0.875}
             writer.write(step, {"eval/t/avg@1": value} | bounds | more | ({"reward/mean": 0.5} if step else {}))
@@ -237,7 +238,7 @@ def test_a_share_is_a_percentage_in_the_report_and_a_sum_of_rewards_a_number(tmp
 def test_dollars_in_the_names_of_runs_are_no_mathematics(tmp_path):
     runs = [tmp_path / name for name in ("a$\\frac$", "b$x$")]
     for run in runs:
-        with MetricsWriter(run) as writer:
+        with contextlib.closing(MetricsWriter(run)) as writer:
             writer.write(1, {"reward/mean": 0.5})
     page = write_report(runs, tmp_path / "page").read_text()
     assert ">a$\\frac$<" in page and ">b$x$<" in page
