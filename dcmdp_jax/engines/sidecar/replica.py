@@ -31,7 +31,7 @@ class Replica:
         supervisor: keeps the sidecar running.
         weights: shared memory to load from.
         probe_tolerance: mean |log p_train - log p_engine| over the probe that the engine may have, nats.
-        request_seeds: (seed, step, rows of the whole call) -> the seed of each request.
+        request_seeds: (seed, step, rows) -> [n] integers, the seed of each row's request.
         sleep_level: level of the engine's sleep after each call; 0 leaves it awake.
         drops_weights: whether it drops its weights at that level.
         routed_experts: the sidecar was asked for the experts of each token, so it must return them.
@@ -41,7 +41,7 @@ class Replica:
     supervisor: Supervisor
     weights: SharedWeights
     probe_tolerance: float
-    request_seeds: Callable[[int, int, np.ndarray], np.ndarray]
+    request_seeds: Callable[[int, int, Sequence[int]], np.ndarray]
     sleep_level: int
     drops_weights: bool
     routed_experts: bool
