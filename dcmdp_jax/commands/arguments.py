@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dcmdp_jax.inputs import shorten
 
@@ -14,16 +15,16 @@ UNLIMITED = 2**31 - 1
 """No number of tokens, rows or problems is larger."""
 
 
-def whole(low: int, high: int = UNLIMITED) -> Callable[[str], int]:
-    """An argument type: an integer from `low` to `high`, in the digits 0-9."""
+def whole(low: int) -> Callable[[str], int]:
+    """An argument type: an integer from `low` to `UNLIMITED`, in the digits 0-9."""
 
     def integer(text: str) -> int:
         # int() also takes the digits of other scripts, underscores and spaces.
         if not re.fullmatch(r"[+-]?[0-9]{1,4000}", text):
             raise argparse.ArgumentTypeError(f"got {shorten(text)}, must be a whole number")
         value = int(text)
-        if not low <= value <= high:
-            bounds = f"at least {low}" if high == UNLIMITED and value < low else f"in [{low}, {high}]"
+        if not low <= value <= UNLIMITED:
+            bounds = f"at least {low}" if value < low else f"in [{low}, {UNLIMITED}]"
             raise argparse.ArgumentTypeError(f"got {shorten(value)}, must be {bounds}")
         return value
 
@@ -35,17 +36,27 @@ def real(low: float, high: float) -> Callable[[str], float]:
 
     def number(text: str) -> float:
         try:
-            value = float(text) if text.isascii() and "_" not in text else None
+            value = float(text if text.isascii() and "_" not in text else "")
         except ValueError:
-            value = None
-        if value is None:
-            raise argparse.ArgumentTypeError(f"got {shorten(text)}, must be a number")
+            raise argparse.ArgumentTypeError(f"got {shorten(text)}, must be a number") from None
         # NaN compares as false.
         if not low < value <= high:
             raise argparse.ArgumentTypeError(f"got {value:g}, must be in ({low:g}, {high:g}]")
         return value
 
     return number
+
+
+def each_once(number: Callable[[str], Any], noun: str) -> Callable[[str], tuple[Any, ...]]:
+    """An argument type: numbers of a type, joined by commas, no two alike."""
+
+    def numbers(text: str) -> tuple[Any, ...]:
+        values = tuple(number(part.strip()) for part in text.split(","))
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"got {text!r}, every {noun} must be there once")
+        return values
+
+    return numbers
 
 
 def output_file(text: str) -> Path:

@@ -112,13 +112,17 @@ def load_values(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
     Raises:
         UserError: in one line, for a file that is missing or fails.
     """
-    values = _read(given) if Path(given).suffix in (".yaml", ".yml", ".toml") else _load(given)
+    if Path(given).suffix in (".yaml", ".yml", ".toml"):
+        values = _read(given)
+    else:
+        made = call_function("--config", given, "get_config", (ConfigDict, Mapping))
+        values = made.to_dict() if isinstance(made, ConfigDict) else dict(made)
     for name, value in overrides.items():
         replace_value(values, name, value)
     return values
 
 
-def parse_rest(parser: Parser, words: Sequence[str], **options: Any) -> argparse.Namespace:
+def parse_rest(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments that are no overrides; one that names a setting is told how those are given.
 
     Raises:
@@ -131,7 +135,7 @@ def parse_rest(parser: Parser, words: Sequence[str], **options: Any) -> argparse
         name = word.removeprefix("--").partition("=")[0]
         if name != word and name in settings and f"--{name}" not in parser.flags():
             raise UserError(f"--{name}: no such argument; settings are given as --config.{settings[name]}=VALUE")
-    return parser.parse_args(words, **options)
+    return parser.parse_args(words)
 
 
 def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -156,15 +160,6 @@ def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         setting = name.removeprefix(_OVERRIDE)
         overrides[setting] = parse_value(setting, value)
     return overrides, rest
-
-
-def _load(given: str) -> dict[str, Any]:
-    """Run a config file's `get_config`, once."""
-    made = call_function("--config", given, "get_config")
-    if not isinstance(made, Mapping | ConfigDict):
-        location = given.partition(":")[0]
-        raise UserError(f"--config: {location}: get_config returned {type(made).__name__}, must be a ConfigDict")
-    return made.to_dict() if isinstance(made, ConfigDict) else dict(made)
 
 
 def _read(given: str) -> dict[str, Any]:
@@ -193,7 +188,7 @@ def preset_names(folder: str = "") -> list[str]:
     return [path.stem for path in sorted((PRESETS / folder).glob("*.py")) if path.stem not in _NO_PRESETS]
 
 
-def call_function(option: str, given: str, function: str, folder: str = "") -> Any:
+def call_function(option: str, given: str, function: str, kinds: tuple[type, ...], folder: str = "") -> Any:
     """Run a config or study file and call one of its functions, once.
 
     While it runs, `from configs import base` finds, first to last: modules of the directory `configs` that the file is
@@ -203,6 +198,7 @@ def call_function(option: str, given: str, function: str, folder: str = "") -> A
         option: name of the command-line option, for errors.
         given: `FILE[:ARGUMENT]`; FILE is the name of a preset, or a path.
         function: its name in the file.
+        kinds: types that it may return, the one for messages first.
         folder: folder of the presets; empty for configs, `studies` for studies.
 
     Raises:
@@ -216,12 +212,18 @@ def call_function(option: str, given: str, function: str, folder: str = "") -> A
             found = runpy.run_path(str(path)).get(function)
             if found is None:
                 raise UserError(f"it has no function {function}")
-            return found(*([argument] if colon else []))
+            made = found(*([argument] if colon else []))
+            if not isinstance(made, kinds):
+                raise UserError(f"{function} returned {type(made).__name__}, must be a {kinds[0].__name__}")
+            return made
     except SystemExit as error:
         raise UserError(f"{option}: {location}: it called exit({error.code!r}); let {function} return") from error
     except Exception as error:  # the file is a program and may raise anything
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise UserError(f"{option}: {location}: {kind}{one_line(error)}{_line(error, path)}") from error
+        # The innermost line of the file that it went through.
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f" (line {lines[-1]})" if lines else ""
+        raise UserError(f"{option}: {location}: {kind}{one_line(error)}{place}") from error
 
 
 def _find(option: str, location: str, folder: str) -> tuple[Path, list[Path]]:
@@ -258,9 +260,3 @@ def _configs_are(directories: list[Path]) -> Iterator[None]:
         for name in loaded():
             del sys.modules[name]
         sys.modules.update(before)
-
-
-def _line(error: Exception, path: Path) -> str:
-    """The innermost line of the file that an exception went through, as ` (line 12)`."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f" (line {lines[-1]})" if lines else ""

@@ -21,7 +21,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dcmdp_jax.commands.arguments import whole
+from dcmdp_jax.commands.arguments import each_once, whole
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.commands.flags import call_function, load_values, split_overrides
 from dcmdp_jax.commands.flags import parse as parse_run
@@ -82,7 +82,7 @@ def study_parser(description: str) -> Parser:
     parser = Parser("sweep", description=description)
     add = parser.add_argument
     add("--study", metavar="FILE[:ARGUMENT]", help="name of a study of configs/studies/, or a file")
-    add("--seeds", type=_seeds, metavar="N,N,...", help="default: the study's own")
+    add("--seeds", type=each_once(whole(0), "seed"), metavar="N,N,...", help="default: the study's own")
     add("--arms", type=lambda text: text.split(","), metavar="ARM,ARM,...", help="run these alone, in this order")
     add("--out", type=Path, metavar="DIR", help="default: runs/studies/NAME of the study")
     return parser
@@ -109,25 +109,13 @@ def chosen(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Stu
     return arguments, study, arguments.out or Path("runs/studies") / name, overrides
 
 
-def _seeds(text: str) -> tuple[int, ...]:
-    number = whole(0, 2**31 - 1)
-    seeds = tuple(number(part.strip()) for part in text.split(","))
-    if len(set(seeds)) < len(seeds):
-        raise argparse.ArgumentTypeError(f"got {text!r}, every seed must be there once")
-    return seeds
-
-
 def load_study(given: str) -> Study:
     """Run a study file's `get_study`, once.
 
     Args:
         given: `FILE[:ARGUMENT]` of --study.
     """
-    study = call_function("--study", given, "get_study", "studies")
-    if not isinstance(study, Study):
-        location = given.partition(":")[0]
-        raise UserError(f"--study: {location}: get_study returned {type(study).__name__}, must be a Study")
-    return study
+    return call_function("--study", given, "get_study", (Study,), "studies")
 
 
 def resolve(

@@ -8,10 +8,9 @@ meet action a6 is not ordered diff > log > ratio. docs/theory.md reads the table
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from dcmdp_jax.commands.arguments import real
+from dcmdp_jax.commands.arguments import each_once, real
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.theory.policy import SIDES
@@ -26,7 +25,8 @@ def main(argv: list[str]) -> None:
     parser = Parser("toy", description="The paper's one-state toy: table, two figures, a check.")
     defaults = ",".join(f"{budget:g}" for budget in BUDGETS)
     about = f"mismatch budgets (default: {defaults})"
-    parser.add_argument("--budgets", type=_budgets, default=BUDGETS, metavar="C,C,...", help=about)
+    budgets = each_once(real(0, _LARGEST_BUDGET), "budget")
+    parser.add_argument("--budgets", type=budgets, default=BUDGETS, metavar="C,C,...", help=about)
     parser.add_argument("--out", type=Path, default=Path("runs/toy"), metavar="DIR", help="default: %(default)s")
     arguments = parser.parse_args(argv[1:])
     try:
@@ -41,14 +41,6 @@ def main(argv: list[str]) -> None:
     shares = {(sided, budget): concentration(sides[sided], budget) for sided in sides for budget in arguments.budgets}
     _check_order(shares)
     print(f"wrote {arguments.out}/two_sided.png and one_sided.png")
-
-
-def _budgets(text: str) -> tuple[float, ...]:
-    number = real(0, _LARGEST_BUDGET)
-    budgets = tuple(number(part.strip()) for part in text.split(","))
-    if len(set(budgets)) < len(budgets):
-        raise argparse.ArgumentTypeError(f"got {text!r}, every budget must be there once")
-    return budgets
 
 
 def _check_order(shares: dict[tuple[str, float], dict[str, float] | None]) -> None:

@@ -17,7 +17,8 @@ import pytest
 
 import dcmdp_jax
 from dcmdp_jax.commands import main as main_module
-from dcmdp_jax.commands.flags import call_function, load_config
+from dcmdp_jax.commands.flags import load_config
+from dcmdp_jax.commands.sweep import load_study
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.observe.metrics_io import MetricsWriter, read_metrics
 from tests.support.waiting import HANGS_S
@@ -142,7 +143,7 @@ def test_a_wrong_preset_is_one_line(given, line, tmp_path, monkeypatch):
 def test_a_wrong_study_is_one_line(given, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as refused:
-        call_function("--study", given, "get_study", "studies")
+        load_study(given)
     assert str(refused.value).startswith(line)
 
 
