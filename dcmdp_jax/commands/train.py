@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import os
 import sys
 import threading
@@ -14,6 +17,7 @@ from ml_collections import ConfigDict
 from dcmdp_jax.activity import activity
 from dcmdp_jax.commands.cli import keep_tracebacks_in
 from dcmdp_jax.commands.flags import load_config, parse
+from dcmdp_jax.config.arguments import HOSTS, as_settings
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.config.text import print_config
@@ -21,8 +25,9 @@ from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
 from dcmdp_jax.parallel.backend import COMPILING
+from dcmdp_jax.parallel.hosts import join_hosts
 from dcmdp_jax.run.description import describe
-from dcmdp_jax.run.run import Run, joined_hosts
+from dcmdp_jax.run.run import Run
 from dcmdp_jax.training import loop
 from dcmdp_jax.training.across_hosts import settings_and_code
 from dcmdp_jax.training.stopping import Interrupted, TrainingStopped
@@ -39,12 +44,8 @@ def main(argv: list[str]) -> int:
         print(print_config(config))
         return 0
     keep_tracebacks_in(config.run_dir)
-
-    def show(line: str) -> None:
-        print(line, flush=True)
-
     try:
-        _run(config, show, dry_run=arguments.dry_run)
+        _run(config, functools.partial(print, flush=True), dry_run=arguments.dry_run)
     except Interrupted as stopped:
         if any(thread.name == COMPILING for thread in threading.enumerate()):
             sys.stdout.flush()
@@ -84,7 +85,9 @@ def train(config: Config | ConfigDict | Mapping[str, Any] | str, *, show: Callab
 
 def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) -> None:
     """Each process of a run on several hosts calls this; the first one speaks."""
-    with joined_hosts(config) as hosts:
+    with contextlib.ExitStack() as stack:
+        with as_settings(HOSTS):
+            hosts = stack.enter_context(join_hosts(**dataclasses.asdict(config.hosts)))
         say = show if hosts.is_writer else (lambda line: None)
         hosts.check_same(lambda: settings_and_code(config), "start all hosts with the same command and package version")
         run = Run.check(config, hosts)

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
-from dcmdp_jax.config.arguments import HOSTS, as_settings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.observe.jsonl import rewards_log
 from dcmdp_jax.observe.trackers import require_tracker
-from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts, join_hosts
+from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.run.directory import check_run_directory, fitted_rows
 from dcmdp_jax.run.placement import Placement, place, trainable_engine
 from dcmdp_jax.run.services import Services, start_services
 from dcmdp_jax.run.task import Task, read_task
 from dcmdp_jax.run.weights import Weights, model_shardings
-
-
-@contextlib.contextmanager
-def joined_hosts(config: Config) -> Iterator[Hosts]:
-    """Join the processes of a run, see `hosts.join_hosts`; errors name the settings."""
-    with contextlib.ExitStack() as stack:
-        with as_settings(HOSTS):
-            hosts = stack.enter_context(join_hosts(**dataclasses.asdict(config.hosts)))
-        yield hosts
 
 
 @dataclasses.dataclass(frozen=True)
