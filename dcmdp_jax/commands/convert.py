@@ -82,13 +82,6 @@ def _check(directory: Path) -> None:
     print(f"{directory}: fits its config.json, all values are finite")
 
 
-def _check_apart(source: Path, out_dir: Path) -> None:
-    """Refuse an output that would replace what it is made of, or lie within it, --overwrite or not."""
-    source, out_dir = source.resolve(), out_dir.resolve()
-    if out_dir.is_relative_to(source) or source.is_relative_to(out_dir):
-        raise UserError(f"OUT_DIR {out_dir}: overlaps {source}, which it is made of; choose another directory")
-
-
 def _export(arguments: argparse.Namespace) -> None:
     # Orbax takes seconds to import; only this needs it.
     from dcmdp_jax.run.saved_params import find_params
@@ -97,7 +90,9 @@ def _export(arguments: argparse.Namespace) -> None:
     if arguments.push:
         check_push(arguments.push)
     found = find_params(arguments.run_dir, arguments.step)
-    _check_apart(found.path.parent, out_dir)
+    source, target = found.path.parent, out_dir.resolve()
+    if target.is_relative_to(source) or source.is_relative_to(target):  # --overwrite or not
+        raise UserError(f"OUT_DIR {target}: overlaps {source}, which it is made of; choose another directory")
     if arguments.adapter:
         if (saved := found.adapters) is None:
             raise UserError(f"{found.path}: has no adapters, all parameters were trained (model.lora_rank=0)")

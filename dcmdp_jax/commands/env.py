@@ -5,6 +5,7 @@ dcmdp env
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -31,10 +32,8 @@ def main(argv: list[str]) -> None:
     print(f"memory           {'unknown' if free is None else f'{free / 2**30:.1f} GiB'} free")
     print(f"devices          {', '.join(map(str, jax.devices()))} ({jax.devices()[0].device_kind})")
     for name in _PACKAGES.split():
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             print(f"{name:16} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
     for name, value in sorted(os.environ.items()):
         if name.startswith(_VARIABLES):
             print(f"{name}={value}")

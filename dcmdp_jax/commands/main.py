@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from types import MappingProxyType
 from typing import NoReturn
 
 import dcmdp_jax
@@ -14,21 +13,19 @@ from dcmdp_jax.commands.cli import run_main
 from dcmdp_jax.engines.process_memory import hide_torch, keep_freed_memory
 from dcmdp_jax.errors import UserError
 
-COMMANDS = MappingProxyType(
-    {
-        "train": "train a policy; the same command resumes a run",
-        "evaluate": "avg@K and pass@K of a model, and tables over runs",
-        "report": "plots and a page of one run, or of several",
-        "view": "completions and curves on one page",
-        "probe": "how far two engines disagree, and why",
-        "sweep": "a grid of configs and seeds, compared",
-        "plan": "memory of a run on hardware that is not here, by its compiler",
-        "convert": "check and write Hugging Face directories",
-        "toy": "the paper's one-state toy",
-        "settings": "every setting, or those whose name holds a word",
-        "env": "versions and machine, for a bug report",
-    }
-)
+COMMANDS = {
+    "train": "train a policy; the same command resumes a run",
+    "evaluate": "avg@K and pass@K of a model, and tables over runs",
+    "report": "plots and a page of one run, or of several",
+    "view": "completions and curves on one page",
+    "probe": "how far two engines disagree, and why",
+    "sweep": "a grid of configs and seeds, compared",
+    "plan": "memory of a run on hardware that is not here, by its compiler",
+    "convert": "check and write Hugging Face directories",
+    "toy": "the paper's one-state toy",
+    "settings": "every setting, or those whose name holds a word",
+    "env": "versions and machine, for a bug report",
+}
 """Module of this folder -> what it does."""
 
 

@@ -61,7 +61,14 @@ def main(argv: list[str]) -> None:
             raise UserError(f"config.{next(iter(overrides))}: a recording has no settings, leave it out")
         title, measured = probe_recordings.measure(arguments)
     else:
-        title, measured = _probed(arguments, overrides)
+        session, first = open_session(arguments, overrides)
+        title = f"Mismatch of engines on {session.run.saved.name}"
+
+        def keep(measured: list[Measured]) -> None:
+            analyses = [analyze(one, arguments.tolerance) for one in measured]
+            page.write_json(title, analyses, arguments.out, finished=False)
+
+        measured = probe_pairs(dataclasses.replace(session, keep=keep), first, arguments.b)
     analyses = [analyze(one, arguments.tolerance) for one in measured]
     print(page.table(analyses))
     print(f"wrote {page.write(title, measured, analyses, arguments.out)}")
@@ -107,16 +114,6 @@ def _engine(text: str) -> ProbeSpec:
         return parse_spec(text)
     except UserError as error:  # a ValueError, whose message argparse would drop
         raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _probed(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tuple[str, list[Measured]]:
-    session, first = open_session(arguments, overrides)
-    title = f"Mismatch of engines on {session.run.saved.name}"
-
-    def keep(measured: list[Measured]) -> None:
-        page.write_json(title, [analyze(one, arguments.tolerance) for one in measured], arguments.out, finished=False)
-
-    return title, probe_pairs(dataclasses.replace(session, keep=keep), first, arguments.b)
 
 
 def open_session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) -> tuple[Session, list[ProbeSpec]]:

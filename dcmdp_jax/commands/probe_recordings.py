@@ -54,9 +54,10 @@ def measure(arguments: argparse.Namespace) -> tuple[str, list[Measured]]:
     """
     paths = arguments.recording
     title = f"Mismatch of {Path(paths[0]).name or paths[0]}{f' and {len(paths) - 1} more' * (len(paths) > 1)}"
-    columns = {name: value for name in _column_options() if (value := getattr(arguments, f"{name}_column"))}
+    options = [field.name for field in dataclasses.fields(Columns)]
+    columns = {name: value for name in options if (value := getattr(arguments, f"{name}_column"))}
     if columns != {"token": _TOKEN_COLUMN}:
-        return title, [_by_columns(arguments, paths)]
+        return title, [_by_columns(arguments, paths, columns)]
     left_out = LeftOut()
     files = find_files(paths, left_out)
     framework = files[0].framework
@@ -90,18 +91,13 @@ def _own_run(files: list[RecordedFile]) -> Path | None:
     return run if own and all((run / name).is_file() for name in (METRICS_FILE, CONFIG_FILE)) else None
 
 
-def _column_options() -> list[str]:
-    return [field.name for field in dataclasses.fields(Columns)]
-
-
-def _by_columns(arguments: argparse.Namespace, paths: list[str]) -> Measured:
+def _by_columns(arguments: argparse.Namespace, paths: list[str], given: dict[str, str]) -> Measured:
     for option, content in (("token", "token ids"), ("train", "train log-probs"), ("rollout", "rollout log-probs")):
-        if not getattr(arguments, f"{option}_column"):
+        if option not in given:
             raise UserError(f"--{option}-column is missing: name the column of the {content}")
     if len(paths) > 1:
         raise UserError(f"{len(paths)} paths with --train-column: give one file; several need a known format")
-    columns = Columns(**{name: getattr(arguments, f"{name}_column") for name in _column_options()})
-    path = Path(paths[0])
+    path, columns = Path(paths[0]), Columns(**given)
     recording = read_recording(path, columns, max_tokens=arguments.max_tokens)
     source = {
         "recording": paths[0], "training stack": columns.train, "engine": columns.rollout,

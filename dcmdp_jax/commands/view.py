@@ -26,7 +26,6 @@ from dcmdp_jax.lab.mismatch.over_training import find_files
 from dcmdp_jax.lab.mismatch.recording import LISTS, checked_row
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.observe import jsonl
-from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY, SAMPLES_FILE
 from dcmdp_jax.observe.page_kit import MOST_LISTED, Completion, completions_data, render_page
 from dcmdp_jax.observe.report import labels_of
 
@@ -45,7 +44,7 @@ def main(argv: list[str]) -> None:
     add("--completions", type=whole(1), default=_MOST, metavar="N", help="at most, evenly (default: %(default)s)")
     arguments = parser.parse_args(argv[1:])
     paths = [each for path in arguments.paths for each in _evaluations_in(Path(path)) or [Path(path)]]
-    runs = [path for path in paths if (path / METRICS_FILE).is_file()]
+    runs = [path for path in paths if (path / jsonl.METRICS_FILE).is_file()]
     if runs and len(runs) < len(paths):
         raise UserError("PATH: run directories and recordings in one call; give one kind")
     out = arguments.out or (runs[0] if len(runs) == 1 else Path("view"))
@@ -71,19 +70,19 @@ def main(argv: list[str]) -> None:
 
 def _evaluations_in(path: Path) -> list[Path]:
     """The lines of the evaluations in a directory that holds nothing else to look at."""
-    is_run = any((path / name).exists() for name in (METRICS_FILE, ROLLOUTS_DIRECTORY))
+    is_run = any((path / name).exists() for name in (jsonl.METRICS_FILE, jsonl.ROLLOUTS_DIRECTORY))
     return [] if is_run else sorted(path.glob(f"*{_EVALUATION}"))
 
 
 def _of_run(path: Path, label: str | None, tokenizer: str | None) -> Iterator[Completion]:
-    if any((path / ROLLOUTS_DIRECTORY).glob("*.parquet")):
+    if any((path / jsonl.ROLLOUTS_DIRECTORY).glob("*.parquet")):
         own = path / "tokenizer"
         return _recorded([str(path)], label, _Words(tokenizer or (str(own) if own.is_dir() else None)))
     return _samples(path, label)
 
 
 def _samples(path: Path, label: str | None) -> Iterator[Completion]:
-    for record in jsonl.read(path / SAMPLES_FILE):
+    for record in jsonl.read(path / jsonl.SAMPLES_FILE):
         texts = {"prompt": "prompt", "answer": "answer", "text": "completion"}
         fields = {name: _text(record.get(key)) for name, key in texts.items()}
         numbers = {"reward": _number(record.get("reward")), "discrepancy": _number(record.get("discrepancy_mean"))}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -25,8 +24,7 @@ VERSION = 7
 """Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Removed:
+class Removed(NamedTuple):
     """A setting that older runs have.
 
     Attributes:
@@ -101,19 +99,17 @@ def parse_value(name: str, text: str) -> Any:
     raise unknown_setting(name)
 
 
-OTHER_NAMES = MappingProxyType(
-    {
-        "lr": "optimizer.learning_rate",
-        "epochs": "training.steps",
-        "num_generations": "rollout.group_size",
-        "beta": "algorithm.kl_coefficient",
-        "kl_coef": "algorithm.kl_coefficient",
-        "max_new_tokens": "rollout.max_completion_tokens",
-        "output_dir": "run_dir",
-        "lambda": "algorithm.multiplier",
-        "eta": "algorithm.dual_learning_rate",
-    }
-)
+OTHER_NAMES = {
+    "lr": "optimizer.learning_rate",
+    "epochs": "training.steps",
+    "num_generations": "rollout.group_size",
+    "beta": "algorithm.kl_coefficient",
+    "kl_coef": "algorithm.kl_coefficient",
+    "max_new_tokens": "rollout.max_completion_tokens",
+    "output_dir": "run_dir",
+    "lambda": "algorithm.multiplier",
+    "eta": "algorithm.dual_learning_rate",
+}
 """What other trainers and the paper call a setting."""
 
 
@@ -136,26 +132,12 @@ def to_saved(config: Config) -> dict[str, Any]:
 def from_saved(saved: Mapping[str, Any]) -> Config:
     """Make a config from what this or an earlier version saved.
 
-    A setting that was not there yet has its default. Other rules on values are not checked: an earlier version may
-    have allowed what is refused now.
+    A setting that was not there yet has its default; a removed one is ignored if its value does what is done without
+    it. Other rules on values are not checked: an earlier version may have allowed what is refused now.
 
     Raises:
         UserError: in one line, for a newer version, a setting that is unknown or was removed with a value that had a
             meaning, or a value of a wrong type.
-    """
-    made = build(Config, without_removed(saved), unknown_setting)
-    made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
-    check_name(made.rollout.engine)
-    return made
-
-
-def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a saved config that are settings still.
-
-    A removed setting is ignored if its value does what is done without it.
-
-    Raises:
-        UserError: in one line, for a newer version, or a removed setting with another value.
     """
     values = {name: value for name, value in saved.items() if name != "fitted_rows"}
     version = values.pop("config_version", 0)
@@ -173,4 +155,7 @@ def without_removed(saved: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{said}, {'which is gone' if removed.values else 'no setting any more'}; {removed.why}")
     for name, value in flat.items():
         replace_value(kept, name, value)
-    return kept
+    made = build(Config, kept, unknown_setting)
+    made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
+    check_name(made.rollout.engine)
+    return made
