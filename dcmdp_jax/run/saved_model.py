@@ -72,7 +72,7 @@ class SavedModel:
 
     def load_as_rounded(self, precision: str) -> Params | None:
         """The weights with what an engine's rounding leaves of the adapters' change; None without adapters."""
-        return None if self.checkpoint is None else self.checkpoint.load_as_rounded(precision)
+        return None if self.checkpoint is None or self.checkpoint.adapters is None else self.checkpoint.load(precision)
 
 
 def find_model(path: Path, step: int | None = None) -> SavedModel:

@@ -15,14 +15,7 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.lora import SavedAdapters, load_base, merged, trained
 from dcmdp_jax.models.params import declared_shapes
 from dcmdp_jax.models.rope import RopeScaling
-from dcmdp_jax.run.checkpoint import (
-    CheckpointError,
-    check_digests,
-    check_record,
-    check_structure,
-    digests,
-    first_line,
-)
+from dcmdp_jax.run.checkpoint import CheckpointError, check_digests, check_record, check_structure, digests, first_line
 from dcmdp_jax.types import Params
 
 
@@ -69,22 +62,13 @@ class SavedParams:
             check_digests(params, self.digests["params"])
         return params
 
-    def load(self) -> Params:
-        """Read all parameters, adapters merged. Errors as of `trained`, or the base is not theirs."""
+    def load(self, rounded_to: str | None = None) -> Params:
+        """Read all parameters, adapters merged by `lora.merged`. Errors as of `trained`, or the base is not theirs."""
         params = self.trained()
         if self.adapters is None:
             return params
-        return jax.jit(merged, static_argnums=2)(self._base(self.adapters), params, self.adapters.lora)
-
-    def load_as_rounded(self, precision: str) -> Params | None:
-        """Read all parameters, the adapters' change as an engine rounds it, see `lora.merged`.
-
-        None without adapters. Errors as of `load`.
-        """
-        if self.adapters is None:
-            return None
         merge = jax.jit(merged, static_argnums=(2, 3))
-        return merge(self._base(self.adapters), self.trained(), self.adapters.lora, precision)
+        return merge(self._base(self.adapters), params, self.adapters.lora, rounded_to)
 
     def _base(self, adapters: SavedAdapters) -> Params:
         """The base of the adapters, which must be the one that they were trained on."""
