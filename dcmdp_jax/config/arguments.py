@@ -43,7 +43,7 @@ def in_settings(message: str, names: Mapping[str, str]) -> str:
 
     Args:
         message: text from library code.
-        names: argument -> dotted name of the setting, or flag.
+        names: argument -> dotted name of the setting.
     """
     for argument, setting in names.items():
         message = message.replace(f"`{argument}`", setting)
@@ -52,15 +52,14 @@ def in_settings(message: str, names: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def as_settings(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about arguments leave the block as errors about settings; flags (`--precision`) stay flags."""
+    """Errors about arguments leave the block as errors about settings."""
     try:
         yield
     except ArgumentError as error:
         if error.argument not in names:
             raise
         setting = names[error.argument]
-        prefix = "" if setting.startswith("-") else "config."
-        raise UserError(f"{prefix}{setting}{error.given}: {in_settings(error.said, names)}") from error
+        raise UserError(f"config.{setting}{error.given}: {in_settings(error.said, names)}") from error
     except (UserError, EngineError, MemoryError) as error:
         if (said := in_settings(str(error), names)) == str(error):
             raise

@@ -86,10 +86,8 @@ def _allowed(one: Declared) -> str:
         return "true, false"
     if one.type is str:
         return ""
-    low, high = about.minimum, about.maximum
-    bounds = f"{_number(low)} .. {_number(high)}" if None not in (low, high) else ""
-    if not bounds:
-        bounds = f"at least {_number(low)}" if low is not None else f"at most {_number(high)}" if high else ""
+    low, high = _number(about.minimum), _number(about.maximum)
+    bounds = f"{low} .. {high}" if low and high else f"at least {low}" if low else f"at most {high}" if high else ""
     return " ".join(part for part in (bounds, about.unit) if part)
 
 

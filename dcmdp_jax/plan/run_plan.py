@@ -28,7 +28,7 @@ from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology, platform_of
 from dcmdp_jax.run.memory_use import CUDNN_WORKSPACE
 from dcmdp_jax.run.placement import Placement, placed, platform_kernel
-from dcmdp_jax.run.task import Requests, check_model
+from dcmdp_jax.run.task import check_model
 from dcmdp_jax.run.weights import model_shardings
 from dcmdp_jax.training.build import make_step_programs
 
@@ -201,7 +201,7 @@ def planned_run(
         *engine,
         mesh,
         forward_scheme(config, platform, model=model),
-        Requests([config.task.max_prompt_tokens], config.training.prompts_per_step * config.rollout.group_size),
+        ([config.task.max_prompt_tokens], config.training.prompts_per_step * config.rollout.group_size),
         config.model.lora,
         machine=machine,
     )
@@ -310,9 +310,7 @@ def _share(config: Config) -> DeviceShare | None:
         return kind.device_share(arguments)
 
 
-def compile_program(
-    program: Lowerable, read: Callable[[jax.stages.Compiled], Any] = lambda executable: None
-) -> Compiled:
+def compile_program(program: Lowerable, read: Callable[[jax.stages.Compiled], Any]) -> Compiled:
     """Lower and compile a program. A program that does not fit is a result too.
 
     Args:

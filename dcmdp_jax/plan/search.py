@@ -43,12 +43,6 @@ class Tried(NamedTuple):
         """Bytes of the largest phase; None without a plan."""
         return None if self.plan is None else max(phase.total for phase in self.plan.phases)
 
-    @property
-    def order(self) -> tuple[bool, int, int]:
-        """Sort key of candidates: fitting ones first, then the fewest devices that exchange activations in every layer,
-        then the fewest gathers of parameters, by larger micro-batches."""
-        return not self.fits, self.mesh.tensor * self.mesh.expert, -self.micro_batch_tokens
-
 
 def table(tried: Sequence[Tried]) -> str:
     """A line for each candidate."""
@@ -85,7 +79,8 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
         tell: called with a line for each candidate.
 
     Returns:
-        The candidates in the order of `Tried.order`.
+        The candidates: fitting ones first, then those with the fewest devices that exchange activations in every layer,
+        then the fewest gathers of parameters, by larger micro-batches.
 
     Raises:
         UserError: if all are refused for one and the same reason.
@@ -109,7 +104,7 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
     reasons = {one.refused for one in tried}
     if len(reasons) == 1 and tried[0].plan is None:
         raise UserError(tried[0].refused)
-    return sorted(tried, key=lambda one: one.order)
+    return sorted(tried, key=lambda one: (not one.fits, one.mesh.tensor * one.mesh.expert, -one.micro_batch_tokens))
 
 
 def candidates(devices: int, experts: bool) -> Iterator[MeshSettings]:

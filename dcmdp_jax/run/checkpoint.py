@@ -31,7 +31,6 @@ from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
 
-_ITEMS = ("params", "learner", "meta")
 _BEHIND = "behind"  # the parameters that batches in flight are sampled with
 _OF_SETTINGS = {"loss_scale": "model.compute_dtype=float16", "opt_state": "config.optimizer"}
 
@@ -95,7 +94,6 @@ class _BestScores(preservation_policy.PreservationPolicy):
         *,
         context: preservation_policy.PreservationContext,
     ) -> list[bool]:
-        del context
         found = enumerate(_read_score(self.directory / str(info.step)) for info in checkpoints)
         scores = [(score, place) for place, score in found if score is not None]
         ranked = sorted((score.value, place) for score, place in scores if score.name == scores[-1][0].name)
@@ -141,7 +139,7 @@ class Checkpoints:
         )
         self._manager = ocp.CheckpointManager(
             self._directory,
-            item_names=(*_ITEMS, _BEHIND),
+            item_names=("params", "learner", "meta", _BEHIND),
             options=ocp.CheckpointManagerOptions(preservation_policy=keep, cleanup_tmp_directories=True),
         )
 

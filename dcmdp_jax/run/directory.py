@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +143,7 @@ def read_config(run_dir: Path) -> Config:
         raise UserError(f"{path}: can't be read ({error})") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def claimed(config: Config, hosts: Hosts = ONE_PROCESS) -> Iterator[Path]:
     """Collective: make the directory, and hold the run's lock on it until the block ends.
 
@@ -170,7 +169,7 @@ def claimed(config: Config, hosts: Hosts = ONE_PROCESS) -> Iterator[Path]:
         yield run_dir
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(run_dir: Path, token: bytes) -> Iterator[None]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -92,8 +92,7 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
         UserError: in one line, naming the setting.
     """
     config, model, dtype = task.config, task.model, pushed_dtype(saved, task.config)
-    with as_settings({"engine": "rollout.engine"}):
-        kind = find_engine(config.rollout.engine)
+    kind = find_engine(config.rollout.engine)
     with as_settings(of_engine(kind)):
         _, arguments = engine_arguments(
             config,

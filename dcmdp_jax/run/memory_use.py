@@ -74,17 +74,13 @@ class MemoryUse:
     def peak(self, place: str, *, certain: bool = False) -> tuple[str, int]:
         """The phase with the largest use of a place, and its bytes."""
         totals = {phase: self.total(phase, place, certain=certain) for phase in MEMORY_PHASES}
-        phase = max(totals, key=totals.__getitem__)
-        return phase, totals[phase]
+        return max(totals.items(), key=lambda total: total[1])
 
     def _peaks(self, *, certain: bool = False) -> Iterator[tuple[str, str, int | None, str, int]]:
         """Each place with memory of its own: its name in `total`, for people, its bytes, the largest phase, its use."""
-        places = (
-            ("first", "the first device", self.machine.device_bytes),
-            ("host", "this machine", self.machine.host_bytes),
-        )
-        for place in places[self.machine.platform == "cpu" :]:
-            yield *place, *self.peak(place[0], certain=certain)
+        if self.machine.platform != "cpu":
+            yield "first", "the first device", self.machine.device_bytes, *self.peak("first", certain=certain)
+        yield "host", "this machine", self.machine.host_bytes, *self.peak("host", certain=certain)
 
     def shortages(self, *, certain: bool = False) -> list[str]:
         """A sentence for each place with too little memory: the shortage, the largest part, the settings to lower."""

@@ -31,7 +31,7 @@ from dcmdp_jax.parallel.backend import has_cuda_plugin, prepare_jax, present_gpu
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.parallel.mesh import check_training_mesh, connect_devices, row_shards, sampling_mesh, training_mesh
 from dcmdp_jax.run.memory_use import EngineSetup, fit_engine, this_machine, training_memory
-from dcmdp_jax.run.task import Requests, Task
+from dcmdp_jax.run.task import Task
 
 _CPU_UNROLL = 8
 """Most layers that a CPU runs without a loop, in which gradients are copied. Deeper models gain no time by it: the 30
@@ -212,7 +212,7 @@ def placed(
     engine: EngineArguments,
     mesh: Mesh,
     scheme: Scheme,
-    requests: Requests,
+    requests: tuple[list[int], int],
     lora: Lora | None,
     *,
     shortest_prompt: int = 0,
@@ -227,7 +227,7 @@ def placed(
         kind, engine: the engine and its arguments, but for its devices and the rows that fit.
         mesh: the training devices.
         scheme: the engine's roundings that the forward pass repeats.
-        requests: the largest ones to the engine.
+        requests: the largest ones to the engine, see `Task.requests`.
         lora: shape of the adapters; None trains all parameters.
         shortest_prompt: minimum number of tokens of a prompt to train on.
         hosts: the processes of the run.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -34,18 +33,6 @@ from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.peft_files import Adapter, read_adapter
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
-
-
-class Requests(NamedTuple):
-    """Sizes of the calls of the engine.
-
-    Attributes:
-        prompt_lengths: number of tokens of each prompt, to train on and to evaluate on.
-        completions: maximum number of completions sampled in one call.
-    """
-
-    prompt_lengths: list[int]
-    completions: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +74,14 @@ class Task:
         return sampling(self.config, self.stop_token_ids)
 
     @property
-    def requests(self) -> Requests:
-        """The largest requests to the engine, of training and of evaluation."""
+    def requests(self) -> tuple[list[int], int]:
+        """Number of tokens of each prompt, and maximum number of completions sampled in one call of the engine."""
         every = self.train, *(prompts for _, prompts in self.held_out)
         lengths = [len(ids) for prompts in every for ids in prompts.token_ids]
         calls = [len(prompts.problems) * task.samples for task, prompts in self.held_out]
         if self.train.problems:
             calls.append(self.config.training.prompts_per_step * self.config.rollout.group_size)
-        return Requests(lengths, max(calls, default=0))
+        return lengths, max(calls, default=0)
 
 
 def read_task(config: Config) -> Task:
