@@ -41,7 +41,7 @@ from dcmdp_jax.algorithm.numerics import (
     log_difference,
 )
 from dcmdp_jax.algorithm.remedies import Corrected, Statistics, Tokens, require_tokens, split
-from dcmdp_jax.algorithm.require import require_number, require_option, require_same_shape
+from dcmdp_jax.algorithm.require import require_number, require_option, require_same_shape, require_sizes
 from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
 
@@ -70,8 +70,7 @@ def cis(tokens: Tokens, *, slope: float = 2.3, floor: float = 5e-3) -> Corrected
     scale, r of a sure token is near 1, and a bound for all tokens lets its outliers pass. Nothing is dropped. Ratio:
     training over rollout. The paper's constants; kzhao5/CIS-RL on AReaL.
     """
-    require_number("slope", slope, minimum=0)
-    require_number("floor", floor, minimum=0)
+    require_sizes(slope=slope, floor=floor)
     ratio = jnp.exp(_token_log_ratio(tokens))
     cap = 1.0 + slope * jnp.maximum(-jnp.expm1(_inside_mask(tokens, tokens.old_logprobs)), floor)
     return _corrected(tokens, jnp.minimum(ratio, cap), jnp.ones_like(ratio, bool), ratio > cap)
@@ -143,8 +142,7 @@ def ctpo(tokens: Tokens, *, low: float = 0.025, high: float = 0.05, power: float
     spreads as sqrt(t), and the bounds with it. Nothing is dropped. horizon-llm/CTPO (acc4021 of 2026-06-24,
     `la_clip_low`, `la_clip_high`, `clip_ratio_la_power`) clips an objective with it, where r is drift.
     """
-    require_number("low", low, minimum=0)
-    require_number("high", high, minimum=0)
+    require_sizes(low=low, high=high)
     total, count = _prefix_sums(tokens)
     scale = count**power
     log_ratio = jnp.clip(clamp(total, MAX_LOG_RATIO), -low * scale, high * scale)
@@ -202,8 +200,7 @@ def probability_band(tokens: Tokens, *, low: float = 0.2, high: float = 0.2) -> 
 
     Denominator: kept tokens. ROLL (`train_infer_correction`, a filter with `diff_low` and `diff_high`, level token).
     """
-    require_number("low", low, minimum=0)
-    require_number("high", high, minimum=0)
+    require_sizes(low=low, high=high)
     old, rollout = (_inside_mask(tokens, x) for x in (tokens.old_logprobs, tokens.rollout_logprobs))
     shift = jnp.exp(jnp.minimum(old, 0.0)) - jnp.exp(jnp.minimum(rollout, 0.0))
     return _kept(tokens, shift, ~((shift < -low) | (shift > high)))

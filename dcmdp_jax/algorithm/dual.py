@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from dcmdp_jax.algorithm.masked import masked_quantile
-from dcmdp_jax.algorithm.require import require_number, require_rank, require_same_shape
+from dcmdp_jax.algorithm.require import require_number, require_rank, require_same_shape, require_sizes
 from dcmdp_jax.types import Array, DualState, Scalar
 
 QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
@@ -35,8 +35,7 @@ def dual_init(multiplier: float, *, tolerance: float) -> DualState:
     Raises:
         ValueError: if a value is out of its range or not finite.
     """
-    require_number("multiplier", multiplier, minimum=0)
-    require_number("tolerance", tolerance, minimum=0)
+    require_sizes(multiplier=multiplier, tolerance=tolerance)
     return DualState(jnp.asarray(multiplier, jnp.float32), jnp.asarray(tolerance, jnp.float32))
 
 
@@ -73,10 +72,7 @@ def dual_update(
             `maximum` is below `minimum`.
     """
     require_rank("mean_discrepancy", mean_discrepancy, 0)
-    require_number("multiplier", multiplier, minimum=0)
-    require_number("tolerance", tolerance, minimum=0)
-    require_number("learning_rate", learning_rate, minimum=0)
-    require_number("minimum", minimum, minimum=0)
+    require_sizes(multiplier=multiplier, tolerance=tolerance, learning_rate=learning_rate, minimum=minimum)
     require_number("maximum", maximum, minimum=0 if isinstance(minimum, jax.Array) else minimum)
     dtype = jnp.result_type(jnp.float32, multiplier, mean_discrepancy)
     multiplier, mean_discrepancy, tolerance, learning_rate = jax.lax.stop_gradient(

@@ -116,6 +116,12 @@ def require_number(
         raise ValueError(f"{name}={value!r}; must be a finite number in {left}{minimum}, {maximum}{right}")
 
 
+def require_sizes(*, open_minimum: bool = False, **sizes: Any) -> None:
+    """Raise unless every named scalar is a finite number of at least 0, or above it, see `require_number`."""
+    for name, size in sizes.items():
+        require_number(name, size, minimum=0, open_minimum=open_minimum)
+
+
 def require_integer(name: str, value: Any, *, minimum: int) -> None:
     """Raise unless `value` is an integer of at least `minimum` (a bool is not an integer here).
 

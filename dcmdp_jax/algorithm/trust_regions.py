@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float
 from dcmdp_jax.algorithm.masked import completion_sums, gather_to_tokens, masked_sum
 from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, as_float, binary_kl, clamped_log_ratio, log_difference
 from dcmdp_jax.algorithm.remedies import Function, Region, Tokens, require_tokens
-from dcmdp_jax.algorithm.require import require_number, require_same_shape
+from dcmdp_jax.algorithm.require import require_number, require_same_shape, require_sizes
 from dcmdp_jax.algorithm.stats import Statistic
 from dcmdp_jax.types import Array, Scalar
 
@@ -206,8 +206,7 @@ def acr(tokens: Tokens, *, low: float = 0.2, high: float = 0.2, cap: float = 2.0
 def _require(tokens: Tokens, *, open_minimum: bool = False, **sizes: float) -> None:
     """Raise unless the arrays have one shape and the parameters are at least 0, or above it."""
     require_tokens(tokens)
-    for name, size in sizes.items():
-        require_number(name, size, minimum=0, open_minimum=open_minimum)
+    require_sizes(open_minimum=open_minimum, **sizes)
 
 
 def _policy(tokens: Tokens) -> Float[jax.Array, "R L"]:
