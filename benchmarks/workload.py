@@ -72,7 +72,7 @@ def batch_of(sampled: list[Episode], plan: RowShapes, config: ModelConfig) -> tu
     """The packed batch on the devices and its share of padding."""
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
     batch, report = pack(sampled, rewards, plan, mask_truncated=False)
-    shardings = batch_shardings(training_mesh(num_params=num_params(config)), buckets=len(plan.row_lengths))
+    shardings = batch_shardings(training_mesh(num_params=num_params(config)))
     return jax.device_put(batch, shardings), 1 - report.tokens / report.computed_tokens
 
 

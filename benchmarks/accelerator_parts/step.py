@@ -80,7 +80,7 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
         out_shardings=programs.shardings,
     )
     state = jax.block_until_ready(create(jax.random.key(0)))
-    batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(run.placement.packing.row_lengths)))
+    batch = jax.device_put(batch, batch_shardings(mesh))
     found["peak_bytes_before"] = limits.memory_peak()
     seconds = []
     for repeat in range(size.repeats + 2):

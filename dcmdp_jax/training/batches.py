@@ -8,7 +8,6 @@ thread, one batch after the other, while the main thread trains; weights are pus
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping
@@ -59,8 +58,7 @@ class Sampled(NamedTuple):
     timer: PhaseTimer
 
 
-@dataclasses.dataclass
-class StepBatch:
+class StepBatch(NamedTuple):
     """The batch of a step, ready to be trained on.
 
     Attributes:
@@ -168,7 +166,7 @@ class Batches:
         self._start(step, timer)
         with self._waiting(timer):
             rollout, floor, scored, sampler = self._in_flight.pop(step).result()
-        timer.add(sampler)
+        timer.seconds |= sampler.seconds
         with timer.phase("pack"):
             if self._exchanges:
                 rollout = self._rollouts.exchange(rollout)
@@ -258,7 +256,7 @@ class Batches:
             )
             advice = in_settings(advice, PACKING)
             logger.warning("step %d: %.0f%% of what is computed is padding; %s", step + 1, 100 * padding, advice)
-        on_devices = to_global(batch, batch_shardings(self._placement.mesh, buckets=len(packing.row_lengths)))
+        on_devices = to_global(batch, batch_shardings(self._placement.mesh))
         return on_devices, batch.rows, metrics
 
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:

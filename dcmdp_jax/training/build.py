@@ -92,7 +92,7 @@ def make_step_programs(
         placement: devices, computation and shapes of a batch.
         lora: shape of the adapters; None trains all parameters.
     """
-    compute, mesh, packing = placement.compute, placement.mesh, placement.packing
+    compute, mesh = placement.compute, placement.mesh
     schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
     optimizer = make_optimizer(config.optimizer, schedule)
     dual, loss_scale = initial_dual(config.algorithm), initial_loss_scale(config.model.compute_dtype)
@@ -118,10 +118,10 @@ def make_step_programs(
     )
     create = jax.jit(lambda params, dual: new_state(params, optimizer, dual, loss_scale), out_shardings=shardings)
     state = jax.eval_shape(create, declared_shapes(trained(model, lora), dtype), dual)
-    batch = abstract_batch(packing, placement.columns)
+    batch = abstract_batch(placement.packing, placement.columns)
     return StepPrograms(
         create,
-        (sharded(state, shardings), sharded(batch, batch_shardings(mesh, buckets=len(packing.row_lengths)))),
+        (sharded(state, shardings), sharded(batch, batch_shardings(mesh))),
         shardings,
         make_train_step(parts, shardings),
         make_rescore(row_logprobs, mesh=mesh) if exact else None,

@@ -24,7 +24,7 @@ from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.params import declared_axes, declared_shapes
 from dcmdp_jax.models.products import euclidean_norm
 from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings
-from dcmdp_jax.types import Array, Batch, DualState, LossScale, Params, Rows, TrainState
+from dcmdp_jax.types import Array, Batch, DualState, LossScale, Params, TrainState
 
 
 def initial_dual(settings: AlgorithmSettings) -> DualState:
@@ -100,11 +100,9 @@ def new_state(
     )
 
 
-def batch_shardings(mesh: Mesh, *, buckets: int) -> Batch:
-    """A `Batch` of shardings: rows split over data, fsdp and expert, what is per completion replicated."""
-    rows = Rows(*[shard_rows(mesh)] * len(Rows._fields))
-    rest = dict.fromkeys(Batch._fields, replicated(mesh))
-    return Batch(**{**rest, "rows": (rows,) * buckets})
+def batch_shardings(mesh: Mesh) -> Batch:
+    """Shardings of a `Batch`, as a prefix: rows split over data, fsdp and expert, what is per completion replicated."""
+    return Batch(**{**dict.fromkeys(Batch._fields, replicated(mesh)), "rows": shard_rows(mesh)})
 
 
 def make_schedule(settings: OptimizerSettings, *, updates: int) -> optax.Schedule:

@@ -135,7 +135,7 @@ def packed_batch(
     )
     rollout, rewards = sampled
     batch, _ = pack(rollout.episodes, rewards, plan, mask_truncated=mask_truncated, dropped=dropped)
-    return jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows))) if mesh else batch
+    return jax.device_put(batch, batch_shardings(mesh)) if mesh else batch
 
 
 def padded(rollout):

@@ -83,7 +83,7 @@ def _inputs(seed, plan, mesh):
     ]
     batch, _ = pack(episodes, np.zeros(COUNT, np.float32), plan, mask_truncated=False, dropped=order >= len(lengths))
     if mesh is not None:
-        batch = jax.device_put(batch, batch_shardings(mesh, buckets=len(batch.rows)))
+        batch = jax.device_put(batch, batch_shardings(mesh))
     return batch, weights[order]
 
 
