@@ -73,10 +73,8 @@ def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
     return P(*parts)
 
 
-def param_shardings(
-    logical_axes: Params, shapes: Params, mesh: Mesh, *, table: Mapping[str, MeshAxes] = PARAM_AXES
-) -> Params:
-    """The sharding of every parameter.
+def param_shardings(logical_axes: Params, shapes: Params, mesh: Mesh) -> Params:
+    """The sharding of every parameter, by `PARAM_AXES`.
 
     A dimension that its mesh axes don't divide (a vocabulary of odd size, fewer key-value channels than tensor
     devices) is replicated, with a warning that names it. Results stay the same; memory and speed suffer.
@@ -85,7 +83,6 @@ def param_shardings(
         logical_axes: tree of tuples of axis names, from `params.logical_axes`.
         shapes: the same tree with `.shape`, from `params.param_shapes`.
         mesh: result of `make_mesh`.
-        table: logical name -> mesh axis.
 
     Returns:
         The tree with a `NamedSharding` for each leaf.
@@ -96,9 +93,9 @@ def param_shardings(
 
     def sharding(path: tuple[Any, ...], leaf: Any, axes: Axes) -> NamedSharding:
         where = jax.tree_util.keystr(path, simple=True, separator=".")
-        parts = list(partition_spec(axes, table))
+        parts = list(partition_spec(axes, PARAM_AXES))
         for place, (part, size) in enumerate(zip(parts, leaf.shape, strict=True)):
-            ways = _ways(part, mesh)
+            ways = math.prod(mesh.shape[name] for name in _mesh_axes(part))
             if size % ways:
                 logger.warning(
                     "%s: dimension %d (%s) is %d, not a multiple of the %d devices along %s; each holds all of it",
@@ -302,10 +299,6 @@ def _mesh_axes(part: MeshAxes) -> tuple[str, ...]:
     if part is None or part is P.UNCONSTRAINED:
         return ()
     return (part,) if isinstance(part, str) else part
-
-
-def _ways(part: MeshAxes, mesh: Mesh) -> int:
-    return math.prod(mesh.shape[name] for name in _mesh_axes(part))
 
 
 def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:

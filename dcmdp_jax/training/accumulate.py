@@ -59,7 +59,13 @@ def accumulate(
     """
 
     def on_device(shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array) -> tuple[Any, tuple[Any, ...]]:
-        statistics, outputs = _over_micro_batches(function, shared, rows, micro_batches)
+        if len(rows) > 1 or len(jax.tree.leaves(rows)[0]) > 1:
+            statistics, outputs = _loop(function, shared, rows, micro_batches)
+        else:
+            with jax.named_scope(MICRO_BATCHES):
+                statistics, outputs = function(shared, jax.tree.map(lambda x: x[0], rows[0]))
+            statistics = stats.merge(stats.empty(statistics), statistics)
+            outputs = (jax.tree.map(lambda x: x[None], outputs),)
         return stats.across(statistics, data_axis(mesh)), outputs
 
     mapped = shard_map_over_data(on_device, mesh, in_specs=(P(), _ROWS, P()), out_specs=(P(), _ROWS))
@@ -85,16 +91,6 @@ def map_rows(
 
     mapped = shard_map_over_data(on_device, mesh, in_specs=(P(), _ROWS, P()), out_specs=_ROWS)
     return mapped(shared, rows, micro_batches)
-
-
-def _over_micro_batches(
-    function: RowFunction, shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array
-) -> tuple[Any, tuple[Any, ...]]:
-    if len(rows) > 1 or len(jax.tree.leaves(rows)[0]) > 1:
-        return _loop(function, shared, rows, micro_batches)
-    with jax.named_scope(MICRO_BATCHES):
-        statistics, outputs = function(shared, jax.tree.map(lambda x: x[0], rows[0]))
-    return stats.merge(stats.empty(statistics), statistics), (jax.tree.map(lambda x: x[None], outputs),)
 
 
 def _loop(

@@ -10,7 +10,6 @@ terms weigh the same however many tokens a correction drops.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -195,8 +194,7 @@ def charged_rewards(
     """
     if settings.level != "reward":
         return None
-    charge = functools.partial(_charged, settings, remedies.penalty, dual)
-    return lax.map(lambda mini_batch: charge(*mini_batch), (rewards, rows))
+    return lax.map(lambda mini_batch: _charged(settings, remedies.penalty, dual, *mini_batch), (rewards, rows))
 
 
 def _charged(

@@ -53,10 +53,6 @@ class PhaseTimer:
         self.spans.append((began, ended))
         self.seconds[metric] = self.seconds.get(metric, 0.0) + ended - began
 
-    def add(self, sampler: PhaseTimer) -> None:
-        """Add the phases in which the step's batch was sampled."""
-        self.seconds |= sampler.seconds
-
     def metrics(self, episodes: Sequence[Episode], *, lags: bool) -> dict[str, float]:
         """The phases, the total, and tokens per second; with a lag also what overlap won."""
         total = time.monotonic() - self._began

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +38,8 @@ def with_logprobs(
         outputs = row_logprobs(params, rows)
         return (outputs.logprobs,) if outputs.top_logprobs is None else (outputs.logprobs, outputs.top_logprobs)
 
-    def mini_batch(_: None, xs: tuple[tuple[Rows, ...], jax.Array]) -> tuple[None, tuple[Any, ...]]:
-        return None, map_rows(logprobs, params, *xs, mesh=mesh)
-
-    _, values = lax.scan(mini_batch, None, (batch.rows, jnp.asarray(batch.micro_batches)))
+    mini_batches = batch.rows, jnp.asarray(batch.micro_batches)
+    values = lax.map(lambda mini_batch: map_rows(logprobs, params, *mini_batch, mesh=mesh), mini_batches)
     named = [dict(zip((name, of_top), columns, strict=False)) for columns in values]
     return batch._replace(rows=tuple(rows.with_columns(**new) for rows, new in zip(batch.rows, named, strict=True)))
 

@@ -301,11 +301,10 @@ def _objective(
         **loss_terms.head_statistics(settings, head, kept_mass, rows.completion_mask),
         "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), rows.completion_mask),
         "discrepancy/mean": signals.mean_discrepancy,
-        "dual/charge_share": charge_share(
-            signals.tokens, uncharged, signals.weights,
-            None if settings.state_charge is None else charge_length(head, rows.completion_mask, settings.state_charge),
-        ),
-    }  # fmt: skip
+    }
+    charge = settings.state_charge
+    in_loss = None if charge is None else charge_length(head, rows.completion_mask, charge)
+    statistics["dual/charge_share"] = charge_share(signals.tokens, uncharged, signals.weights, in_loss)
     start_logprobs = signals.tokens.start_logprobs if lags(rows) else None
     top_logprobs = head.old_logprobs if head is not None and parts.record_tokens else None
     values = TokenValues(signals.tokens.old_logprobs, signals.discrepancy, start_logprobs, top_logprobs)

@@ -71,7 +71,9 @@ def warm_up(
         )
     longest = max(len(p) + len(s) for p, s in zip(prompts, solutions, strict=True))
     rows = one_a_row(prompts, solutions, -(-longest // length_multiple) * length_multiple)
-    optimizer = _optimizer(settings)
+    rise = max(settings.steps // 20, 1)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, rise, max(settings.steps, rise + 1))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.0))
     placed = _placement(params, optimizer, mesh)
     opt_state = jax.jit(optimizer.init, out_shardings=placed[1])(params)
     step = jax.jit(
@@ -81,8 +83,7 @@ def warm_up(
         out_shardings=(*placed, None),
         compiler_options=compiler_options(jax.default_backend()),
     )
-    order = np.random.default_rng([seed, 0]).permutation(len(prompts))
-    position, epoch = 0, 0
+    order, position, epoch = np.arange(0), 0, -1
     for done in range(1, settings.steps + 1):
         if position + size > len(order):
             position, epoch = 0, epoch + 1
@@ -97,12 +98,6 @@ def warm_up(
                 raise UserError(f"warmup: loss is {value} at step {done}; lower warmup.learning_rate")
             on_step(done, value)
     return params
-
-
-def _optimizer(settings: WarmupSettings) -> optax.GradientTransformation:
-    rise = max(settings.steps // 20, 1)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, rise, max(settings.steps, rise + 1))
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.0))
 
 
 def _placement(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> tuple[Any, Any]:
