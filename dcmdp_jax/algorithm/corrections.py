@@ -59,8 +59,7 @@ def tis(tokens: Tokens, *, low: float = 0.0, high: float = 2.0) -> Corrected:
     NeMo-RL (`tis`), Tunix (`sampler_is=token`, 2) and TRL (`token_truncate`, 3) weigh alike; NeMo-RL weighs a token
     with a non-finite ratio by 0, here -inf is clamped and NaN stays.
     """
-    ratio = jnp.exp(_token_log_ratio(tokens))
-    return _truncated(tokens, ratio, low, high)
+    return _truncated(tokens, jnp.exp(_token_log_ratio(tokens)), low, high)
 
 
 def cis(tokens: Tokens, *, slope: float = 2.3, floor: float = 5e-3) -> Corrected:

@@ -104,8 +104,10 @@ def sampling_mesh(training: Mesh, *, num_params: int = 0, tensor: int = 1, exper
     Raises:
         UserError: naming the settings, if they do not divide the number of devices.
     """
-    devices = jax.local_devices() if backend.cpu_is_split() else training.devices.flat
-    devices = np.asarray([device for device in devices if device.process_index == jax.process_index()])
+    devices = np.asarray(jax.local_devices()) if backend.cpu_is_split() else training.devices.reshape(-1)
+    if jax.process_count() > 1:
+        own = [device for device in devices if device.process_index == jax.process_index()]
+        devices = np.asarray(own)
     if backend.cpu_is_split() and tensor * expert == 1 and num_params > _MAX_REPLICATED_PARAMS:
         devices = devices[:1]
     if devices.size % (tensor * expert):

@@ -152,7 +152,7 @@ class Trainer:
             self._prompts_taken += rollout.taken
             completions = metrics.pop("completions/discrepancy")
             metrics |= pushed | made.metrics | timer.metrics(rollout.episodes, lags=config.rollout.lag > 0)
-            metrics |= rollout_metrics(rollout, completions.reshape(-1), refills=config.algorithm.refill_rounds > 0)
+            metrics |= rollout_metrics(rollout, completions, refills=config.algorithm.refill_rounds > 0)
             metrics |= skipped.record(step, metrics)
             metrics |= alarms.record(step, metrics, completions)
             if writer.records(step):

@@ -25,12 +25,11 @@ def shown_samples(task: Task, step: int, rollout: StepRollout, discrepancy: np.n
         task: the settings and the problems.
         step: finished steps.
         rollout: the step's completions and rewards.
-        discrepancy: mean of each completion of the batch.
+        discrepancy: [B * G] mean of each completion of the batch.
     """
     settings, size = task.config.observe, task.sampling.group_size
     if not settings.samples or (step - 1) % settings.samples_every_steps:
         return []
-    means = discrepancy.reshape(-1)
     return [
         {
             "prompt": task.tokenizer.decode(rollout.episodes[group * size].prompt_ids),
@@ -40,7 +39,7 @@ def shown_samples(task: Task, step: int, rollout: StepRollout, discrepancy: np.n
             "rewards": rollout.scores.of_completion(group * size),
             "source": task.train.problems[rollout.problems[group]].source,
             **({"extra": extra} if (extra := rollout.scores.extra_of(group * size)) else {}),
-            "discrepancy_mean": float(means[place * size]),
+            "discrepancy_mean": float(discrepancy[place * size]),
         }
         for place, group in enumerate(rollout.groups[: settings.samples])
     ]
