@@ -121,7 +121,9 @@ def stepper(
     schedule = make_schedule(settings.optimizer, updates=1000)
     optimizer = make_optimizer(settings.optimizer, schedule)
     mesh, dual = training_mesh(num_params=num_params(config)), initial_dual(algorithm)
-    shardings = train_state_shardings(config, optimizer, dual, "float32", mesh, lora=lora)
+    key = jax.random.key(0)
+    create = lambda: new_state(draw_params(trained(config, lora), key, "float32"), optimizer, dual)  # noqa: E731
+    shardings = train_state_shardings(jax.eval_shape(create), config, mesh, lora)
     parts = StepParts(
         row_logprobs=make_row_logprobs(config, compute, temperature=1.0, mesh=mesh, top_gradient=algorithm.centers),
         compute_dtype=compute.dtype,
@@ -133,9 +135,6 @@ def stepper(
         lora=lora,
     )
     step = make_train_step(parts, shardings)
-    declared = trained(config, lora)
-    key = jax.random.key(0)
-    create = lambda: new_state(draw_params(declared, key, "float32"), optimizer, dual)  # noqa: E731
     state = [jax.jit(create, out_shardings=shardings)()]
     frozen = lora and jax.jit(lambda: init_params(config, key), out_shardings=replicated(mesh))()
 

@@ -96,8 +96,12 @@ def make_step_programs(
     schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
     optimizer = make_optimizer(config.optimizer, schedule)
     dual, loss_scale = initial_dual(config.algorithm), initial_loss_scale(config.model.compute_dtype)
-    dtype = config.model.param_dtype
-    shardings = train_state_shardings(model, optimizer, dual, dtype, mesh, loss_scale, lora)
+
+    def fresh(params: Params, dual: DualState) -> TrainState:
+        return new_state(params, optimizer, dual, loss_scale)
+
+    state = jax.eval_shape(fresh, declared_shapes(trained(model, lora), config.model.param_dtype), dual)
+    shardings = train_state_shardings(state, model, mesh, lora)
     exact = config.rollout.precision == "exact"
     row_logprobs = make_row_logprobs(
         model, compute, temperature=config.rollout.temperature, mesh=mesh, scheme=placement.scheme,
@@ -116,11 +120,9 @@ def make_step_programs(
         record_tokens=config.observe.rollouts_every_steps > 0,
         lora=lora,
     )
-    create = jax.jit(lambda params, dual: new_state(params, optimizer, dual, loss_scale), out_shardings=shardings)
-    state = jax.eval_shape(create, declared_shapes(trained(model, lora), dtype), dual)
     batch = abstract_batch(placement.packing, placement.columns)
     return StepPrograms(
-        create,
+        jax.jit(fresh, out_shardings=shardings),
         (sharded(state, shardings), sharded(batch, batch_shardings(mesh))),
         shardings,
         make_train_step(parts, shardings),

@@ -21,7 +21,7 @@ from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.config.settings import OptimizerSettings
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.lora import trained
-from dcmdp_jax.models.params import declared_axes, declared_shapes
+from dcmdp_jax.models.params import declared_axes
 from dcmdp_jax.models.products import euclidean_norm
 from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings
 from dcmdp_jax.types import Array, Batch, DualState, LossScale, Params, TrainState
@@ -69,20 +69,9 @@ def measure_tolerance(settings: AlgorithmSettings, series: Mapping[str, tuple[Ar
     return np.float32(measure(np.float32(means), np.float32(latest)))
 
 
-def train_state_shardings(
-    model: ModelConfig,
-    optimizer: optax.GradientTransformation,
-    dual: DualState,
-    param_dtype: str,
-    mesh: Mesh,
-    loss_scale: LossScale | None = None,
-    lora: Lora | None = None,
-) -> TrainState:
-    """A `TrainState` of shardings: parameters and moments by the table, scalars replicated."""
-    declared = trained(model, lora)
-    shapes = declared_shapes(declared, param_dtype)
-    abstract = jax.eval_shape(lambda params: new_state(params, optimizer, dual, loss_scale), shapes)
-    return state_shardings(abstract, shapes, declared_axes(declared), mesh)
+def train_state_shardings(state: TrainState, model: ModelConfig, mesh: Mesh, lora: Lora | None = None) -> TrainState:
+    """Shardings of an abstract state: parameters and moments by the table, scalars replicated."""
+    return state_shardings(state, state.params, declared_axes(trained(model, lora)), mesh)
 
 
 def new_state(

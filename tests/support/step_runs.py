@@ -16,7 +16,7 @@ from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.params import init_params
+from dcmdp_jax.models.params import init_params, param_shapes
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.training.rescore import make_rescore
@@ -82,13 +82,16 @@ def programs(settings, mini_batches, mesh, compute, exact, **options):
     schedule = make_schedule(OPTIMIZER, updates=UPDATES)
     transform = make_optimizer(OPTIMIZER, schedule)
     dual = initial_dual(settings)
-    shardings = train_state_shardings(MODEL, transform, dual, "float32", mesh) if mesh else None
+
+    def fresh(params):
+        return new_state(params, transform, dual)
+
+    shardings = train_state_shardings(jax.eval_shape(fresh, param_shapes(MODEL)), MODEL, mesh) if mesh else None
     model = dict(row_logprobs=row_logprobs, compute_dtype=compute.dtype, max_completion_tokens=LIMIT, mesh=mesh)
     update = dict(settings=settings, optimizer=transform, schedule=schedule, always_recompute=exact)
     parts = StepParts(**model, **update)
     step = make_train_step(parts, shardings)
-    create = jax.jit(lambda p: new_state(p, transform, dual), out_shardings=shardings)
-    return create, step, make_rescore(row_logprobs, mesh=mesh)
+    return jax.jit(fresh, out_shardings=shardings), step, make_rescore(row_logprobs, mesh=mesh)
 
 
 def run_steps(

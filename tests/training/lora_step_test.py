@@ -51,7 +51,11 @@ def _run(lora: Lora | None, params: Any, frozen: Any, *, mini_batches=2, steps=1
         other = jax.tree_util.tree_map_with_path(lambda path, _: path[2:3] not in [(key,) for key in only], params)
         optimizer = optax.chain(optimizer, optax.masked(optax.set_to_zero(), other))
     dual = initial_dual(ALGORITHM)
-    shardings = train_state_shardings(MODEL, optimizer, dual, "float32", mesh, lora=lora) if mesh else None
+
+    def fresh(params):
+        return new_state(params, optimizer, dual)
+
+    shardings = train_state_shardings(jax.eval_shape(fresh, params), MODEL, mesh, lora) if mesh else None
     parts = StepParts(
         row_logprobs=make_row_logprobs(MODEL, compute, temperature=TEMPERATURE, mesh=mesh, cut=cut is not None),
         compute_dtype="float32",
@@ -62,7 +66,7 @@ def _run(lora: Lora | None, params: Any, frozen: Any, *, mini_batches=2, steps=1
         mesh=mesh,
         lora=lora,
     )
-    state = jax.jit(lambda p: new_state(p, optimizer, dual), out_shardings=shardings)(jax.tree.map(jnp.copy, params))
+    state = jax.jit(fresh, out_shardings=shardings)(jax.tree.map(jnp.copy, params))
     batch, step, history = (
         packed_batch(cut or make_rollout(), mini_batches, mesh, tokens=64),
         make_train_step(parts, shardings),
