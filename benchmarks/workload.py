@@ -71,9 +71,9 @@ def rollout(
 def batch_of(sampled: list[Episode], plan: RowShapes, config: ModelConfig) -> tuple[Batch, float]:
     """The packed batch on the devices and its share of padding."""
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
-    batch, report = pack(sampled, rewards, plan, mask_truncated=False)
+    batch, (tokens, computed) = pack(sampled, rewards, plan, mask_truncated=False)
     shardings = batch_shardings(training_mesh(num_params=num_params(config)))
-    return jax.device_put(batch, shardings), 1 - report.tokens / report.computed_tokens
+    return jax.device_put(batch, shardings), 1 - tokens / computed
 
 
 def step_layout(config: ModelConfig, mini_batches: int, prompts: int = PROMPTS) -> tuple[Compute, RowShapes]:

@@ -52,7 +52,7 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
     model, step = run.model, plan_step(run)
     sampled = completions(size, model)
     rewards = np.random.default_rng(1).integers(0, 2, len(sampled)).astype(np.float32)
-    batch, report = pack(sampled, rewards, run.placement.packing, mask_truncated=False)
+    batch, (tokens, computed) = pack(sampled, rewards, run.placement.packing, mask_truncated=False)
     micro_batches = [int(count) for count in batch.micro_batches[0]]
     executable, compiled = limits.read(step, step_trip_counts(run, micro_batches))
     found: dict[str, Any] = {
@@ -63,8 +63,8 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
         "remat": remat,
         "attention": run.placement.compute.attention,
         "sequences": len(sampled),
-        "tokens": report.tokens,
-        "computed_tokens": report.computed_tokens,
+        "tokens": tokens,
+        "computed_tokens": computed,
         "micro_batches": sum(micro_batches),
         "compile_seconds": compiled.seconds,
         "predicted_peak_bytes": compiled.peak,
@@ -90,7 +90,7 @@ def measure(size: Size, tell: Tell, *, remat: str, segments: int = 0) -> None:
             seconds.append(time.perf_counter() - began)
     found |= {
         "seconds": seconds,
-        "tokens_per_second": [report.tokens / each for each in seconds],
+        "tokens_per_second": [tokens / each for each in seconds],
         "peak_bytes": limits.memory_peak(),
         "loss": float(metrics["policy/loss"]),
         "skipped_updates": float(metrics["optimizer/skipped_updates"]),

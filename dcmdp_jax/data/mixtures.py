@@ -170,10 +170,8 @@ class PromptStream:
         shares = cycle(self.weights)
         starts = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
         number, place = divmod(first, sum(shares))
-        tasks = [self._tasks(shares, seed, number)]
-        while sum(map(len, tasks)) < place + count:
-            tasks.append(self._tasks(shares, seed, number + len(tasks)))
-        chosen = np.concatenate(tasks)[: place + count]
+        cycles = range(number, (first + count) // sum(shares) + 1)
+        chosen = np.concatenate([self._tasks(shares, seed, each) for each in cycles])[: place + count]
         found = np.zeros(count, np.int64)
         for task, size in enumerate(self.sizes):
             mine = np.flatnonzero(chosen == task)

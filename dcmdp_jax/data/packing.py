@@ -7,7 +7,6 @@ computation.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,19 +19,6 @@ from dcmdp_jax.data.row_layout import RowShapes, computed_tokens, lay_out
 from dcmdp_jax.types import Batch, Rows
 
 
-@dataclasses.dataclass(frozen=True)
-class PackingReport:
-    """Cost of packing.
-
-    Attributes:
-        tokens: prompt and completion tokens placed.
-        computed_tokens: tokens, padding included, of the micro-batches that will run.
-    """
-
-    tokens: int
-    computed_tokens: int
-
-
 def pack(
     episodes: Sequence[Episode],
     rewards: Float[np.ndarray, " episodes"],
@@ -40,7 +26,7 @@ def pack(
     *,
     mask_truncated: bool,
     dropped: Bool[np.ndarray, " episodes"] | None = None,
-) -> tuple[Batch, PackingReport]:
+) -> tuple[Batch, tuple[int, int]]:
     """Pack M * N episodes into a batch; episode i goes to mini-batch i // N.
 
     Args:
@@ -51,7 +37,8 @@ def pack(
         dropped: completions that must not be used at all (their log-probs may be anything).
 
     Returns:
-        The batch as numpy arrays, and what it cost.
+        The batch as numpy arrays, the prompt and completion tokens in it, and the tokens, padding included, of the
+        micro-batches that will run.
 
     Raises:
         ValueError: if counts disagree, a sequence is longer than the longest row, an episode's first token, or none,
@@ -99,7 +86,7 @@ def pack(
         valid=valid,
     )
     computed = sum(computed_tokens(shapes, row) for row in counts)
-    return batch, PackingReport(tokens=int(lengths[~dropped].sum()), computed_tokens=computed)
+    return batch, (int(lengths[~dropped].sum()), computed)
 
 
 def _make_rows(shape: Shape, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]) -> Rows:
@@ -111,11 +98,8 @@ def _make_rows(shape: Shape, columns: Mapping[str, Shape], make: Callable[[Shape
         make: (shape, entry of padding, dtype) -> array.
     """
     layout = {name: make(shape, 0, dtype) for name, dtype in ROW_LAYOUT.items()}
-    declared = {name: (entry, COLUMNS[name]) for name, entry in columns.items()}
-    return Rows(
-        **layout,
-        columns={name: make((*shape, *entry), each.fill, each.dtype) for name, (entry, each) in declared.items()},
-    )
+    extra = {n: make((*shape, *entry), COLUMNS[n].fill, COLUMNS[n].dtype) for n, entry in columns.items()}
+    return Rows(**layout, columns=extra)
 
 
 def _write(rows: Rows, row: Shape, start: int, segment: int, index: int, episode: Episode) -> None:

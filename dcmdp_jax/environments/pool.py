@@ -14,13 +14,12 @@ ends here. Both may be `async def`. The reward `environment` is the sum of a com
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
@@ -31,8 +30,7 @@ _LONGEST_OBSERVATION = 100_000
 _LARGEST = 1e9
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """An environment's response to one turn.
 
     Attributes:
@@ -143,14 +141,14 @@ class _Playing:
             raise RewardError(f"observation_role is {role!r:.80}, needs text")
         return [observations, role]
 
-    def _step(self, rows: Sequence[int], texts: Sequence[str]) -> list[Any]:
+    def _step(self, rows: Sequence[int], texts: Sequence[str]) -> list[Step]:
         if rows and max(rows) >= len(self._environments):
             raise RewardError("its process died in step")
 
         def answer() -> list[Any]:
             return [self._environments[row].step(text) for row, text in zip(rows, texts, strict=True)]
 
-        return [[each.observation, each.reward, each.done] for each in self._checked(answer, checked_step, rows)]
+        return self._checked(answer, checked_step, rows)
 
     def _checked(self, call: Callable[[], list[Any]], check: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
         """The results of the calls, checked."""

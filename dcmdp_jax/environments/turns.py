@@ -305,7 +305,6 @@ class TurnSampler:
                 "share that it ended",
                 *(self._pool.name, endless, len(plays), self._limits.turns),
             )
-        self.played = {}
         for row, play in enumerate(plays):
             ids = play.completion_ids
             text = self._text(ids) if len(ids) else ""

@@ -236,14 +236,14 @@ class Batches:
     def _pack(self, rollout: StepRollout, step: int) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
         """The batch on the devices, its rows on the host, and metrics."""
         config, packing, chosen = self._config, self._placement.packing, rollout.rows
-        batch, report = pack(
+        batch, (tokens, computed) = pack(
             [rollout.episodes[row] for row in chosen],
             rollout.scores.totals[chosen],
             packing,
             mask_truncated=config.algorithm.mask_truncated,
             dropped=rollout.dropped[chosen],
         )
-        padding = 1.0 - report.tokens / report.computed_tokens
+        padding = 1.0 - tokens / computed
         metrics = {"rollout/dropped_completions": int(rollout.dropped.sum()), "rollout/padding_fraction": padding}
         metrics |= staleness_metrics(batch, step)
         if padding > _MUCH_PADDING and not self._padding_told:

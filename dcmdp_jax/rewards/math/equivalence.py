@@ -318,9 +318,7 @@ def _equations(left: str, right: str) -> bool | None:
         return right_named and _same(left, right_parts[-1])
     if left_named and right_named and without_spaces(left_parts[0]) == without_spaces(right_parts[0]):
         return all(_same(part, right_parts[-1]) for part in left_parts[1:])
-    if len(left_parts) != 2 or len(right_parts) != 2:
-        return False
-    return None
+    return None if len(left_parts) == len(right_parts) == 2 else False
 
 
 def _ratios(left: str, right: str) -> bool | None:

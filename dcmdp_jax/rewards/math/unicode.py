@@ -47,7 +47,6 @@ _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑᵢ
 _ROOT = re.compile(r"([√∛∜])(?:\[([0-9n])\])? ?")
 _INDICES = {"√": "", "∛": "[3]", "∜": "[4]"}
 _NUMBER_OR_NAME = re.compile(r"\\frac\{[0-9]++\}\{[0-9]++\}|[0-9]++(?:\.[0-9]++)?|\\[a-zA-Z]++|[a-zA-Z]")
-_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 def to_latex(text: str) -> str:
@@ -56,7 +55,7 @@ def to_latex(text: str) -> str:
     A root reaches over the number, the letter or the bracket after it: `√12x` is `\sqrt{12}x`, and `√(x+1)` is
     `\sqrt{x+1}`. `1½` is a mixed number. Text in ASCII is returned as it is.
     """
-    if _NOT_ASCII.search(text) is None:
+    if text.isascii():
         return text
     text = re.sub("第(?=[0-9])", "", text)
     text = _CHINESE_UNIT.sub(lambda run: _CHINESE_WORD.sub(lambda word: f" {_CHINESE[word[0]]} ", run[0]), text)

@@ -231,12 +231,10 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
             continue
         if unit.dimension == (("angle", 1),) and PERIODIC.search(value):
             continue
-        if found.dimension:
-            joined = dict(found.dimension)
-            for name, power in unit.dimension:
-                joined[name] = power if name in ("money", *_CURRENCIES) else joined.get(name, 0) + power
-            return dataclasses.replace(unit, text=value, dimension=tuple(sorted(joined.items())))
-        return dataclasses.replace(unit, text=value)
+        joined = dict(found.dimension)
+        for name, power in unit.dimension:
+            joined[name] = power if name in _CURRENCIES else joined.get(name, 0) + power
+        return dataclasses.replace(unit, text=value, dimension=tuple(sorted(joined.items())))
     return found
 
 
