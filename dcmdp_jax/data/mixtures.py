@@ -196,10 +196,7 @@ def prompt_order(problems: int, *, seed: int, first: int, count: int, task: int 
     Each epoch is a permutation drawn from (seed, epoch), and from the task's place in a mixture, so a position's
     problem depends on nothing else.
     """
-    chosen = []
-    for position in range(first, first + count):
-        epoch, place = divmod(position, problems)
-        if not chosen or place == 0:
-            order = np.random.default_rng([seed, epoch, *([] if task is None else [task])]).permutation(problems)
-        chosen.append(order[place])
-    return np.array(chosen, np.int64)
+    epochs = range(first // problems, (first + count) // problems + 1)
+    drawn = [[seed, epoch] if task is None else [seed, epoch, task] for epoch in epochs]
+    orders = [np.random.default_rng(each).permutation(problems) for each in drawn]
+    return np.concatenate(orders)[first % problems :][:count]

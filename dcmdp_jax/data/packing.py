@@ -85,8 +85,7 @@ def pack(
         loss_mask=loss_mask,
         valid=valid,
     )
-    computed = sum(computed_tokens(shapes, row) for row in counts)
-    return batch, (int(lengths[~dropped].sum()), computed)
+    return batch, (int(lengths[~dropped].sum()), sum(computed_tokens(shapes, row) for row in counts))
 
 
 def _make_rows(shape: Shape, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]) -> Rows:

@@ -102,10 +102,9 @@ def encode_prompts(
     fits = [len(ids) <= max_prompt_tokens for ids in encoded]
     dropped = fits.count(False)
     if dropped:
-        longest = max(map(len, encoded))
         _LOG.warning(
             "%d of %d prompts are over max_prompt_tokens = %d (the longest has %d) and left out",
-            *(dropped, len(fits), max_prompt_tokens, longest),
+            *(dropped, len(fits), max_prompt_tokens, max(map(len, encoded))),
         )
         if dropped == len(fits):
             raise UserError(

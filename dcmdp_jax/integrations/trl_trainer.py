@@ -37,8 +37,7 @@ class DcGrpoTrainer(GRPOTrainer):
 
     def __init__(self, *args: Any, dc_grpo: DcGrpo, on_batch: OnBatch | None = None, **options: Any) -> None:
         self.dc_grpo, self._on_batch = dc_grpo, on_batch
-        given = [each for each in (*args, *options.values()) if isinstance(each, GRPOConfig)]
-        if any(each.use_liger_kernel for each in given):
+        if any(isinstance(each, GRPOConfig) and each.use_liger_kernel for each in (*args, *options.values())):
             raise ValueError("DcGrpoTrainer: use_liger_kernel=True: its fused loss takes no advantage of a token")
         super().__init__(*args, **options)
         self.add_callback(_SavesState(dc_grpo))

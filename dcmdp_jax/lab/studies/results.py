@@ -45,12 +45,16 @@ class Estimate(NamedTuple):
 
 def held_out(series: Series) -> tuple[np.ndarray, np.ndarray]:
     """Steps and held-out avg@K, the mean over tasks at the steps that have all."""
-    names = [name for name in series if name.startswith("eval/") and "/avg@" in name]
-    if not names:
-        return np.zeros(0, np.int64), np.zeros(0)
-    steps = sorted(set.intersection(*(set(series[name][0].tolist()) for name in names)))
-    values = [dict(zip(*(axis.tolist() for axis in series[name]), strict=True)) for name in names]
-    return np.array(steps, np.int64), np.array([np.mean([value[step] for value in values]) for step in steps])
+    scores = [points for name, points in series.items() if name.startswith("eval/") and "/avg@" in name]
+    found = _at_common_steps(scores)
+    return np.array(list(found), np.int64), np.array([np.mean(values) for values in found.values()])
+
+
+def _at_common_steps(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[int, list[float]]:
+    """Step -> the value of each curve there, for the steps that all have."""
+    found = [dict(zip(*(axis.tolist() for axis in curve), strict=True)) for curve in curves]
+    steps = sorted(set.intersection(*map(set, found))) if found else []
+    return {step: [values[step] for values in found] for step in steps}
 
 
 def recorded(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -135,13 +139,8 @@ def curves(runs: Table, read: Callable[[Series], tuple[np.ndarray, np.ndarray]])
     """
     found = {}
     for arm, seeds in runs.items():
-        series = [dict(zip(*(axis.tolist() for axis in read(run)), strict=True)) for run in seeds.values()]
-        steps = sorted(set.intersection(*map(set, series))) if series else []
-        if steps:
-            columns = [[values[step] for values in series] for step in steps]
-            found[arm] = np.array(
-                [[step, np.mean(column), t_half_width(column)] for step, column in zip(steps, columns, strict=True)]
-            )
+        if columns := _at_common_steps([read(run) for run in seeds.values()]):
+            found[arm] = np.array([[step, np.mean(values), t_half_width(values)] for step, values in columns.items()])
     return found
 
 

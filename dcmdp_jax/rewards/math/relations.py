@@ -105,16 +105,12 @@ def split_label(item: str) -> tuple[str | None, str]:
 
 def named_elements(items: list[str]) -> list[str]:
     """The elements with `(p, q) = (5, 2)` as two, `p = 5` and `q = 2`."""
-    expanded: list[str] = []
-    for item in items:
-        parts = equation_parts(item)
-        names = names_of_tuple(parts[0]) if len(parts) == 2 else None
-        values = split_tuple(parts[1][1:-1]) if names and parts[1][:1] == "(" and parts[1][-1:] == ")" else []
-        if names and len(values) == len(names) and len(items) == 1:
-            expanded += [f"{name}={value}" for name, value in zip(names, values, strict=True)]
-        else:
-            expanded.append(item)
-    return expanded
+    parts = equation_parts(items[0]) if len(items) == 1 else []
+    names = names_of_tuple(parts[0]) if len(parts) == 2 else None
+    values = split_tuple(parts[1][1:-1]) if names and parts[1][:1] == "(" and parts[1][-1:] == ")" else []
+    if not names or len(values) != len(names):
+        return items
+    return [f"{name}={value}" for name, value in zip(names, values, strict=True)]
 
 
 def as_intervals(prediction: str, gold: str, left: str, right: str) -> tuple[str, str]:

@@ -142,7 +142,8 @@ class Verifier(Closing):
         self._decided.clear()
         if results and not self._graded:
             self._graded = True
-            self._say_where_answers_are(completions, pairs)
+            if not any(pairs):
+                self._say_where_answers_are(completions)
         over_budget = results.count(_OVER_BUDGET)
         if over_budget and not self._warned:
             self._warned = True
@@ -165,10 +166,8 @@ class Verifier(Closing):
         """The answer that a completion is judged by; None without one."""
         return extract_answer(completion, self._extraction)
 
-    def _say_where_answers_are(self, completions: Sequence[str], pairs: Sequence[_Pair | None]) -> None:
-        """Log once if no completion of the first batch has an answer: they all get reward 0."""
-        if any(pair is not None for pair in pairs):
-            return
+    def _say_where_answers_are(self, completions: Sequence[str]) -> None:
+        """Log that no completion of the first batch has an answer: they all get reward 0."""
         stated = sum(extract_answer(completion, "flexible") is not None for completion in completions)
         _LOG.warning(
             'none of the first %d completions has an answer in \\boxed{} or after "Answer:", so all get reward 0; %d '
