@@ -80,8 +80,7 @@ class EnvironmentPool(Closing):
             RewardError: in one line, with the completion that it is about.
         """
         asked = self._pool.submit("reset", list(prompts), dict(columns), wall_s=self._timeout_s)
-        observations, role = self._result("reset", asked, on_wait)
-        return observations, role
+        return tuple(self._result("reset", asked, on_wait))
 
     def step(self, rows: Sequence[int], texts: Sequence[str], on_wait: Callable[[], None]) -> list[Step]:
         """The responses of the environments of some completions to their turns. Raises as `reset`."""

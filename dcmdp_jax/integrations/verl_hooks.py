@@ -105,9 +105,8 @@ def register(
 def _replace(function: Callable[..., Any], by: Callable[..., Any]) -> None:
     """Put a function in another's place in the modules of verl that have imported it by name."""
     for name in _CALLERS:
-        module = sys.modules.get(name)
-        if module is not None and getattr(module, by.__name__, None) is function:
-            setattr(module, by.__name__, by)
+        if getattr(sys.modules.get(name), by.__name__, None) is function:
+            setattr(sys.modules[name], by.__name__, by)
 
 
 def charge(dc_grpo: DcGrpo, batch: Any) -> None:

@@ -187,11 +187,10 @@ class RewardScorer:
     def no_scores(self) -> BatchScores:
         """Scores of no completions."""
         none = np.zeros(0, np.float32)
-        functions = [name for function, name in self.names.items() if function != MATH]
         return BatchScores(
             totals=none,
             values=dict.fromkeys(self.names.values(), none),
-            failed=dict.fromkeys(functions, 0),
+            failed={name: 0 for function, name in self.names.items() if function != MATH},
             grades=Grades(none, 0, 0, 0, 0) if MATH in self.names else None,
             sources=() if self.by_source else None,
         )

@@ -43,9 +43,7 @@ _STATED = re.compile(
 _TOLERANCE = re.compile(r"\\tolerance\{([^{}]*+)\}\s*+$")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _BASED = re.compile(r"([+-]?(?=[A-Z]*+[0-9])[0-9A-Z]++)_(?:([0-9])|\{([0-9]{1,2}|[a-z]++)\})")
-_BASE_WORDS = {
-    word: str(base) for base, word in enumerate(re.findall("[a-z]+", "two three four five six seven eight nine ten"), 2)
-}
+_BASE_WORDS = {word: str(base) for base, word in enumerate("two three four five six seven eight nine ten".split(), 2)}
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _CHOICE_AND_VALUE = re.compile(
     r"(?:\(([A-Z])\)|([A-Z])[.):])[ :.]*+(?![/)])(?:[0-9./^+\-(){} ]|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z]))*+"
@@ -247,8 +245,7 @@ def _compare_words(left: str, right: str) -> bool | None:
     left_words, right_words = unwrap_text(left).strip(), unwrap_text(right).strip()
     wrapped = (left_words, right_words) != (left, right)
     left_words, right_words = _OPTION.sub("", left_words, count=1), _OPTION.sub("", right_words, count=1)
-    choice = _CHOICE.fullmatch(right_words)
-    if choice:
+    if choice := _CHOICE.fullmatch(right_words):
         picked = _CHOICE.fullmatch(left_words)
         if picked is None:
             picked = _CHOICE_AND_VALUE.fullmatch(left_words)

@@ -235,10 +235,8 @@ def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> l
         separator: one character.
         digit_groups: whether `1,000` is one number (else two answers).
     """
-    grouped: set[int] = set()
-    if digit_groups and separator == ",":
-        for match in _DIGIT_GROUPS.finditer(text):
-            grouped.update(range(match.start(), match.end()))
+    groups = _DIGIT_GROUPS.finditer(text) if digit_groups and separator == "," else ()
+    grouped = {position for match in groups for position in range(*match.span())}
     parts, start = [], 0
     for position, depth in enumerate(nesting(text)):
         if text[position] == separator and depth <= 0 and position not in grouped:

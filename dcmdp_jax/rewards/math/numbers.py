@@ -39,8 +39,7 @@ def parse_number(text: str) -> Fraction | None:
     text = re.sub(r"\s+", " ", text).strip()
     if not text or len(text) > _MAX_LITERAL_DIGITS:
         return None
-    grouped = _GROUPED.fullmatch(text)
-    if grouped:
+    if grouped := _GROUPED.fullmatch(text):
         text = grouped[1] + re.sub("[, ]", "", grouped[2]) + grouped[3]
     values = (read(text) for read in (_read_decimal, _read_scientific, _read_fraction, _read_repeating))
     return next((value for value in values if value is not None), None)

@@ -9,11 +9,10 @@ _FRACTIONS = {sign: unicodedata.normalize("NFKC", sign).split("⁄") for sign in
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑᵢⱼₖₘₙₓ", "0123456789+-=()aeijkmnx")
 _GREEK = "αβγδεϵζηθικλμνξπρστυφϕχψωΓΔΘΛΞΠΣΦΨΩ"
-_GREEK_NAMES = re.findall(
-    r"\w+",
+_GREEK_NAMES = (
     "alpha beta gamma delta varepsilon epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon "
-    "varphi phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega",
-)
+    "varphi phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+).split()
 _SYMBOLS = str.maketrans(
     {
         "∞": r"\infty ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "•": r"\cdot ", "∗": "*", "÷": "/", "⁄": "/",
@@ -85,8 +84,7 @@ def _with_roots(text: str) -> str:
         start, end = root.span()
         command = rf"\sqrt{f'[{root[2]}]' if root[2] else _INDICES[root[1]]}"
         characters[start:end] = [command, *[""] * (end - start - 1)]
-        argument = _NUMBER_OR_NAME.match(text, end)
-        if argument is not None:
+        if argument := _NUMBER_OR_NAME.match(text, end):
             characters[end] = "{" + characters[end]
             characters[argument.end() - 1] += "}"
         elif end in closes:

@@ -216,8 +216,7 @@ def is_unit(word: str) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
     found = Quantity(text)
-    currency = _CURRENCY.match(text)
-    if currency is not None:
+    if currency := _CURRENCY.match(text):
         kind = next(name for name, group in zip(_CURRENCIES, currency.groups()[1:], strict=True) if group)
         text = currency[1] + text[currency.end() :]
         found = Quantity(text, dimension=((kind, 1),))
