@@ -67,7 +67,15 @@ class Study:
     evaluation: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        _require(isinstance(self.title, str), "the title is", self.title, "text")
+        _require(isinstance(self.arms, Mapping), "the arms are", self.arms, "a mapping from label to Arm")
+        for label, arm in self.arms.items():
+            _require(isinstance(label, str), "an arm's label is", label, "text, which names a directory")
+            _require(isinstance(arm, Arm), f"arm {label!r} is", arm, "an Arm")
+        for name, kind, what in (("seeds", int, "whole numbers"), ("evaluation", str, "texts")):
+            values = getattr(self, name)
+            whole = isinstance(values, Sequence) and not isinstance(values, str)
+            _require(whole and all(type(value) is kind for value in values), f"{name} is", values, f"a tuple of {what}")
         _check_grid(self)
         for word in self.evaluation:
             if word.partition("=")[0] in _SET_IN_EVALUATION:
@@ -163,18 +171,6 @@ def _require(right: bool, name: str, value: object, what: str) -> None:
     """Refuse a field of another type than declared; the file that makes it is anyone's program."""
     if not right:
         raise UserError(f"{name} {shorten(value)}, must be {what}")
-
-
-def _check_types(study: Study) -> None:
-    _require(isinstance(study.title, str), "the title is", study.title, "text")
-    _require(isinstance(study.arms, Mapping), "the arms are", study.arms, "a mapping from label to Arm")
-    for label, arm in study.arms.items():
-        _require(isinstance(label, str), "an arm's label is", label, "text, which names a directory")
-        _require(isinstance(arm, Arm), f"arm {label!r} is", arm, "an Arm")
-    for name, kind, what in (("seeds", int, "whole numbers"), ("evaluation", str, "texts")):
-        values = getattr(study, name)
-        whole = isinstance(values, Sequence) and not isinstance(values, str)
-        _require(whole and all(type(value) is kind for value in values), f"{name} is", values, f"a tuple of {what}")
 
 
 def _check_grid(study: Study) -> None:

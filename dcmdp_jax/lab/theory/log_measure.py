@@ -77,8 +77,7 @@ def _one_sided(a: np.ndarray, q: np.ndarray, multiplier: float) -> Iterator[tupl
         nu = brentq(lambda nu: policy(nu, active).sum() - 1, low, high, **_BEST)
         return policy(nu, active), nu
 
-    found = fill_levels(a, q, policy, solve, lowest=-2 * multiplier / np.e)
-    if found is not None:
+    if found := fill_levels(a, q, policy, solve, lowest=-2 * multiplier / np.e):
         yield found
 
 
