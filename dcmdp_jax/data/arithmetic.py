@@ -136,7 +136,8 @@ def arithmetic_rows(spec: ArithmeticSpec) -> list[dict[str, Any]]:
         fruitless += 1
         numbers, operators = _expression(draw, level)
         text = _text(numbers, operators)
-        if text in seen or _is_held_out(text) != (spec.split == "heldout"):
+        held_out = zlib.crc32(text.encode()) % _HELD_OUT_SHARE == 0
+        if text in seen or held_out != (spec.split == "heldout"):
             continue
         steps = _steps(numbers, operators)
         if not _in_range(steps, level):
@@ -189,10 +190,6 @@ def _chat(text: str) -> list[dict[str, str]]:
     spaced = re.sub(r"([+*-])", r" \1 ", text)
     told = {"role": "system", "content": "You add numbers."}
     return [told, {"role": "user", "content": spaced}, {"role": "assistant", "content": f"{spaced} ="}]
-
-
-def _is_held_out(text: str) -> bool:
-    return zlib.crc32(text.encode()) % _HELD_OUT_SHARE == 0
 
 
 def _expression(draw: random.Random, level: _Level) -> tuple[list[int], list[str]]:

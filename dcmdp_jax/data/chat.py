@@ -27,11 +27,10 @@ _THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 # Of a template's own text; published ones have some thousands.
 _TEMPLATE_CHARACTERS = 1_000_000
 # Arguments of apply_chat_template, which a template's variables share.
-_OURS = re.findall(
-    r"\w+",
+_OURS = (
     "messages conversation tokenize add_generation_prompt chat_template tools documents continue_final_message "
-    "return_dict return_tensors padding truncation max_length",
-)
+    "return_dict return_tensors padding truncation max_length"
+).split()
 _QUESTION = ({"role": "user", "content": "What is 2+3?"},)
 
 
@@ -107,8 +106,7 @@ def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:
     if not problem.messages:
         return [asked]
     messages = list(problem.messages)
-    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if users:
+    if users := [place for place, message in enumerate(messages) if message["role"] == "user"]:
         messages[users[-1]] = {**messages[users[-1]], **asked}
     return messages
 

@@ -111,11 +111,6 @@ class ExpectedStep:
     computed: float
     squares: float
 
-    @property
-    def padding(self) -> float:
-        """Share of what is computed that is padding."""
-        return 1.0 - self.tokens / self.computed
-
 
 def expected_step(shapes: RowShapes, prompts: np.ndarray, completions: Lengths) -> ExpectedStep:
     """Expected computation of a step for completions of such lengths.

@@ -171,7 +171,7 @@ class PromptStream:
         starts = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
         number, place = divmod(first, sum(shares))
         cycles = range(number, (first + count) // sum(shares) + 1)
-        chosen = np.concatenate([self._tasks(shares, seed, each) for each in cycles])[: place + count]
+        chosen = np.concatenate([_tasks(shares, seed, each) for each in cycles])[: place + count]
         found = np.zeros(count, np.int64)
         for task, size in enumerate(self.sizes):
             mine = np.flatnonzero(chosen == task)
@@ -182,12 +182,12 @@ class PromptStream:
             found[mine[before:] - place] = starts[task] + own
         return found
 
-    @staticmethod
-    def _tasks(shares: Sequence[int], seed: int, number: int) -> np.ndarray:
-        """The tasks of one cycle, in order."""
-        offsets = np.random.default_rng([seed, number, len(shares)]).random(len(shares))
-        times = np.concatenate([(np.arange(n) + offset) / n for n, offset in zip(shares, offsets, strict=True)])
-        return np.repeat(np.arange(len(shares)), shares)[np.argsort(times, kind="stable")]
+
+def _tasks(shares: Sequence[int], seed: int, number: int) -> np.ndarray:
+    """The tasks of one cycle, in order."""
+    offsets = np.random.default_rng([seed, number, len(shares)]).random(len(shares))
+    times = np.concatenate([(np.arange(n) + offset) / n for n, offset in zip(shares, offsets, strict=True)])
+    return np.repeat(np.arange(len(shares)), shares)[np.argsort(times, kind="stable")]
 
 
 def prompt_order(problems: int, *, seed: int, first: int, count: int, task: int | None = None) -> np.ndarray:

@@ -100,8 +100,7 @@ def encode_prompts(
         )
     encoded = encode_texts(tokenizer, texts, "the prompts")
     fits = [len(ids) <= max_prompt_tokens for ids in encoded]
-    dropped = fits.count(False)
-    if dropped:
+    if dropped := fits.count(False):
         _LOG.warning(
             "%d of %d prompts are over max_prompt_tokens = %d (the longest has %d) and left out",
             *(dropped, len(fits), max_prompt_tokens, max(map(len, encoded))),
@@ -126,8 +125,7 @@ def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedToke
     pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
     found = [(problem, set(pattern.findall("\0".join(problem_texts(problem))))) for problem in problems]
     counts = Counter(name for _, held in found for name in held)
-    holding = [problem for problem, held in found if held]
-    if holding:
+    if holding := [problem for problem, held in found if held]:
         _LOG.warning(
             "%d of %d problems hold control tokens in their text, which the model reads as the chat's own: %s; the "
             "first is problem %d of %s",

@@ -160,8 +160,7 @@ def lay_out(lengths: Int[np.ndarray, " n"], shapes: RowShapes) -> RowLayout:
     """
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     falling = np.asarray(lengths, np.int64)[order].tolist()
-    packs = shapes.segments_per_row > 1
-    rows = _packed_rows(falling, shapes) if packs else _single_rows(falling, shapes)
+    rows = (_packed_rows if shapes.segments_per_row > 1 else _single_rows)(falling, shapes)
     counts = np.zeros(len(shapes.row_lengths), np.int32)
     shape, row, start, segment = (np.zeros(len(falling), np.int64) for _ in range(4))
     for number, members in enumerate(rows):

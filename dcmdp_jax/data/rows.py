@@ -165,9 +165,8 @@ def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
             tools = json.loads(tools)
         except ValueError:
             return ()
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        return ()
-    return tuple(tools)
+    schemas = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+    return tuple(tools) if schemas else ()
 
 
 def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -177,8 +176,7 @@ def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
         raise _NoAnswer(f"the answer {answer_defect(answer)}")
     if unwrap_text(answer.strip("$. ")).strip().lower() in _NO_ANSWERS:
         raise _NoAnswer(f"the answer is {shorten(answer)}, which says that there is none")
-    defect = answer_defect(answer)
-    if defect is not None:
+    if defect := answer_defect(answer):
         raise UserError(f"the answer {defect}: {shorten(answer)}")
     if digit := _FOREIGN_DIGIT.search(answer):
         raise UserError(f"the answer {shorten(answer)} has the digit {digit[0]!r}, write {int(digit[0])}")

@@ -66,8 +66,8 @@ def describe(run: Run, *, whole: bool = True) -> str:
         "environment": turns if config.task.environment else "",
         "step": f"{config.training.prompts_per_step} prompts x {config.rollout.group_size} = {completions} completions "
         f"of at most {limit} tokens, {packing.mini_batches} update(s)",
-        "rows": f"micro-batches of {rows} tokens, a program for each; {expected.padding:.0%} padding expected of "
-        f"completions with a median of {max(1, limit // 4)} tokens",
+        "rows": f"micro-batches of {rows} tokens, a program for each; {1 - expected.tokens / expected.computed:.0%} "
+        f"padding expected of completions with a median of {max(1, limit // 4)} tokens",
         "warm-up": f"{config.warmup.steps} supervised steps" if config.warmup.steps else "none",
         "lag": ahead if lag else "",
         "memory": ("\n" + " " * 13).join(place.engine.memory.lines(whole=whole)),
