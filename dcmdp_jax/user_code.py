@@ -37,7 +37,7 @@ def load_object(text: str, what: str = "object") -> Any:
     module = _import(text, place)
     loaded = getattr(module, name, None)
     if loaded is None or (what != "object" and not callable(loaded)):
-        is_there = {"function": inspect.isfunction, "class": inspect.isclass}.get(what, callable)
+        is_there = {"function": inspect.isfunction, "class": inspect.isclass}.get(what, lambda value: True)
         there = [key for key, value in vars(module).items() if is_there(value) and not key.startswith("_")]
         raise UserError(f"{text}: {place} has no {what} {name!r}; it has {', '.join(there[:10]) or 'none'}")
     return loaded

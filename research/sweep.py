@@ -30,7 +30,7 @@ from dcmdp_jax.lab.studies.study import Study, StudyRun
 from dcmdp_jax.lab.studies.study_runs import EVALUATION, evaluate_run, evaluation_words, write_results
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.run.services import Services
+from dcmdp_jax.run.services import Services, start_services
 from dcmdp_jax.training.build import StepPrograms, make_step_programs
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.training.stopping import Interrupted
@@ -64,7 +64,8 @@ class Shared(contextlib.ExitStack):
 
         def start() -> Services:
             if self._services is None:
-                self._services = self.enter_context(run.start())
+                # What rewards print is discarded: the directory of the first run is removed before the next.
+                self._services = self.enter_context(start_services(run.task, run.placement.engine))
             # Rewards are no setting of the algorithm: they are the same wherever the engine is.
             return dataclasses.replace(self._services, closing=contextlib.ExitStack())
 

@@ -145,7 +145,9 @@ def values(tree: Any) -> Any:
 
 
 def _filled(start: float, leaf: Any) -> jax.Array:
-    return jnp.full(leaf.shape, start, jnp.float32 if start or jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype)
+    return jnp.full(
+        jnp.shape(leaf), start, jnp.float32 if start or jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
+    )
 
 
 def _is_statistic(node: Any) -> bool:

@@ -204,7 +204,9 @@ def _keep_failures_of_threads() -> None:
     sys.unraisablehook = lambda failure: keep(f"ignored in {failure.object!r}", failure)
     orbax = logging.getLogger("absl")
     orbax.setLevel(logging.ERROR)
-    orbax.addFilter(lambda record: _append_to_log(f"logged by {record.name}", record.getMessage()) and False)
+    orbax.addFilter(
+        lambda record: _append_to_log(f"logged by {record.name}", logging.Formatter().format(record)) and False
+    )
 
 
 def _message(error: Exception) -> str:

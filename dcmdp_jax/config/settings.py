@@ -180,7 +180,7 @@ class RewardSettings:
     """
 
     functions: str = setting("math")
-    weights: tuple[float, ...] = setting((), maximum=1e6)
+    weights: tuple[float, ...] = setting((), minimum=-1e6, maximum=1e6)
     timeout: float = setting(300.0, unit="seconds", minimum=0.01, free=True)
     memory_limit: float = setting(0.0, unit="GiB", minimum=0.0, free=True)
     on_error: str = setting("error", choices=("error", "none"), free=True)

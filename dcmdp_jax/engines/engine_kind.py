@@ -266,11 +266,16 @@ class EngineKind:
             raise ArgumentError("top_logprobs", f"got {count}, {self.name} returns {most}")
 
     def check_temperature(self, temperature: float) -> None:
-        """Refuse a temperature that the engine would change or refuse.
+        """See the function `check_temperature`."""
+        check_temperature(self.name, temperature, self.temperatures)
 
-        Raises:
-            UserError: naming `temperature` and what is allowed.
-        """
-        low, high = self.temperatures
-        if temperature and not low <= temperature <= high:
-            raise ArgumentError("temperature", f"got {temperature}, {self.name} takes 0 (greedy) or {low} .. {high}")
+
+def check_temperature(engine: str, temperature: float, allowed: tuple[float, float]) -> None:
+    """Refuse a temperature that the engine would change or refuse.
+
+    Raises:
+        UserError: naming `temperature` and what is allowed.
+    """
+    low, high = allowed
+    if temperature and not low <= temperature <= high:
+        raise ArgumentError("temperature", f"got {temperature}, {engine} takes 0 (greedy) or {low} .. {high}")

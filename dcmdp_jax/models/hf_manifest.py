@@ -115,7 +115,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
             f"{listing}: tensor {missing[0]} is missing{more}, expected {say_shape(places[missing[0]].shape)}"
-            + "; or set tie_word_embeddings to true there" * (missing[0] == HF_OUTPUT)
+            + "; or set tie_word_embeddings to true in config.json" * (missing[0] == HF_OUTPUT)
         )
     if config.tie_word_embeddings:
         allowed[HF_OUTPUT] = allowed[HF_EMBEDDING]

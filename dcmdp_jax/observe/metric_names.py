@@ -117,7 +117,7 @@ distribution/kept_mass | probability | with top_p or top_k: mean S, the trainer'
 mismatch/noise_floor | discrepancy | of the engine against itself in another batch shape, at steps 1, 17, 65, 257, ...
 mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were replaced
 @training/rollout_metrics.py:leg_metrics
-mismatch/leg_decoding | probability | mean |q - s|, s the engine's own probability in one pass; at recorded steps
+mismatch/leg_decoding | probability | mean |q - s|, s the engine's own in one pass; at recorded noise-floor steps
 mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is the sum of both legs
 mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the other leg has the rest
 @engines/vllm/engine.py:VllmEngine.push_weights

@@ -126,7 +126,8 @@ def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
         metric = metric_of(name)
         if len(runs) == 1:
             values = runs[0].series[name][1]
-            chosen = [values[0], values[-1], np.fmin.reduce(values), np.fmax.reduce(values)]
+            finite = np.where(np.isfinite(values), values, np.nan)
+            chosen = [values[0], values[-1], np.fmin.reduce(finite), np.fmax.reduce(finite)]
         else:
             chosen = [run.series[name][1][-1] if name in run.series else math.nan for run in runs]
         show, unit = (percent, "share") if metric.unit == "fraction" else (number, metric.unit)

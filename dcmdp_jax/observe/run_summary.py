@@ -142,7 +142,7 @@ def verdict(run: RecordedRun) -> str:
     elif len(rewards := _finite(run.series, "reward/mean")):
         said.append(f"the training reward went from {' to '.join(map(number, _ends(rewards)[:2]))}")
     if story := describe_multiplier(run.series):
-        said.append(story + "; it began at its cap" * _begins_at_cap(run))
+        said.append(story + "; lambda began at its cap" * _begins_at_cap(run))
     return f"{first}: {'; '.join(said)}." if said else f"{first}."
 
 

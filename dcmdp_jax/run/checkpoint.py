@@ -6,6 +6,7 @@ docs/checkpoints.md says what a checkpoint holds, and how to add to it. `run.sav
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import shutil
@@ -351,7 +352,8 @@ class Checkpoints:
     def _move_aside(self, step: int) -> None:
         damaged = self._directory / "damaged"
         damaged.mkdir(exist_ok=True)
-        (self._directory / str(step)).rename(damaged / f"{step}-{1 + len(list(damaged.iterdir()))}")
+        targets = (damaged / f"{step}-{number}" for number in itertools.count(1))
+        (self._directory / str(step)).rename(next(path for path in targets if not path.exists()))
 
     def wait(self) -> None:
         """Return when everything saved is on disk."""

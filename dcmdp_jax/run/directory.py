@@ -92,7 +92,11 @@ def check_run_directory(config: Config) -> None:
             raise UserError(f"config.run_dir: {path} is no {kind}; move it away, or choose another run_dir")
     if not (run_dir / CONFIG_FILE).exists():
         return
-    before, now = flatten(to_dict(read_config(run_dir))), flatten(to_dict(config))
+    try:
+        saved = read_config(run_dir)
+    except UserError as error:
+        raise UserError(f"{error}; choose another config.run_dir") from error
+    before, now = flatten(to_dict(saved)), flatten(to_dict(config))
     for name in sorted(now):
         if not may_change(name, config) and before[name] != now[name]:
             raise UserError(
@@ -113,10 +117,10 @@ def fitted_rows(config: Config) -> int:
 
 
 def _check_name(run_dir: Path) -> None:
-    name = os.fsencode(run_dir.absolute())
     try:
+        name = os.fsencode(run_dir.absolute())
         name.decode()
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
         raise UserError(
             f"config.run_dir: {str(run_dir)!r} is no UTF-8; set LC_ALL=C.UTF-8, or choose another"
         ) from error

@@ -168,7 +168,8 @@ def _adapter(config: Config, model: ModelConfig) -> Adapter:
     try:
         found = read_adapter(Path(config.model.adapter), model)
     except (FileNotFoundError, UserError) as error:
-        raise UserError(f"config.model.adapter: {error}") from error
+        hint = "; give a directory that PEFT or `dcmdp convert export --adapter` wrote"
+        raise UserError(f"config.model.adapter: {error}{hint * isinstance(error, OSError)}") from error
     if config.model.lora_rank not in (0, found.lora.rank):
         raise UserError(
             f"config.model.lora_rank: got {config.model.lora_rank}, the adapters of model.adapter have rank "

@@ -25,7 +25,7 @@ def made(monkeypatch):
     """What is made, trained and closed, in order; an engine is its number."""
     events = []
 
-    def start():
+    def start(*_):
         events.append("engine")
         closing = contextlib.ExitStack()
         closing.callback(events.append, "closed")
@@ -40,8 +40,9 @@ def made(monkeypatch):
             events.append((services.engine, programs))
 
     task = SimpleNamespace(model=None, lora=None)
-    run = SimpleNamespace(task=task, placement=None, weights=None, start=start)
+    run = SimpleNamespace(task=task, placement=SimpleNamespace(engine=None), weights=None)
     monkeypatch.setattr(sweep.Run, "check", lambda config: run)
+    monkeypatch.setattr(sweep, "start_services", start)
     monkeypatch.setattr(sweep, "make_step_programs", programs)
     monkeypatch.setattr(sweep, "train", train)
     return events

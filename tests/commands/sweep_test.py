@@ -274,7 +274,10 @@ def _evaluated(*evaluation):
         ("    return {}['arms']\n", "--study: {file}: KeyError: 'arms' (line 6)"),
         ("    import sys; sys.exit(3)\n", "--study: {file}: it called exit(3); let get_study return"),
         ("    pass\n\n\nexit()\n", "--study: {file}: it called exit(None); let get_study return"),
-        ("    return Study('S', {3: Arm('c')}, 3, (0,))\n", "--study: {file}: the label 3 of an arm is not text"),
+        (
+            "    return Study('S', {3: Arm('c')}, 3, (0,))\n",
+            "--study: {file}: an arm's label is 3, must be text, which names a directory",
+        ),
         ("    return Study('S', {'a': 'c'}, 'a', (0,))\n", "--study: {file}: arm 'a' is 'c', must be an Arm (line 6)"),
         (
             "    return Study('S', {'a': Arm('c', [1])}, 'a', (0,))\n",

@@ -13,7 +13,7 @@ from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.engines import process_memory
 from tests.support.processes import CAPTURED
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _PREPARE = "from dcmdp_jax.engines.process_memory import keep_freed_memory\nkeep_freed_memory()\n"
 _ADD = """
 import json, os, resource, statistics, sys

@@ -179,7 +179,7 @@ def test_invalid_run_directories_are_refused_with_the_reason(folder, tmp_path):
 @pytest.mark.parametrize(
     ("eta", "first", "cap", "said"),
     [
-        (1.0, 0.1, 0.1, "; it began at its cap"),
+        (1.0, 0.1, 0.1, "; lambda began at its cap"),
         (1.0, 0.1, 0.2, ""),
         (0.0, 0.1, 0.1, ""),  # a fixed lambda
         (1.0, 1.0, 1.0, ""),  # a method with a lambda of its own, recorded as 0.1

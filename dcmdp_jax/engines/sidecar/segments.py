@@ -48,7 +48,7 @@ def parse(listed: Sequence[Sequence[object]], size: int) -> list[Tensor]:
         size: bytes of a segment.
 
     Raises:
-        ValueError: for an entry that is none, a name twice, tensors that overlap or leave the segment.
+        ValueError: for a name twice, tensors that overlap or leave the segment.
     """
     tensors = [Tensor(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in listed]
     end, before = 0, "the segment's start"

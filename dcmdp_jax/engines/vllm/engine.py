@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.data.episode import Episode
-from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
-from dcmdp_jax.engines.vllm import ENGINE, devices, launch
-from dcmdp_jax.engines.vllm_common import cache_rounding, request_seeds
+from dcmdp_jax.engines.vllm import devices, launch
+from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES, cache_rounding, request_seeds
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class VllmEngine:
         what was yielded is not yielded again. An empty list comes every half second.
         """
         publication = self._published("generate")
-        ENGINE.check_temperature(sampling.temperature)
+        check_temperature("vllm", sampling.temperature, VLLM_TEMPERATURES)
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         numbered = list(enumerate(prompts))
         place = {"seed": seed, "step": step, "first_prompt": first_prompt}

@@ -65,8 +65,11 @@ def compare(
     floors = {} if setup.sampling_floor is None else {first: setup.sampling_floor}
     for (engine_name, engine), together in zip(engines.items(), (scored, train), strict=True):
         if together is not None:
-            floor = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
-            floors[engine_name] = max(floor, floors.get(engine_name, 0.0))
+            try:
+                floor = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
+                floors[engine_name] = max(floor, floors.get(engine_name, 0.0))
+            except EngineError as error:
+                logger.warning("no noise floor: %s", error)
     pairs = make_pairs(sampled.completion_ids, train, sampled.logprobs, entropies=entropies, states=states)
     # Until it is measured: `explained`.
     rounding = FLOAT32_ROUNDING if setup.compute == "float32" else None
