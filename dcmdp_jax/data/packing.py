@@ -117,14 +117,15 @@ def _write(rows: Rows, row: Shape, start: int, segment: int, index: int, episode
 def one_a_row(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int, count: int = 0) -> Rows:
     """Rows of one completion each, padded to `length`, and to `count` rows."""
     shape = (count or len(prompts)), length
-    ids, segments, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, bool)
+    ids, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
+    mask, index = np.zeros(shape, bool), np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         end = len(prompt) + len(completion)
         ids[row, :end] = np.concatenate([prompt, completion])
+        positions[row, :end] = np.arange(end)
         segments[row, :end] = 1
         mask[row, len(prompt) : end] = True
-    index, positions = (np.arange(size, dtype=np.int32) for size in shape)
-    return Rows(ids, np.broadcast_to(positions, shape), segments, mask, np.broadcast_to(index[:, None], shape), {})
+    return Rows(ids, positions, segments, mask, index, {})
 
 
 def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
