@@ -1,7 +1,6 @@
 """Programs of the embedded engine that are compiled beside the first step."""
 
 import threading
-import time
 
 import jax
 import numpy as np
@@ -88,13 +87,7 @@ def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing():
     preparation.add([failing, lambda: done.append(1)])
     preparation.wait()
     assert done == [1]
-
-    def until_stopped():
-        while not preparation._pool._shutdown:
-            time.sleep(0.01)
-        time.sleep(0.2)  # it drops the rest now
-
-    preparation.add([until_stopped, lambda: done.append(2)])
+    preparation.add([lambda: preparation._waiting.clear(), lambda: done.append(2)])
     preparation.stop()
     assert done == [1]
 

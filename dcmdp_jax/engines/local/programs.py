@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -122,33 +123,40 @@ def _decode_arguments(
 class Preparation:
     """Programs to compile, one after another. JAX keeps them, so that a call which needs one finds it.
 
-    Nothing is executed and no array is made.
+    Nothing is executed and no array is made. The thread ends when all are done, at `stop`, and with the main thread.
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "compile decoding programs")
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._thread: threading.Thread | None = None
 
     def add(self, programs: Iterable[Callable[[], object]]) -> None:
         """Compile these too."""
-        for program in programs:
-            self._pool.submit(_compile, program)
+        self._waiting.extend(programs)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="compile decoding programs")
+            self._thread.start()
 
     def wait(self) -> None:
         """Return when all are compiled."""
-        self._pool.submit(int).result()
+        if self._thread is not None:
+            self._thread.join()
 
     def stop(self) -> None:
-        """Drop what is not begun; no other is added."""
-        self._pool.shutdown(cancel_futures=True)
+        """Drop what is not begun."""
+        self._waiting.clear()
+        self.wait()
 
-
-def _compile(program: Callable[[], object]) -> None:
-    try:
-        program()
-    except Exception:  # raised again by the call that needs this program
-        logger.debug("a program was not compiled ahead", exc_info=True)
-    # What compiling and loading leave unused: 50 to 80 MiB each time at 0.6M parameters.
-    release_freed_memory()
+    def _run(self) -> None:
+        while threading.main_thread().is_alive():
+            try:
+                self._waiting.popleft()()
+            except IndexError:
+                # What compiling and loading leave unused: 50 to 80 MiB each time at 0.6M parameters.
+                release_freed_memory()
+                return
+            except Exception:  # raised again by the call that needs this program
+                logger.debug("a program was not compiled ahead", exc_info=True)
 
 
 def decoding_program(
