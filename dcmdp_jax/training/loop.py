@@ -79,14 +79,19 @@ class Trainer:
         self.services, self.task, self.config, self.programs = services, task, task.config, programs
         self.hosts, self.checkpoints, self.frozen, self.compiled = placement.hosts, checkpoints, frozen, compiled
         self._finished: tuple[TrainState, int] | None = None
-        # Until the first step is done programs compile; later on the step that runs would be lost.
-        first = checkpoints.latest_step or 0
-        unmoved = lambda: not self._finished or self._finished[1] == first and checkpoints.has(first)  # noqa: E731
-        stop.all_saved = lambda: self.hosts.count == 1 and unmoved()
+        stop.all_saved = functools.partial(self._nothing_to_lose, checkpoints.latest_step or 0)
         self._prompts_taken = taken
         self._exit = CollectiveExit(self.hosts, stop, functools.partial(self._save, wait=True))
         made_of = services, placement, task, programs, checkpoints.behind, self._exit
         self.batches = Batches(*made_of, taken=taken, frozen=frozen if task.lora else None)
+
+    def _nothing_to_lose(self, first: int) -> bool:
+        """Whether this process may leave at once: nothing was finished since the step it began at, which is on disk.
+
+        Until the first step is done programs compile; later on the step that runs would be lost.
+        """
+        unmoved = not self._finished or self._finished[1] == first and self.checkpoints.has(first)
+        return self.hosts.count == 1 and unmoved
 
     def train(self, state: TrainState, writer: MetricsWriter | NoWriter, *, resumed: bool) -> None:
         """Train from `state` to the last step, or until a signal comes or the engine gives up; save in any case.

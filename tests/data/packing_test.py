@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, collect
-from dcmdp_jax.data.packing import pack, staleness_metrics
+from dcmdp_jax.data.packing import one_a_row, pack, staleness_metrics
 from dcmdp_jax.data.row_layout import RowShapes, make_row_shapes
 from tests.support.sampling import counted_rollout
 
@@ -222,3 +222,18 @@ def test_an_episode_that_can_not_be_trained_on_is_named(mask, said):
     wrong = dataclasses.replace(good[1], sampled_mask=np.array(mask, bool))
     with pytest.raises(ValueError, match=f"rollout: completion 1: {said} marked as sampled"):
         pack([good[0], wrong], np.ones(2, np.float32), plan, mask_truncated=False)
+
+
+def test_one_completion_a_row_is_padded_as_packed_rows_are():
+    """Position 0 and segment 0 in the padding: the experts' grouped product reads it, so its rounding depends on it."""
+    ids = ([5, 6], [7]), ([8], [9, 10, 11])
+    rows = one_a_row(*([np.array(each, np.int32) for each in part] for part in ids), 5, 3)
+    assert rows.input_ids.tolist() == [[5, 6, 8, 0, 0], [7, 9, 10, 11, 0], [0] * 5]
+    assert rows.position_ids.tolist() == [[0, 1, 2, 0, 0], [0, 1, 2, 3, 0], [0] * 5]
+    assert rows.segment_ids.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [0] * 5]
+    assert rows.completion_mask.tolist() == [
+        [False, False, True, False, False],
+        [False, True, True, True, False],
+        [False] * 5,
+    ]
+    assert rows.completion_index[:, 0].tolist() == [0, 1, 2]

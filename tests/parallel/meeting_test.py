@@ -102,6 +102,19 @@ def test_an_address_that_process_0_does_not_have_is_told_at_once(wrong, reason):
     assert time.monotonic() - started < 500
 
 
+@pytest.mark.parametrize(("name", "warns"), [("thishost", True), ("localhost", False), ("127.0.0.1", False)])
+def test_a_coordinator_whose_own_name_is_loopback_is_told(name, warns, address, monkeypatch, caplog):
+    """As Debian's /etc/hosts has a machine's own name: no other host would ever come."""
+    port, resolve = int(address.rpartition(":")[2]), socket.getaddrinfo
+    known = {"thishost": "127.0.1.1", "localhost": "127.0.0.1"}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest, **more: resolve(known.get(host, host), *rest, **more)
+    )
+    meeting._listen(f"{name}:{port}").close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["coordinator: thishost is 127.0.1.1 here, which no other host reaches; give its address"] * warns
+
+
 def test_a_port_that_is_taken(address):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", int(address.split(":")[1])))
