@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from configs.base import get_config
 from dcmdp_jax.config.load import REMOVED, VERSION, Removed, from_config_dict
 from dcmdp_jax.config.settings import to_dict
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.run.directory import check_run_directory, claimed, read_config, record_config
 from tests.support.refusals import refused
 
@@ -287,3 +289,19 @@ def test_a_run_whose_values_are_refused_today_is_read(run_dir):
 def test_a_name_that_is_no_utf8_is_refused():
     with pytest.raises(ValueError, match=r"^config.run_dir: 'r\\udcc3n' is no UTF-8; set LC_ALL=C.UTF-8"):
         check_run_directory(_config("r\udcc3n"))
+
+
+def test_a_config_that_is_a_fifo_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    said = []
+
+    def read():
+        try:
+            read_config(tmp_path)
+        except UserError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert said == [f"{tmp_path}/config.json: can't be read (a FIFO)"]
