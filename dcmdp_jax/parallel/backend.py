@@ -80,14 +80,16 @@ def usable_cores() -> int:
 def compile_beside(program: Callable[[], object]) -> Callable[[], None]:
     """Compile a program in a thread, as XLA lets others run meanwhile, and return a function that waits for it.
 
-    JAX keeps what was compiled for the call that needs it, which also says what is wrong where this failed.
+    JAX keeps what was compiled for the call that needs it, which also says what is wrong where this failed, twice.
     """
 
     def run() -> None:
-        try:
-            program()
-        except Exception:  # see above
-            logger.debug("a program was not compiled ahead", exc_info=True)
+        for _ in range(2):
+            try:
+                program()
+                return
+            except Exception:  # see above
+                logger.debug("a program was not compiled ahead", exc_info=True)
 
     thread = threading.Thread(target=run, name=COMPILING)
     thread.start()

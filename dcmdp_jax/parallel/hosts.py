@@ -14,6 +14,7 @@ import json
 import math
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -153,7 +154,8 @@ class SeveralHosts(Hosts):
         """Let the processes of a program wait for each other between its compilation and its first call.
 
         One compiles for minutes what another reads from its cache. On CPUs gloo (jaxlib 0.10) connects the devices of a
-        group at the first operation among them, and gives up when the others do not come within half a minute.
+        group at the first operation among them, and gives up when the others do not come within half a minute. Main
+        threads wait, which compile in one order; for what another thread compiles see `StepPrograms.compile_ahead`.
         """
         from jax._src import compiler  # what pxla calls; jax (0.10 to 0.12) has no public hook
 
@@ -163,7 +165,8 @@ class SeveralHosts(Hosts):
             backend: Any, computation: Any, devices: np.ndarray, *arguments: Any, **options: Any
         ) -> Any:
             program = compile_program(backend, computation, devices, *arguments, **options)
-            if len(processes := tuple(sorted({device.process_index for device in devices.flat}))) > 1:
+            processes = tuple(sorted({device.process_index for device in devices.flat}))
+            if len(processes) > 1 and threading.current_thread() is threading.main_thread():
                 compiled[processes] += 1
                 name = f"dcmdp/compiled/{'-'.join(map(str, processes))}/{compiled[processes]}"
                 self._client.wait_at_barrier(name, 1000 * _LONGEST_WAIT_S, list(processes))

@@ -19,6 +19,7 @@ from dcmdp_jax.models.params import declared_shapes, quantized_leaves
 from dcmdp_jax.models.quantize import arrival, watched_columns
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.backend import compile_beside
+from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import sharded
 from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.placement import Placement
@@ -70,15 +71,20 @@ class StepPrograms(NamedTuple):
     watched: Callable[[Params], list[jax.Array]]
     arrival: Callable[[list[jax.Array], Params], Metrics]
 
-    def compile_ahead(self) -> Callable[[], None]:
+    def compile_ahead(self, hosts: Hosts) -> Callable[[], None]:
         """Compile the step of a run without frozen parameters, while the engine starts and the first batch is sampled.
 
         JAX keeps the program.
 
+        Args:
+            hosts: the processes that run it.
+
         Returns:
-            A function that waits for it.
+            Collective: a function that waits until all processes have compiled it. One that had not would compile it in
+            its main thread, and wait there for the others, see `SeveralHosts.starting_programs_together`.
         """
-        return compile_beside(lambda: self.train_step.lower(*self.arguments, None).compile())
+        compiled = compile_beside(lambda: self.train_step.lower(*self.arguments, None).compile())
+        return lambda: compiled() or hosts.wait_for_all()
 
 
 def make_step_programs(

@@ -74,7 +74,7 @@ class Trainer:
             stop: says when to leave.
             taken: positions of the stream of prompts that the finished steps have taken.
             frozen: see `build.frozen_params`.
-            compiled: waits for a step that is being compiled.
+            compiled: collective, waits for a step that is being compiled.
         """
         self.services, self.task, self.config, self.programs = services, task, task.config, programs
         self.hosts, self.checkpoints, self.frozen, self.compiled = placement.hosts, checkpoints, frozen, compiled
@@ -146,13 +146,15 @@ class Trainer:
             pushed = self.batches.push(state.params, step, timer)
             made = self.batches.make(state, step, timer)
             rollout = made.rollout
-            with timer.phase("step"), jax.transfer_guard("disallow"):
-                self.compiled()
-                watched = self.programs.watched(state.params)
-                state, metrics = self.programs.train_step(state, made.batch, self.frozen)
-                metrics |= self.programs.arrival(watched, state.params)
-                recorded = [metrics.pop(name, None) for name in RECORDED]
-                metrics = jax.device_get(metrics)
+            with timer.phase("step"):
+                if timer.first:
+                    self.compiled()
+                with jax.transfer_guard("disallow"):
+                    watched = self.programs.watched(state.params)
+                    state, metrics = self.programs.train_step(state, made.batch, self.frozen)
+                    metrics |= self.programs.arrival(watched, state.params)
+                    recorded = [metrics.pop(name, None) for name in RECORDED]
+                    metrics = jax.device_get(metrics)
             step += 1
             self._prompts_taken += rollout.taken
             completions = metrics.pop("completions/discrepancy")
@@ -288,7 +290,7 @@ def train(
         stack.callback(checkpoints.close)
         programs = programs or make_step_programs(config, task.model, placement, task.lora)
         # The shapes of frozen parameters are known once they are loaded.
-        compiled = (lambda: None) if weights.has_frozen else programs.compile_ahead()
+        compiled = (lambda: None) if weights.has_frozen else programs.compile_ahead(hosts)
         state, resumed, taken = start(task, placement, weights, programs, checkpoints, stop, show)
         release_freed_memory()
         step = int(state.step)

@@ -7,6 +7,7 @@ from jax._src import compiler
 
 from configs import qwen3_8b
 from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.plan.run_plan import planned_run
 from dcmdp_jax.training.build import make_step_programs
@@ -25,7 +26,7 @@ def test_the_step_is_compiled_beside_the_start_and_kept(monkeypatch):
     config.model.compute_dtype = config.rollout.compute_dtype = config.rollout.precision = "float32"
     run = planned_run(from_config_dict(config), make_mesh(1, 2, 1, devices=jax.devices()[:2]))
     programs = make_step_programs(run.config, run.model, run.placement)
-    programs.compile_ahead()()
+    programs.compile_ahead(ONE_PROCESS)()
     steps = [thread for name, thread in found if "step" in name]
     assert steps == ["compile a program"]
     programs.train_step.lower(*programs.arguments, None).compile()

@@ -71,6 +71,25 @@ cli.run_main(train.main)
 """
 
 
+# bin.train; the first compilation in a thread fails.
+_FAILS_TO_COMPILE_AHEAD = """
+from dcmdp_jax.commands import cli, train
+from dcmdp_jax.training import build
+
+compile_beside, tries = build.compile_beside, []
+
+def failing_once(program):
+    def run():
+        tries.append(program)
+        print("try", len(tries), flush=True)
+        program() if len(tries) > 1 else 1 / 0
+    return compile_beside(run)
+
+build.compile_beside = failing_once
+cli.run_main(train.main)
+"""
+
+
 def _signalled_beside(number, step):
     return ("-c", _SIGNALLED_BESIDE, f"{int(number)} {step}")
 
@@ -193,6 +212,15 @@ def test_the_pages_commands_run_twice_and_the_second_time_from_a_cache_of_proces
         started = [_start(environment, tmp_path / name, *short, *own) for own in each]
         ended = [(*process.communicate(timeout=HANGS_S), process.returncode) for process in started]
         assert [code for _, _, code in ended] == [0, 0], ended
+
+
+def test_a_step_that_one_process_fails_to_compile_ahead_holds_up_nobody(run_environment, tmp_path):
+    """Its main thread compiles other programs in the order of the other process's, whatever threads compile."""
+    short = ("--config.warmup.steps=0", "--config.training.steps=1", "--config.evaluation.every_steps=0")
+    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    ended = _two(run_environment | own, tmp_path / "run", *short, programs=(("-c", _FAILS_TO_COMPILE_AHEAD), _PLAIN))
+    assert [code for code, _, _ in ended] == [0, 0] and "try 2" in ended[0][1], ended
+    assert sorted(read_records(tmp_path / "run")) == [1]
 
 
 @pytest.mark.long
