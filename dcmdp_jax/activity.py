@@ -22,6 +22,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+COMPILING = "compiling "
+"""The name of a thread that compiles for later calls begins so; a process that ends need not wait for it."""
 _SHOWN_AFTER_S = 3.0
 _SIGN_EVERY_S = 10.0
 _REDRAW_S = 0.5
@@ -60,7 +62,13 @@ class Activity:
 
     def lines(self, columns: int, now: float) -> list[str]:
         """What a terminal of so many columns shows; nothing for the first three seconds."""
-        return [_DIM + self.text(now)[:columns] + _PLAIN] if now - self.began >= _SHOWN_AFTER_S else []
+        return [_DIM + (self.text(now) + _compiling())[:columns] + _PLAIN] if now - self.began >= _SHOWN_AFTER_S else []
+
+
+def _compiling() -> str:
+    """The programs that threads are compiling: `; compiling beside: the step, decode`."""
+    names = [each.name.removeprefix(COMPILING) for each in threading.enumerate() if each.name.startswith(COMPILING)]
+    return f"; compiling beside: {', '.join(names)}" if names else ""
 
 
 class _Painter:
@@ -92,7 +100,7 @@ class _Painter:
                 self._paint([line for each in shown for line in each.lines(size.columns - 1, now)], size)
             elif inner and now >= max(inner[0].began + _SHOWN_AFTER_S, self._next_line):
                 text = inner[0].text(now)
-                say(f"{text}{'' if text.endswith(' left') else ' so far'}")
+                say(f"{text}{'' if text.endswith(' left') else ' so far'}{_compiling()}")
                 self._next_line = now + _SIGN_EVERY_S
 
     def ended(self, activity: Activity, now: float) -> None:

@@ -1,6 +1,7 @@
 """What is shown of what a program does: on a terminal, in a log, and where nothing takes long."""
 
 import signal
+import threading
 import time
 
 import pytest
@@ -39,6 +40,22 @@ def test_what_is_counted_says_how_much_is_left(shown):
     counted = {"total": 64, "unit": "completions"}
     assert shown(105.0, done=16, **counted) == ["sampling: 16 of 64 completions, 5 s, 15 s left"]
     assert shown(105.0, **counted) == ["sampling: 0 of 64 completions, 5 s so far"]
+
+
+def test_what_threads_compile_is_named_while_they_do(shown):
+    done, names = threading.Event(), ("the step", "decode (2)")
+    threads = [threading.Thread(target=done.wait, name=activity.COMPILING + name) for name in names]
+    for thread in threads:
+        thread.start()
+    try:
+        assert shown(104.0) == ["sampling: 4 s so far; compiling beside: the step, decode (2)"]
+        [line] = Activity("sampling", began=100.0).lines(200, 104.0)
+        assert "sampling: 4 s; compiling beside: the step, decode (2)" in line
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert shown(104.0) == ["sampling: 4 s so far"]
 
 
 _BESIDE_THE_DISPLAY = """

@@ -14,7 +14,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from dcmdp_jax.activity import activity
+from dcmdp_jax.activity import COMPILING, activity
 from dcmdp_jax.commands.cli import keep_tracebacks_in
 from dcmdp_jax.commands.flags import load_config, parse
 from dcmdp_jax.config.arguments import HOSTS, as_settings
@@ -24,7 +24,6 @@ from dcmdp_jax.config.text import print_config
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import shorten
-from dcmdp_jax.parallel.backend import COMPILING
 from dcmdp_jax.parallel.hosts import join_hosts
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
@@ -47,7 +46,7 @@ def main(argv: list[str]) -> int:
     try:
         _run(config, functools.partial(print, flush=True), dry_run=arguments.dry_run)
     except Interrupted as stopped:
-        if any(thread.name == COMPILING for thread in threading.enumerate()):
+        if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
             sys.stdout.flush()
             os._exit(128 + stopped.signal_number)
         return 128 + stopped.signal_number

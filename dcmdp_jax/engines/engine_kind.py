@@ -67,7 +67,8 @@ class EngineArguments:
         model: shape of the model; None while only settings are checked.
         mesh: `mesh(tensor=1, expert=1)` makes the mesh of an engine in this process. It starts JAX's devices.
         probe: makes the trainer's log-probs of fixed sequences, to prove a push; it compiles.
-        prepare: compile programs of later calls during the trainer's first step: for a run of many calls.
+        prepare: compile programs of later calls during the trainer's first step, start processes beside its warm-up:
+            for a run of many calls.
         platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda", "tpu"; "" unknown.
         host_devices: devices of each host that is planned for and not here; 0: as many as this machine has.
         lag: steps that sampling runs ahead of training (`rollout.lag`).
@@ -247,6 +248,9 @@ class EngineKind:
                 "engine", f"{self.name}: build returned {shorten(engine)}, which has no method {missing[0]}"
             )
         return engine
+
+    def check_start(self, engine: Engine) -> None:
+        """Raise the EngineError of a start that `build` with `prepare` left to go on, if it has failed by now."""
 
     @property
     def choices(self) -> dict[str, tuple[str, ...]]:

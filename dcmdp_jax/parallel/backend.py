@@ -14,10 +14,9 @@ from pathlib import Path
 import jax
 import jaxlib
 
-logger = logging.getLogger(__name__)
+from dcmdp_jax.activity import COMPILING
 
-COMPILING = "compile a program"
-"""Name of a thread that compiles for later calls; a process that ends need not wait for it."""
+logger = logging.getLogger(__name__)
 
 CPU_INFO = Path("/proc/cpuinfo")
 """Where Linux tells what the processor can do."""
@@ -77,7 +76,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def compile_beside(program: Callable[[], object]) -> Callable[[], None]:
+def compile_beside(program: Callable[[], object], name: str) -> Callable[[], None]:
     """Compile a program in a thread, as XLA lets others run meanwhile, and return a function that waits for it.
 
     JAX keeps what was compiled for the call that needs it, which also says what is wrong where this failed, twice.
@@ -91,7 +90,7 @@ def compile_beside(program: Callable[[], object]) -> Callable[[], None]:
             except Exception:  # see above
                 logger.debug("a program was not compiled ahead", exc_info=True)
 
-    thread = threading.Thread(target=run, name=COMPILING)
+    thread = threading.Thread(target=run, name=COMPILING + name)
     thread.start()
     return thread.join
 

@@ -83,7 +83,7 @@ class StepPrograms(NamedTuple):
             Collective: a function that waits until all processes have compiled it. One that had not would compile it in
             its main thread, and wait there for the others, see `SeveralHosts.starting_programs_together`.
         """
-        compiled = compile_beside(lambda: self.train_step.lower(*self.arguments, None).compile())
+        compiled = compile_beside(lambda: self.train_step.lower(*self.arguments, None).compile(), "the step")
         return lambda: compiled() or hosts.wait_for_all()
 
 
@@ -158,6 +158,7 @@ def start(
     programs: StepPrograms,
     checkpoints: Checkpoints,
     stop: StopSignal,
+    check: Callable[[], None],
     show: Callable[[str], None],
 ) -> tuple[TrainState, bool, int]:
     """The newest checkpoint's state, or a fresh one, warmed up if asked.
@@ -169,6 +170,7 @@ def start(
         programs: the step's programs.
         checkpoints: the run's checkpoints.
         stop: ends the warm-up.
+        check: raises what should end the warm-up, an engine that does not start.
         show: prints a line for people.
 
     Returns:
@@ -176,6 +178,7 @@ def start(
 
     Raises:
         Interrupted: after a signal to any process of the run, in the warm-up.
+        EngineError: from `check`.
         CheckpointError: if there are checkpoints and none can be read.
     """
     config, shardings, abstract = task.config, programs.shardings, programs.arguments[0]
@@ -196,7 +199,7 @@ def start(
     with activity(f"loading the weights of {config.model.path}" if config.model.path else "drawing fresh weights"):
         params = weights.initial()
     if config.warmup.steps:
-        params = _warm_up(task, placement, params, stop, show)
+        params = _warm_up(task, placement, params, stop, check, show)
     if weights.saves_initial:
         with activity("saving the initial policy"):
             weights.save_initial(params, placement.hosts)
@@ -205,7 +208,14 @@ def start(
         return programs.create(params, dual), False, 0
 
 
-def _warm_up(task: Task, placement: Placement, params: Params, stop: StopSignal, show: Callable[[str], None]) -> Params:
+def _warm_up(
+    task: Task,
+    placement: Placement,
+    params: Params,
+    stop: StopSignal,
+    check: Callable[[], None],
+    show: Callable[[str], None],
+) -> Params:
     settings, mesh, compute = task.config.warmup, placement.mesh, placement.compute
     show(f"warm-up: {settings.steps} supervised steps on {settings.task}")
     # The sampling temperature belongs to sampling: solutions are fitted by the model as it is.
@@ -214,6 +224,7 @@ def _warm_up(task: Task, placement: Placement, params: Params, stop: StopSignal,
 
     def on_step(done: int, loss: float) -> None:
         doing.done = done
+        check()
         [signal_number] = placement.hosts.largest(stop.received or 0)
         if signal_number:
             raise Interrupted(int(signal_number), "in the warm-up, which starts again")

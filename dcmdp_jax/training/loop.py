@@ -291,7 +291,8 @@ def train(
         programs = programs or make_step_programs(config, task.model, placement, task.lora)
         # The shapes of frozen parameters are known once they are loaded.
         compiled = (lambda: None) if weights.has_frozen else programs.compile_ahead(hosts)
-        state, resumed, taken = start(task, placement, weights, programs, checkpoints, stop, show)
+        check = functools.partial(placement.engine.kind.check_start, services.engine)
+        state, resumed, taken = start(task, placement, weights, programs, checkpoints, stop, check, show)
         release_freed_memory()
         step = int(state.step)
         if step > config.training.steps:

@@ -49,6 +49,7 @@ def start(
         directory: Path | None = None,
         routed_experts: bool = False,
         top_logprobs: int = 0,
+        prepare: bool = False,
         **changes: object,
     ) -> VllmEngine:
         whole = precision in ("float32", "float16", "bfloat16")
@@ -61,6 +62,7 @@ def start(
             settings=vllm_settings(**changes),
             routed_experts=routed_experts,
             top_logprobs=top_logprobs,
+            prepare=prepare,
             directory=directory or tmp_path_factory.mktemp("sidecar"),
             model=config,
             probe=(lambda: trainer_probe(config)) if probe else None,

@@ -61,7 +61,7 @@ def test_the_first_decode_is_compiled_beside_the_prefill(compiled, monkeypatch):
     """In a thread of its own, begun before the prefill; the call that needs it waits, and compiles nothing again."""
     began, threads = [], []
 
-    def beside(program):
+    def beside(program, name):
         began.append(list(compiled))
         threads.append(thread := threading.Thread(target=program))
         thread.start()

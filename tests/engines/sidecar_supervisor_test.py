@@ -6,6 +6,7 @@ import pytest
 
 from dcmdp_jax.engines.sidecar.process import Stopped
 from dcmdp_jax.engines.sidecar.supervisor import Calls
+from tests.support.waiting import wait_until
 
 
 def test_calls_run_at_the_same_time_and_results_keep_their_order():
@@ -17,6 +18,22 @@ def test_calls_run_at_the_same_time_and_results_keep_their_order():
 
     assert Calls([call("a"), call("b")]).results() == ["a", "b"]
     assert sorted(Calls([call("a"), call("b")]).values()) == ["a", "b"]
+
+
+def test_calls_begin_before_they_are_waited_for_and_tell_of_a_failure():
+    going, met = threading.Event(), threading.Event()
+
+    def fails(calls):
+        met.set()
+        going.wait(30)
+        raise ZeroDivisionError
+
+    calls = Calls([fails]).begin()
+    assert met.wait(30) and not calls.failed
+    going.set()
+    wait_until(lambda: calls.failed, "the failure")
+    with pytest.raises(ZeroDivisionError):
+        calls.begin().results()
 
 
 def _until_stopped(ended):

@@ -232,6 +232,31 @@ def test_a_start_that_takes_too_long_ends(start):
         start(small_model(), start_timeout_s=1.0)
 
 
+def test_a_training_run_waits_for_the_start_at_its_first_push(start, tmp_path):
+    engine = start(small_model(), script=FAULTY, probe=False, directory=tmp_path, prepare=True, **_fault("slow_start"))
+    engine.check_start()
+    assert engine.replicas[0].supervisor.sidecar is None
+    threading.Timer(1.0, (tmp_path / "go").touch).start()
+    engine.push_weights(random_params(engine.config, 7), 7)
+    assert (tmp_path / "go").exists() and engine.replicas[0].supervisor.sidecar.serial == 1
+
+
+def test_a_start_that_fails_beside_the_warm_up_is_told_once_it_is_known(start):
+    engine = start(small_model(), script=FAULTY, prepare=True, start_timeout_s=1.0, **_fault("slow_start"))
+    engine.check_start()
+    with pytest.raises(EngineError, match=r"does not start: start: .*nothing for 1 s") as caught:
+        wait_until(engine.check_start, "the failure")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_engine_that_is_closed_while_it_starts_leaves_no_process(start):
+    before = sidecars()
+    engine = start(small_model(), script=FAULTY, prepare=True, **_fault("slow_start"))
+    wait_until(lambda: sidecars() - before, "a process")
+    engine.close()
+    assert sidecars() == before
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -28,6 +28,6 @@ def test_the_step_is_compiled_beside_the_start_and_kept(monkeypatch):
     programs = make_step_programs(run.config, run.model, run.placement)
     programs.compile_ahead(ONE_PROCESS)()
     steps = [thread for name, thread in found if "step" in name]
-    assert steps == ["compile a program"]
+    assert steps == ["compiling the step"]
     programs.train_step.lower(*programs.arguments, None).compile()
     assert len([name for name, _ in found if "step" in name]) == 1

@@ -61,6 +61,28 @@ def test_finished_steps_are_saved_and_the_run_resumes_there(run_environment, tmp
     assert [record["step"] for record in records if "reward/mean" in record] == [1, 2, 3, 4]
 
 
+# bin.train with an engine that does not start, as is known during the warm-up.
+_STARTS_BESIDE = """
+from dcmdp_jax.commands import cli, train
+from dcmdp_jax.engines.local import LocalKind
+from dcmdp_jax.engines.protocol import EngineError
+
+def check_start(self, engine):
+    raise EngineError("planted: does not start")
+
+LocalKind.check_start = check_start
+cli.run_main(train.main, expected=(EngineError,))
+"""
+
+
+def test_an_engine_that_does_not_start_ends_the_warm_up(run_environment, tmp_path):
+    failed = _run(run_environment, tmp_path / "run", "-c", _STARTS_BESIDE, code=2)
+    [error] = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
+    assert error.startswith("error: planted: does not start (traceback: ")
+    assert "warm-up: 20" in failed.stdout and "warm-up: step" not in failed.stdout
+    assert not (tmp_path / "run" / "checkpoints" / "0").exists()
+
+
 @pytest.mark.long
 def test_before_the_first_step_the_initial_policy_is_kept(run_environment, tmp_path):
     failed = _run(run_environment, tmp_path / "run", "-c", _PROGRAM, "generate 0", code=2)

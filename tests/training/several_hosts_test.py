@@ -78,12 +78,12 @@ from dcmdp_jax.training import build
 
 compile_beside, tries = build.compile_beside, []
 
-def failing_once(program):
+def failing_once(program, name):
     def run():
         tries.append(program)
         print("try", len(tries), flush=True)
         program() if len(tries) > 1 else 1 / 0
-    return compile_beside(run)
+    return compile_beside(run, name)
 
 build.compile_beside = failing_once
 cli.run_main(train.main)

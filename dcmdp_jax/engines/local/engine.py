@@ -158,7 +158,7 @@ class LocalEngine:
                 scheduler = Scheduler(weights, sampled, draw, mode, sizes, members, bucket, **options)
                 shapes, of = scheduler.shapes(), {"prompt_slots": bucket, "mode": mode}
                 if first := self._unprepared(weights, shapes[:1], draw.stop_ids.size, **of):
-                    scheduler.compiled = compile_beside(*first)
+                    scheduler.compiled = compile_beside(*first, "decode")
                 for _ in scheduler.sample():
                     yield waiting.add(map(episode, sampled.take_finished()))
                 scheduler.compiled()

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.activity import COMPILING
 from dcmdp_jax.engines.engine_kind import EngineArguments, EnginePlan, Lowerable, Workload
 from dcmdp_jax.engines.local import decode, sizes
 from dcmdp_jax.engines.local.cache import abstract
@@ -134,7 +135,7 @@ class Preparation:
         """Compile these too."""
         self._waiting.extend(programs)
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="compile decoding programs")
+            self._thread = threading.Thread(target=self._run, name=COMPILING)
             self._thread.start()
 
     def wait(self) -> None:
@@ -150,7 +151,9 @@ class Preparation:
     def _run(self) -> None:
         while threading.main_thread().is_alive():
             try:
-                self._waiting.popleft()()
+                program = self._waiting.popleft()
+                threading.current_thread().name = f"{COMPILING}decode ({1 + len(self._waiting)})"
+                program()
             except IndexError:
                 # What compiling and loading leave unused: 50 to 80 MiB each time at 0.6M parameters.
                 release_freed_memory()

@@ -25,11 +25,12 @@ class Calls:
 
     Attributes:
         stopped: set when the caller gives the calls up; whatever blocks in them looks at it.
+        failed: whether one has raised an error.
     """
 
     def __init__(self, calls: Sequence[Callable[[Calls], Any]]) -> None:
-        """Store the calls; `values` or `results` starts them. Each is given this object."""
-        self.stopped = threading.Event()
+        """Store the calls; `begin`, `values` or `results` starts them. Each is given this object."""
+        self.stopped, self.failed = threading.Event(), False
         self._results: dict[int, Any] = {}
         self._arrived: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._threads = [
@@ -46,7 +47,15 @@ class Calls:
             self._results[number] = call(self)
             self._arrived.put(("end", None))
         except BaseException as error:
+            self.failed = True
             self._arrived.put(("error", error))
+
+    def begin(self) -> Calls:
+        """Start the calls, unless they are; `values` or `results` waits for them later."""
+        for thread in self._threads:
+            if thread.ident is None:
+                thread.start()
+        return self
 
     def values(self) -> Iterator[Any]:
         """Yield what the calls `put`, as it comes, and None where nothing came for half a second.
@@ -54,9 +63,7 @@ class Calls:
         The first error ends all calls and is raised. So does closing the iterator.
         """
         try:
-            for thread in self._threads:
-                thread.start()
-            left = len(self._threads)
+            left = len(self.begin()._threads)
             while left:
                 try:
                     kind, value = self._arrived.get(timeout=_PAUSE_S)

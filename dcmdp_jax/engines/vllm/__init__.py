@@ -58,6 +58,9 @@ class VllmKind(EngineKind):
 
         return VllmEngine(arguments)
 
+    def check_start(self, engine: Engine) -> None:
+        engine.check_start()
+
     def scheme(self, arguments: EngineArguments, precision: str, cache: str, platform: str) -> Scheme:
         """vLLM's roundings in the build for the trainer's platform.
 

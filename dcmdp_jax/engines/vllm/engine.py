@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
@@ -47,7 +48,7 @@ class VllmEngine:
     """
 
     def __init__(self, arguments: EngineArguments, *, script: Path = SCRIPT) -> None:
-        """Start vLLM and wait until it is ready (seconds on CPU, a minute on a GPU).
+        """Start vLLM (seconds on CPU, a minute on a GPU) and wait until it is ready; with `prepare`, at its first use.
 
         Args:
             arguments: `directory` gets config.json, log, temporary files; with several replicas each has its log in a
@@ -78,7 +79,7 @@ class VllmEngine:
         manifest = [list(tensor) for tensor in self.weights.bridge.manifest]
         segments, size = self.weights.segments, self.weights.num_bytes
         self.replicas: list[Replica] = []
-        self._calls = Calls([])
+        self._calls, self._starting = Calls([]), None
         try:
             launch.write_model_config(arguments)
             engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
@@ -107,16 +108,29 @@ class VllmEngine:
                         top_logprobs=arguments.top_logprobs,
                     )
                 )
-            self._begin([replica.supervisor.start for replica in self.replicas]).results()
+            starting = self._begin([replica.supervisor.start for replica in self.replicas])
+            # With an engine that sleeps, the trainer's memory of shared GPUs is not bounded: neither works meanwhile.
+            if arguments.prepare and (platform == "cpu" or not settings.sleep):
+                self._starting = starting.begin()
+            else:
+                starting.results()
         except BaseException:
             self.close()
             raise
 
     def _begin(self, calls: Sequence[Callable[[Calls], Any]]) -> Calls:
-        """Begin new calls of the replicas; ends calls that were left open."""
+        """Begin new calls of the replicas, once these are ready; ends calls that were left open."""
+        self.check_start(wait=True)
         self._calls.stop()
         self._calls = Calls(calls)
         return self._calls
+
+    def check_start(self, *, wait: bool = False) -> None:
+        """Raise the EngineError of a start that goes on beside the trainer, if it has failed; or wait for its end."""
+        if self._starting is not None and (wait or self._starting.failed):
+            starting, self._starting = self._starting, None
+            with activity("waiting for vLLM to start"):
+                starting.results()
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Publish the parameters and have each replica load them; return when they are proven to be in use.

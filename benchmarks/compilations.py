@@ -1,0 +1,68 @@
+"""How long a run compiles before its first step: one program after another, and as `dcmdp train` does, beside the rest.
+
+    JAX_LOG_COMPILES=1 dcmdp train --config=demo --config.run_dir=RUN 2> LOG    # with an empty cache
+    python -m benchmarks.compilations --log LOG --cores 1 2 4 16
+
+By a simulation of each program's seconds in the log, in its order: the step is compiled in a thread from the start on,
+each `decode` in one from the `prefill` before it on, and the run waits where it needs them. A program takes one core;
+more threads than cores share these. What lies between compilations takes no time, nor does vLLM's start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.arguments import at_least_one
+
+RECORDED = Path(__file__).with_name("results") / "compilations_h200.txt"
+_LINE = re.compile(r"Finished XLA compilation of jit\((.+)\) in ([0-9.e-]+) sec")
+
+
+def compilations(log: str) -> list[tuple[str, float]]:
+    """Name and seconds of each program up to the first training step, in the order of a log of JAX."""
+    found = [(name, float(seconds)) for name, seconds in _LINE.findall(log)]
+    names = [name for name, _ in found]
+    return found[: names.index("step") + 1] if "step" in names else found
+
+
+def begins(names: Sequence[str]) -> dict[int, int]:
+    """Program compiled in a thread -> the program with which that thread begins, by their places."""
+    prefills = {at: max(n for n in range(at) if names[n] == "prefill") for at, n in enumerate(names) if n == "decode"}
+    return prefills | {at: 0 for at, name in enumerate(names) if name == "step"}
+
+
+def seconds_until_compiled(seconds: Sequence[float], begins: dict[int, int], cores: int) -> float:
+    """Time until all programs are compiled, where the main thread takes those that no thread has begun, in order."""
+    left, now, main = list(seconds), 0.0, 0
+    while main < len(left):
+        if left[main] <= 0:
+            main += 1
+            continue
+        active = {main} | {at for at, first in begins.items() if first <= main and left[at] > 0}
+        rate = min(1.0, cores / len(active))
+        done = min(left[at] for at in active)
+        now += done / rate
+        for at in active:
+            left[at] -= done
+    return now
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--log", type=Path, default=RECORDED)
+    parser.add_argument("--cores", type=at_least_one, nargs="+", default=[1, 2, 4, 16])
+    options = parser.parse_args()
+    if not (found := compilations(options.log.read_text())):
+        parser.error(f"--log: {options.log} has no line of a compilation; write it with JAX_LOG_COMPILES=1")
+    names, seconds = zip(*found, strict=True)
+    print(f"{len(names)} programs, {sum(seconds):.1f} s, the longest {max(seconds):.1f} s")
+    for cores in options.cores:
+        before, after = (seconds_until_compiled(seconds, threads, cores) for threads in ({}, begins(names)))
+        print(f"{cores:2} cores: one after another {before:.1f} s, beside the rest {after:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
