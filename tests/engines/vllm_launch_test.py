@@ -482,8 +482,10 @@ def test_a_trainer_beside_a_sidecar_that_sleeps_gives_memory_back(gpu_trainer, m
     """JAX's own pool would keep the most that it ever took. What the user said stays."""
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
     gpu_trainer()
+    assert devices.may_start_beside_trainer("cuda")
     devices.reserve_device_share(_settings(memory_share=0.85, sleep=1))
     assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform"
+    assert devices.may_start_beside_trainer("cpu") and not devices.may_start_beside_trainer("cuda")
     assert _SHARE not in os.environ
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async")
     devices.reserve_device_share(_settings(memory_share=0.85, sleep=1))

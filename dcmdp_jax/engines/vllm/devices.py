@@ -12,6 +12,8 @@ from dcmdp_jax.parallel.backend import has_cuda_plugin, present_gpus
 _MARGIN, _LEAST_TRAINER_SHARE = 0.1, 0.1
 # Of a GPU with a sidecar that sleeps in the step, the share that neither context's memory may take.
 _UNUSED = 0.1
+# JAX's name for what allocates a GPU's memory; empty: a pool, from which nothing goes back.
+_ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 # JAX's name for the share of a GPU's memory that it takes, and its former one. It starts with neither if both are set.
 _FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
@@ -80,7 +82,7 @@ def reserve_device_share(settings: VllmSettings) -> None:
     if settings.visible_devices and ours and not set(ours.split(",")) & set(settings.visible_devices.split(",")):
         return
     if settings.sleep:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+        os.environ.setdefault(_ALLOCATOR, "platform")
         return
     name, said = memory_fraction()
     try:
@@ -89,6 +91,14 @@ def reserve_device_share(settings: VllmSettings) -> None:
         raise ArgumentError(name, f"got {said!r}, must be a number") from None
     check_shares(settings, fraction)
     os.environ[name] = f"{fraction:g}"
+
+
+def may_start_beside_trainer(platform: str) -> bool:
+    """Whether vLLM may start while the trainer computes.
+
+    On a GPU it measures free memory, and fails where more gets free: a trainer with JAX's own pool frees none.
+    """
+    return platform == "cpu" or not os.environ.get(_ALLOCATOR)
 
 
 def device_share(settings: VllmSettings) -> DeviceShare | None:

@@ -109,8 +109,7 @@ class VllmEngine:
                     )
                 )
             starting = self._begin([replica.supervisor.start for replica in self.replicas])
-            # With an engine that sleeps, the trainer's memory of shared GPUs is not bounded: neither works meanwhile.
-            if arguments.prepare and (platform == "cpu" or not settings.sleep):
+            if arguments.prepare and devices.may_start_beside_trainer(platform):
                 self._starting = starting.begin()
             else:
                 starting.results()
