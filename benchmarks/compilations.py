@@ -1,21 +1,27 @@
 """How long a run compiles before its first step: one program after another, and as `dcmdp train` does, beside the rest.
 
-    JAX_LOG_COMPILES=1 dcmdp train --config=demo --config.run_dir=RUN 2> LOG    # with an empty cache
-    python -m benchmarks.compilations --log LOG --cores 1 2 4 16
+    python -m benchmarks.compilations --cores 1 2 4 16     # of the demo on one H200; or of a record of this machine:
+    JAX_LOG_COMPILES=1 JAX_ENABLE_COMPILATION_CACHE=false python -m benchmarks.compilations train --config=demo 2> LOG
+    python -m benchmarks.compilations --log LOG
 
-By a simulation of each program's seconds in the log, in its order: the step is compiled in a thread from the start on,
-each `decode` in one from the `prefill` before it on, and the run waits where it needs them. A program takes one core;
-more threads than cores share these. What lies between compilations takes no time, nor does vLLM's start.
+`train` trains without threads that compile, so that LOG has what each program takes by itself. The schedule is then
+simulated, the programs in the log's order: the step is compiled in a thread from the start on, each `decode` in one
+from the `prefill` before it on, and the run waits where it needs them. A program takes one core; more threads than
+cores share these. What lies between compilations takes no time, nor does vLLM's start, which is not in the log.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.arguments import at_least_one
+from dcmdp_jax.commands import cli, train
+from dcmdp_jax.engines.local import engine, programs
+from dcmdp_jax.training import build
 
 RECORDED = Path(__file__).with_name("results") / "compilations_h200.txt"
 _LINE = re.compile(r"Finished XLA compilation of jit\((.+)\) in ([0-9.e-]+) sec")
@@ -50,7 +56,17 @@ def seconds_until_compiled(seconds: Sequence[float], begins: dict[int, int], cor
     return now
 
 
+def train_one_after_another() -> None:
+    """`dcmdp train`, whose main thread compiles each program when it needs it."""
+    build.compile_beside = engine.compile_beside = lambda program, name: lambda: None
+    programs.Preparation.add = lambda self, programs: None
+    cli.run_main(train.main)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["train"]:
+        del sys.argv[1]
+        train_one_after_another()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log", type=Path, default=RECORDED)
     parser.add_argument("--cores", type=at_least_one, nargs="+", default=[1, 2, 4, 16])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import compilations as benchmark
 from benchmarks.compilations import RECORDED, begins, compilations, seconds_until_compiled
 
 NAMES = ("init", "prefill", "decode", "score", "step")
@@ -43,3 +44,17 @@ def test_the_record_of_the_h200():
     found = compilations(RECORDED.read_text())
     assert len(found) == 36 and found[-1] == ("step", 15.0)
     assert sum(seconds for _, seconds in found) == pytest.approx(60.9, abs=0.05)
+
+
+def test_a_run_for_the_log_compiles_nothing_beside(monkeypatch):
+    ran, compiled = [], []
+    for place, name in ((benchmark.build, "compile_beside"), (benchmark.engine, "compile_beside")):
+        monkeypatch.setattr(place, name, getattr(place, name))
+    monkeypatch.setattr(benchmark.programs.Preparation, "add", benchmark.programs.Preparation.add)
+    monkeypatch.setattr(benchmark.cli, "run_main", ran.append)
+    benchmark.train_one_after_another()
+    assert ran == [benchmark.train.main]
+    for module in (benchmark.build, benchmark.engine):
+        module.compile_beside(lambda: compiled.append(1), "a program")()
+    benchmark.programs.Preparation().add([lambda: compiled.append(1)])
+    assert not compiled
