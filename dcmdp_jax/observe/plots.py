@@ -6,9 +6,9 @@ None if no run recorded its metrics. Nothing uses pyplot or its global state; sa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,8 +26,7 @@ _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _SMOOTH_ABOVE = 40
 
 
-@dataclasses.dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """Curves of some metrics by training step: one color a run, or one a curve for a single run.
 
     Attributes:

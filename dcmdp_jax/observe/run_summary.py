@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -45,8 +44,7 @@ class Fact(NamedTuple):
     more: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordedRun:
+class RecordedRun(NamedTuple):
     """Content of a run directory.
 
     Attributes:
@@ -66,7 +64,7 @@ class RecordedRun:
     def until(self, step: int) -> RecordedRun:
         """The same run with its metrics up to a step."""
         kept = {name: (steps[steps <= step], values[steps <= step]) for name, (steps, values) in self.series.items()}
-        return dataclasses.replace(self, series={name: one for name, one in kept.items() if len(one[0])})
+        return self._replace(series={name: one for name, one in kept.items() if len(one[0])})
 
 
 def read_run(run_dir: str | Path, label: str | None = None, *, without_metrics: bool = False) -> RecordedRun:

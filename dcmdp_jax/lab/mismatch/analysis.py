@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ _WORST_SHOWN = 20
 _CONTEXT_BEFORE, _CONTEXT_AFTER = 16, 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Tokens that share a property.
 
     Attributes:
@@ -49,8 +48,7 @@ class Group:
     mean_log_ratio: float
 
 
-@dataclasses.dataclass(frozen=True)
-class WorstToken:
+class WorstToken(NamedTuple):
     """A token with a large |p - q|, in its context.
 
     Attributes:

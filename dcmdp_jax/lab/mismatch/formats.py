@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError, col
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".pt")
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where in a run a row was recorded; None where it is not known."""
 
     step: int | None
@@ -56,8 +55,7 @@ class Format:
     prepare: Callable[[dict[str, Any]], None] = lambda row: None
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordedFile:
+class RecordedFile(NamedTuple):
     """A file of a recording: its path, its framework, and the place of its first row."""
 
     path: Path

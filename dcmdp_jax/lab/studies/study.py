@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.errors import UserError
@@ -82,8 +82,7 @@ class Study:
                 raise UserError(f"evaluation has {word}, which the study gives for each run; leave it out")
 
 
-@dataclasses.dataclass(frozen=True)
-class StudyRun:
+class StudyRun(NamedTuple):
     """One cell of the grid.
 
     Attributes:
