@@ -219,10 +219,8 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     """
     pairs, text = measured.pairs, measured.text
     floor = max(measured.floors.values(), default=None)
-    names = ("rounding", "explanations", "settings", "lifted", "operators")
-    known = {name: getattr(measured, name) for name in names}
-    scored = measured.scored
-    legs = [] if scored is None else legs_of(pairs.rollout_logprobs, scored, pairs.train_logprobs)
+    known = {name: getattr(measured, name) for name in ("rounding", "explanations", "settings", "lifted", "operators")}
+    legs = [] if measured.scored is None else legs_of(pairs.rollout_logprobs, measured.scored, pairs.train_logprobs)
     over = measured.over_training
     course = next((alarm.text for alarm in over.alarms if alarm.name == "unseen_updates"), "") if over else ""
     evidence = collect(pairs, floor=floor, legs=legs, course=course, framework=measured.framework, **known)

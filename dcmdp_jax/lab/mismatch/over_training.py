@@ -117,8 +117,7 @@ def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
                     f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample anew with its "
                     f"model by --model={text}, or record by observe.rollouts_every_steps"
                 )
-            files = files_below(path)
-            if not files:
+            if not (files := files_below(path)):
                 raise UserError(f"{text}: no .jsonl, .parquet or .pt file in this directory or below")
         else:
             files = [path] if path.is_file() else sorted(map(Path, glob.glob(text, recursive=True)))

@@ -140,8 +140,7 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
         idle = unused(config["algorithm"])
         used = {name: value for name, value in config["algorithm"].items() if name not in idle}
         contents.append({**config, "run_dir": "", "algorithm": used})
-        other = runs[contents.index(contents[-1])]
-        if other is not run:
+        if (other := runs[contents.index(contents[-1])]) is not run:
             raise UserError(
                 f"study: {other.label!r} and {run.label!r} are one config, every setting that is used is equal; "
                 "drop one or make them differ"
@@ -187,8 +186,7 @@ def _check_grid(study: Study) -> None:
         if not _NAME.fullmatch(label):
             raise UserError(f"arm {shorten(label)} names a directory, must be letters, digits and any of _.=+-")
         # Some file systems do not tell capitals apart.
-        other = directories.setdefault(label.lower(), label)
-        if other != label:
+        if (other := directories.setdefault(label.lower(), label)) != label:
             raise UserError(f"arms {other!r} and {label!r} would share a directory; rename one")
         for name in SET_BY_THE_STUDY:
             if name in arm.settings:
