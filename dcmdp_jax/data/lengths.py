@@ -126,7 +126,7 @@ def expected_step(shapes: RowShapes, prompts: np.ndarray, completions: Lengths) 
     for seed in range(_DRAWS):
         drawn = completions.draw(shape[0] * shape[1], seed).reshape(shape)
         asked = np.random.default_rng(seed).choice(np.asarray(prompts, np.int64), shape)
-        totals = np.minimum(drawn + asked, shapes.limit)
+        totals = np.minimum(drawn + asked, shapes.longest)
         computed = sum(computed_tokens(shapes, lay_out(row, shapes).micro_batches) for row in totals)
         sums.append((totals.sum(), computed, np.square(totals.astype(np.float64)).sum()))
     return ExpectedStep(*(np.mean(sums, axis=0) / share).tolist())

@@ -44,7 +44,7 @@ class RowShapes:
         completions: N of one mini-batch.
         segments_per_row: sequences in one row at most.
         row_shards: devices that the rows of a micro-batch are split over.
-        longest: most tokens of a sequence; 0: as many as the longest row has.
+        longest: most tokens of a sequence.
     """
 
     row_lengths: tuple[int, ...]
@@ -53,13 +53,8 @@ class RowShapes:
     mini_batches: int
     completions: int
     segments_per_row: int
-    row_shards: int = 1
-    longest: int = 0
-
-    @property
-    def limit(self) -> int:
-        """Most tokens of a sequence."""
-        return self.longest or self.row_lengths[-1]
+    row_shards: int
+    longest: int
 
 
 class RowLayout(NamedTuple):
