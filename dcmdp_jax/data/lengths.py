@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ _USAGE = "lognormal(MEDIAN,CAP) in tokens, such as lognormal(2048,8192), or the 
 _DRAWS, _MOST_MINI_BATCHES, _MOST_COMPLETIONS = 4, 8, 2048
 
 
-@dataclasses.dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Completion lengths.
 
     Attributes:
@@ -97,8 +96,7 @@ def typical_lengths(limit: int) -> Lengths:
     return lognormal(max(1, limit // 4), limit)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpectedStep:
+class ExpectedStep(NamedTuple):
     """Expected computation of a step, means over a few drawn steps.
 
     Attributes:
