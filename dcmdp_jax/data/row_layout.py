@@ -8,7 +8,6 @@ result is a function of the shapes and of the completions' lengths alone.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -32,8 +31,7 @@ _MEDIANS = (1 / 10, 1 / 7, 1 / 5, 1 / 4, 1 / 3, 1 / 2)
 _MOST_TRIES, _MOST_DRAWN, _MOST_DRAWN_EACH = 32, 256, 8
 
 
-@dataclasses.dataclass(frozen=True)
-class RowShapes:
+class RowShapes(NamedTuple):
     """Static shapes of a batch.
 
     Attributes:
