@@ -40,8 +40,7 @@ PROGRAMS = ("step", "prefill", "decode", "score")
 """Names of the programs of a run; the last three are the embedded engine's."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedRun:
+class PlannedRun(NamedTuple):
     """A run whose shapes alone are known.
 
     Attributes:
