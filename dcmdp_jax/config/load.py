@@ -1,14 +1,14 @@
 """Make, check, save and load a `Config`.
 
 A new setting needs nothing here: a saved config without it gets the default, which therefore must do what was done
-before. Where a setting goes, `VERSION` is raised.
+before. A setting that goes gets an entry in `REMOVED`, and `VERSION` is raised.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -17,11 +17,30 @@ from dcmdp_jax.config.checks import validate, validate_sampling
 from dcmdp_jax.config.engine import check_name
 from dcmdp_jax.config.settings import Config, setting_names, to_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.fields import build, declared, nearest_name, parse_text, replace_value
+from dcmdp_jax.fields import build, declared, flatten, nearest_name, parse_text, replace_value
 from dcmdp_jax.inputs import shorten
 
 VERSION = 7
 """Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""
+
+
+class Removed(NamedTuple):
+    """A setting that older runs have.
+
+    Attributes:
+        version: First version without the setting.
+        meaningless: Values that do what is done without the setting. None: all, since it never changed what is learned.
+        why: Reason, or remedy.
+        values: Removed values of a setting that stays. Empty: the setting itself was removed.
+    """
+
+    version: int
+    meaningless: tuple[Any, ...] | None
+    why: str
+    values: tuple[Any, ...] = ()
+
+
+REMOVED: dict[str, Removed] = {}
 
 
 def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
@@ -95,9 +114,11 @@ OTHER_NAMES = {
 
 
 def unknown_setting(name: str) -> UserError:
-    """The error for an unknown setting, with the nearest name."""
+    """The error for an unknown setting: why it was removed, or the nearest name."""
     if ours := OTHER_NAMES.get(name.rpartition(".")[2]):
         return UserError(f"config.{name}: no such setting; did you mean {ours!r}?")
+    if name in REMOVED:
+        return UserError(f"config.{name}: no setting any more; {REMOVED[name].why}")
     sections = [field.name for field in dataclasses.fields(Config)]
     return UserError(f"config.{name}: no such setting; {nearest_name(name, setting_names(), sections)}")
 
@@ -111,17 +132,30 @@ def to_saved(config: Config) -> dict[str, Any]:
 def from_saved(saved: Mapping[str, Any]) -> Config:
     """Make a config from what this or an earlier version saved.
 
-    A setting that was not there yet has its default. Rules on values are not checked: an earlier version may have
-    allowed what is refused now.
+    A setting that was not there yet has its default; a removed one is ignored if its value does what is done without
+    it. Other rules on values are not checked: an earlier version may have allowed what is refused now.
 
     Raises:
-        UserError: in one line, for a newer version, an unknown setting, or a value of a wrong type.
+        UserError: in one line, for a newer version, a setting that is unknown or was removed with a value that had a
+            meaning, or a value of a wrong type.
     """
     values = {name: value for name, value in saved.items() if name != "fitted_rows"}
     version = values.pop("config_version", 0)
     if not isinstance(version, int) or version > VERSION:
         raise UserError(f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}")
-    made = build(Config, values, unknown_setting)
+    flat, kept = flatten(values), {}
+    for name, removed in REMOVED.items():
+        if version >= removed.version or name not in flat:
+            continue
+        said, refused = f"config.{name}: got {shorten(flat[name])}", flat[name] in removed.values
+        if not removed.values:
+            value = flat.pop(name)
+            refused = removed.meaningless is not None and value not in removed.meaningless
+        if refused:
+            raise UserError(f"{said}, {'which is gone' if removed.values else 'no setting any more'}; {removed.why}")
+    for name, value in flat.items():
+        replace_value(kept, name, value)
+    made = build(Config, kept, unknown_setting)
     made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
     check_name(made.rollout.engine)
     return made
