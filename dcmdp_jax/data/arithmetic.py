@@ -16,7 +16,7 @@ import dataclasses
 import random
 import re
 import zlib
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from dcmdp_jax.data.mixtures import task_arguments
 from dcmdp_jax.data.rows import problem_from_row
@@ -42,7 +42,8 @@ _FRUITLESS_DRAWS = 20_000
 _ERROR_SIZES = (-10, -2, -1, 1, 2, 10)
 
 
-class _Level(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Level:
     operations: int
     largest_operand: int
     operators: str

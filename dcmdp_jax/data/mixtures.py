@@ -7,13 +7,13 @@ gives half of the prompts from a.jsonl, a quarter from each of the others, whate
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,8 @@ _LARGEST_WEIGHT = 10**6
 _LONGEST_CYCLE = 10**5
 
 
-class Part(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Part:
     """A task of a mixture.
 
     Attributes:
@@ -145,7 +146,8 @@ def cycle(weights: Sequence[Fraction]) -> list[int]:
     return [number // math.gcd(*whole) for number in whole]
 
 
-class PromptStream(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PromptStream:
     """The endless order in which problems are asked: a function of seed and position, so that a resumed run goes on in
     it exactly.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
-class EncodedPrompts(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class EncodedPrompts:
     """The problems whose prompts fit, and their prompts.
 
     Attributes:
@@ -38,7 +40,7 @@ class EncodedPrompts(NamedTuple):
 
     def select(self, places: slice) -> EncodedPrompts:
         """The problems at these places, and their prompts."""
-        return self._replace(problems=self.problems[places], token_ids=self.token_ids[places])
+        return dataclasses.replace(self, problems=self.problems[places], token_ids=self.token_ids[places])
 
 
 def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:

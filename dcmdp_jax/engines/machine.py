@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 MEMORY_PHASES = ("push", "sample", "step")
 _ALWAYS = frozenset(MEMORY_PHASES)
+# Name of the part with the caches of rows that wait to continue; it is held while any program samples.
 PREEMPTED = "preempted caches, at most"
-"""Name of the part with the caches of rows that wait to continue; it is held while any program samples."""
 LOGITS_HELD = 3
 """Arrays of the size of logits: themselves, their exponentials, and their gradient or a masked copy."""
 

@@ -15,8 +15,8 @@ from dcmdp_jax.engines.validation import broken_tokens, sample_alone
 
 logger = logging.getLogger(__name__)
 
+# Finished steps after which the noise floor is measured: once, and then rarely, for the policy moves.
 NOISE_FLOOR_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
-"""Finished steps after which the noise floor is measured: once, and then rarely, for the policy moves."""
 # Completions scored in one pass, and completions and tokens of each sampled alone.
 _SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
 

@@ -90,8 +90,8 @@ def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int,
 
 
 _MORE = "the engine samples from more tokens than it lists; set a larger number"
+# Nats, and probability: more than rounding.
 _LIST_TOLERANCE = 1e-3
-"""Nats, and probability: more than rounding."""
 
 
 def check_routed_experts(episodes: Sequence[Episode], layers: int, per_token: int, experts: int) -> None:

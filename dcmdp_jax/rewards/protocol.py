@@ -31,7 +31,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.user_code import load_object
@@ -176,7 +176,8 @@ class RewardError(UserError):
         self.row = row
 
 
-class Reward(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Reward:
     """A reward and its weight in the total.
 
     Attributes:

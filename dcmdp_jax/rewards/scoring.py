@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -109,7 +109,8 @@ def columns_of(problems: Sequence[Problem], names: Sequence[str]) -> dict[str, l
     return {name: [cell(problem, name) for problem in problems] for name in names}
 
 
-class Played(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Played:
     """A completion in turns, which an environment answered.
 
     Attributes:

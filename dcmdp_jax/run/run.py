@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import NamedTuple
 
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.observe.jsonl import rewards_log
@@ -16,7 +16,8 @@ from dcmdp_jax.run.task import Task, read_task
 from dcmdp_jax.run.weights import Weights, model_shardings
 
 
-class Run(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Run:
     """The values that training takes.
 
     Attributes:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from dcmdp_jax.engines.machine import Machine, MemoryPart
     from dcmdp_jax.engines.protocol import Engine
 
+# Precisions of `models.quantize`, which imports JAX.
 _QUANTIZED = ("int8", "int4", "int3", "int2", "fp8")
-"""Precisions of `models.quantize`, which imports JAX."""
 
 
 @dataclasses.dataclass(frozen=True)

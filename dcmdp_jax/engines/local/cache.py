@@ -19,8 +19,8 @@ from dcmdp_jax.models.quantize import FP8_MAX
 
 FLOAT8 = "float8_e4m3fn"
 
+# For each layer keys [R, K, h, S] and values [R, K, S, h], float8 as uint8 bits.
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""For each layer keys [R, K, h, S] and values [R, K, S, h], float8 as uint8 bits."""
 
 
 def abstract(config: ModelConfig, rows: int, slots: int, *, dtype: str, sharding: NamedSharding) -> Cache:

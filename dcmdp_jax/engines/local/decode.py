@@ -146,8 +146,8 @@ class Decoded(NamedTuple):
     top: tuple[jax.Array, ...] = ()
 
 
+# State between two steps: the cache, the last sampled tokens, and the result so far.
 _State = tuple[Cache, jax.Array, Decoded]
-"""State between two steps: the cache, the last sampled tokens, and the result so far."""
 
 
 class Limits(NamedTuple):

@@ -77,8 +77,8 @@ class LocalEngine:
         self._prepared: set[Hashable] = set()
         self.weights: Params | None = None
         self._policy_version: int | None = None
+        # CRC-32 of the checksums of the weights in use (`weights.Conversion.proof`); None without weights.
         self.weights_fingerprint: int | None = None
-        """CRC-32 of the checksums of the weights in use (`weights.Conversion.proof`); None without weights."""
 
     def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
         """Copy the trainer's parameters in the engine's precision and verify the copy by checksums.

@@ -179,8 +179,8 @@ class Scheduler:
         self._members, self._bucket = deque(members), bucket
         self._slots = [bucket + capacity for capacity in self._capacities]
         self._queues: list[deque[_Waiting]] = [deque() for _ in self._capacities]
+        # Waits for a `decode` that is being compiled.
         self.compiled: Callable[[], None] = lambda: None
-        """Waits for a `decode` that is being compiled."""
 
     def sample(self) -> Iterator[None]:
         """Sample all rows of the prompts. Pauses whenever rows may have finished."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+# Max attention scores in memory during a forward pass over whole rows: 1 GiB in float32.
 ATTENTION_ELEMENTS = 2**28
-"""Max attention scores in memory during a forward pass over whole rows: 1 GiB in float32."""
 PREEMPTED_CACHES = 2
 """Max caches of preempted rows, in caches of a full batch of the longest rows."""
 _SMALLEST_BUCKET = 16

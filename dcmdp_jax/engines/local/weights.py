@@ -163,8 +163,8 @@ class Conversion:
         return expected, np.concatenate(jax.device_get(found))
 
 
+# The `Conversion` of these arguments, with programs that an earlier push may have compiled.
 conversion = functools.lru_cache(maxsize=32)(Conversion)
-"""The `Conversion` of these arguments, with programs that an earlier push may have compiled."""
 
 
 def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:

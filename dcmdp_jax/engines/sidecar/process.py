@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import select
 import shutil
 import signal
 import socket
@@ -31,14 +30,14 @@ _LOG, _TEMPORARY = "sidecar.log", "tmp"
 # A socket's name has at most 107 bytes; an engine's begin with this directory and end with up to 37 more.
 _LONGEST_TEMPORARY = 64
 _LAST_LINES = 20
+# A sidecar without a sign of life for this long during a request is broken.
 STALL_TIMEOUT_S = 300.0
-"""A sidecar without a sign of life for this long during a request is broken."""
 _END_S = 5.0
 _CANCEL_S = 30.0
 # One thread that lives as long as the trainer: a sidecar asks the kernel to be killed with the thread that started it.
 _STARTER = ThreadPoolExecutor(1, "sidecar-starter")
 # So long a request is waited for before the next look whether the caller has given it up.
-_POLL_MS = 50
+_POLL_S = 0.05
 
 
 class SidecarBroken(RuntimeError):
@@ -74,66 +73,26 @@ class Stopped(Exception):  # noqa: N818 - nothing is wrong
     """The caller gave the request up."""
 
 
-class Sidecar:
-    """A running sidecar. Any failure ends it. Its calls block; one thread at a time.
+class EngineProcess:
+    """A process with an engine, and the requests to it. Any failure ends it, by its `kill`. Calls block; one thread.
 
     Attributes:
-        pid: its process id.
+        name: engine name in errors and logs.
+        log: where its log is.
+        connection: sends the requests and receives the answers.
         serial: serial number of the weights in use, as their sender counts them.
         last_lines: the end of its log, whole once it is killed.
+        node: the node of a cluster that it runs on; "" for this machine.
+        started: whether its engine is there.
+        tokens, seconds: what it sampled, and how long it was at work.
     """
 
-    def __init__(
-        self, launch: Launch, manifest: list[Any], segments: tuple[Segment, ...], size: int, stopped: threading.Event
-    ) -> None:
-        """Start the process and wait until its engine is ready. Whatever interrupts this ends the process.
-
-        Raises:
-            EngineError: if the engine refuses what it is built from, with its reason.
-            SidecarBroken: if the process dies or says nothing in time.
-        """
-        self._launch = launch
-        self._temporary = launch.directory / _TEMPORARY
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir(mode=0o700)
+    def __init__(self, name: str, log: str, connection: Any) -> None:
+        """Take over a connection to a process that was started."""
+        self.name, self.log, self.connection = name, log, connection
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self.serial: int | None = None
-        ours, theirs = socket.socketpair()
-        inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
-        began, limit = time.monotonic(), launch.start_timeout_s
-        engine = {
-            "protocol": wire.PROTOCOL,
-            "engine": dict(launch.engine),
-            "manifest": manifest,
-            "segments": inherited[1:],
-            "segment_bytes": size,
-        }
-        with theirs:
-            self._process = _STARTER.submit(
-                subprocess.Popen,
-                [launch.python, str(launch.script), str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=launch.directory,
-                env=process_environment(launch),
-                pass_fds=inherited,
-                # A group of its own: Ctrl-C in a terminal is for the trainer, and its children can be found.
-                start_new_session=True,
-            ).result()
-        self.pid = self._process.pid
-        self._connection = wire.Connection(ours)
-        self._ready = False
-        self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
-        self._log.start()
-        try:
-            ready = self.request("start", engine, answer="ready", timeout_s=limit, stopped=stopped)
-        except BaseException:
-            self.kill()
-            raise
-        self._ready = True
-        version, seconds = ready.header.get("version"), time.monotonic() - began
-        logger.info("%s %s ready after %.1f s, process %d", launch.name, version, seconds, self.pid)
+        self.node, self.started, self.tokens, self.seconds = "", False, 0, 0.0
 
     def request(
         self,
@@ -160,18 +119,17 @@ class Sidecar:
             SidecarBroken: if it dies, stalls, or answers something else. It is gone then.
             Stopped: if `stopped` was set.
         """
-        limit = timeout_s or STALL_TIMEOUT_S
+        limit, began = timeout_s or STALL_TIMEOUT_S, time.monotonic()
         try:
-            self._connection.send(op, header, arrays, timeout_s=limit)
-            heard, poll = time.monotonic(), select.poll()
-            poll.register(self._connection, select.POLLIN)
+            self.connection.send(op, header, arrays, timeout_s=limit)
+            heard = time.monotonic()
             while True:
                 if stopped is not None and stopped.is_set():
                     self._cancel()
                     raise Stopped
                 # Something to receive, the end of the connection included; waited for a moment.
-                if poll.poll(_POLL_MS):
-                    message, heard = self._connection.receive(timeout_s=limit), time.monotonic()
+                if self.connection.wait(_POLL_S):
+                    message, heard = self.connection.receive(timeout_s=limit), time.monotonic()
                     if message.header["op"] != "progress":
                         return self._checked(message, op, answer)
                     on_progress(message)
@@ -181,8 +139,10 @@ class Sidecar:
             broken = self._broken(f"{op}: {error}")
             if op == "start":
                 last = self.last_lines[-1] if self.last_lines else "nothing"
-                broken = SidecarBroken(f"{broken}; its log, {self._launch.directory / _LOG}, ends with: {last}")
+                broken = SidecarBroken(f"{broken}; its log, {self.log}, ends with: {last}")
             raise broken from error
+        finally:
+            self.seconds += time.monotonic() - began
 
     def _checked(self, message: wire.Message, op: str, answer: str) -> wire.Message:
         """The answer, if it is the one that was asked for."""
@@ -193,9 +153,7 @@ class Sidecar:
             reason = str(message.header.get("message"))
             self.kill()
             if op == "start":
-                raise EngineError(
-                    f"{self._launch.name} does not start: {reason}; its log is {self._launch.directory / _LOG}"
-                )
+                raise EngineError(f"{self.name} does not start: {reason}; its log is {self.log}")
             raise SidecarBroken(f"{op}: {reason}")
         if received != answer:
             raise self._broken(f"{op}: answered {received!r}, not {answer!r}")
@@ -203,16 +161,71 @@ class Sidecar:
 
     def _cancel(self) -> None:
         """End the request in flight; its answer is dropped."""
-        if not self._ready:
+        if not self.started:
             self.kill()  # an engine that is being built reads nothing
             return
         try:
-            self._connection.send("cancel", timeout_s=_CANCEL_S)
-            while self._connection.receive(timeout_s=_CANCEL_S).header["op"] != "cancelled":
+            self.connection.send("cancel", timeout_s=_CANCEL_S)
+            while self.connection.receive(timeout_s=_CANCEL_S).header["op"] != "cancelled":
                 pass
         except (wire.WireError, TimeoutError):
-            logger.warning("%s sidecar: did not cancel a request; killed", self._launch.name)
+            logger.warning("%s sidecar: did not cancel a request; killed", self.name)
             self.kill()
+
+    def _broken(self, what: str) -> SidecarBroken:
+        self.kill()
+        return SidecarBroken(f"{what} ({self.node or 'not placed yet'})")
+
+
+class Sidecar(EngineProcess):
+    """A running sidecar of this machine.
+
+    Attributes:
+        pid: its process id.
+    """
+
+    def __init__(
+        self, launch: Launch, shared: Mapping[str, Any], segments: tuple[Segment, ...], stopped: threading.Event
+    ) -> None:
+        """Start the process and wait until its engine is ready. Whatever interrupts this ends the process.
+
+        Raises:
+            EngineError: if the engine refuses what it is built from, with its reason.
+            SidecarBroken: if the process dies or says nothing in time.
+        """
+        self._launch = launch
+        self._temporary = launch.directory / _TEMPORARY
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._temporary.mkdir(mode=0o700)
+        ours, theirs = socket.socketpair()
+        super().__init__(launch.name, str(launch.directory / _LOG), wire.Connection(ours))
+        inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
+        began, limit = time.monotonic(), launch.start_timeout_s
+        fields = {**shared, "engine": dict(launch.engine), "segments": inherited[1:]}
+        with theirs:
+            self._process = _STARTER.submit(
+                subprocess.Popen,
+                [launch.python, str(launch.script), str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=launch.directory,
+                env=process_environment(launch),
+                pass_fds=inherited,
+                # A group of its own: Ctrl-C in a terminal is for the trainer, and its children can be found.
+                start_new_session=True,
+            ).result()
+        self.pid = self._process.pid
+        self._log = threading.Thread(target=self._keep_log, name="sidecar-log", daemon=True)
+        self._log.start()
+        try:
+            ready = self.request("start", fields, answer="ready", timeout_s=limit, stopped=stopped)
+        except BaseException:
+            self.kill()
+            raise
+        self.started = True
+        version, seconds = ready.header.get("version"), time.monotonic() - began
+        logger.info("%s %s ready after %.1f s, process %d", launch.name, version, seconds, self.pid)
 
     def _broken(self, what: str) -> SidecarBroken:
         # A process that just died has not been collected yet; one that hangs is not going to end.
@@ -233,7 +246,7 @@ class Sidecar:
 
     def kill(self) -> None:
         """Kill the process and what it started, and remove its temporary files. Safe to call twice."""
-        self._connection.close()
+        self.connection.close()
         self._process.kill()
         self._process.wait()
         # Its children die with it, and the one that cleans up after them needs a moment to do so.

@@ -12,7 +12,7 @@ import numpy as np
 from dcmdp_jax.data.episode import COLUMNS, TOP_IDS, TOP_LOGPROBS, OpenGroups, Shape, single_turn
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.engines.sidecar import wire
-from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken
+from dcmdp_jax.engines.sidecar.process import EngineProcess, SidecarBroken
 from dcmdp_jax.engines.sidecar.segments import differing
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
@@ -55,11 +55,13 @@ class Replica:
         """
         return self.supervisor.run(calls, lambda sidecar: self._load(sidecar, calls, publication))
 
-    def _load(self, sidecar: Sidecar, calls: Calls, publication: Publication) -> float | None:
+    def _load(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> float | None:
         version, manifest = publication.policy_version, self.weights.bridge.manifest
+        if sidecar.serial == publication.serial:
+            return None
         # Until the answer is here, the sidecar has no weights that could be used.
         sidecar.serial = None
-        asked = {"segment": publication.serial % 2, "policy_version": version}
+        asked = {"segment": publication.place, "policy_version": version}
         header, arrays = sidecar.request("push", asked, answer="pushed", stopped=calls.stopped)
         checksums = arrays.get("checksums", np.empty(0))
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):
@@ -75,7 +77,7 @@ class Replica:
         sidecar.serial = publication.serial
         return difference
 
-    def _probe(self, sidecar: Sidecar, calls: Calls, publication: Publication) -> float:
+    def _probe(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> float:
         rows = list(self.weights.probe_ids)
         scored = _score(sidecar, calls, rows, [1] * len(rows), {"temperature": 1.0, "sleep_level": 0})
         own = np.asarray(publication.probe)
@@ -93,12 +95,11 @@ class Replica:
             )
         return difference
 
-    def _run(self, calls: Calls, publication: Publication, call: Callable[[Sidecar], T]) -> T:
+    def _run(self, calls: Calls, publication: Publication, call: Callable[[EngineProcess], T]) -> T:
         """Return what `call` returns on a sidecar with the published weights, loaded where they are not in use."""
 
-        def whole(sidecar: Sidecar) -> T:
-            if sidecar.serial != publication.serial:
-                self._load(sidecar, calls, publication)
+        def whole(sidecar: EngineProcess) -> T:
+            self._load(sidecar, calls, publication)
             result = call(sidecar)
             if self.drops_weights:
                 sidecar.serial = None
@@ -160,17 +161,20 @@ class Replica:
         trust = _Trust()
         delivered: set[int] = set()
 
-        def take(calls: Calls, waiting: OpenGroups, rows: set[int], message: wire.Message) -> None:
-            """Check the completions of a message and put the groups that they complete."""
-            completions = checked_completions(message.arrays, count, sampling, self.weights.config.vocab_size)
-            if message.header.get("policy_version") != version:
-                raise SidecarBroken(f"generate: sampled with version {message.header.get('policy_version')}")
+        def take(
+            sidecar: EngineProcess, calls: Calls, waiting: OpenGroups, rows: set[int], frame: wire.Message
+        ) -> None:
+            """Check the completions of a frame and put the groups that they complete."""
+            completions = checked_completions(frame.arrays, count, sampling, self.weights.config.vocab_size)
+            if frame.header.get("policy_version") != version:
+                raise SidecarBroken(f"generate: sampled with version {frame.header.get('policy_version')}")
             trust.check([completion.logprobs for completion in completions])
+            sidecar.tokens += sum(completion.token_ids.size for completion in completions)
             if again := [completion.row for completion in completions if completion.row in rows]:
                 raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
             rows.update(completion.row for completion in completions)
             columns = split_columns(
-                message.arrays,
+                frame.arrays,
                 [prompts[groups[completion.row // group_size]].size for completion in completions],
                 [completion.token_ids.size for completion in completions],
                 expected if completions else {},
@@ -192,9 +196,9 @@ class Replica:
             delivered.update(episode.group for episode in fresh)
             calls.put(fresh)
 
-        def sample(calls: Calls, sidecar: Sidecar) -> None:
+        def sample(calls: Calls, sidecar: EngineProcess) -> None:
             rows: set[int] = set()
-            taken = functools.partial(take, calls, OpenGroups(group_size), rows)
+            taken = functools.partial(take, sidecar, calls, OpenGroups(group_size), rows)
             given = {"answer": "generated", "stopped": calls.stopped, "on_progress": taken}
             taken(sidecar.request("generate", header, arrays, **given))
             if len(rows) < count:
@@ -218,7 +222,7 @@ class Replica:
         """
         trust, header = _Trust(), {"temperature": temperature, "sleep_level": self.sleep_level}
 
-        def score(sidecar: Sidecar) -> list[np.ndarray]:
+        def score(sidecar: EngineProcess) -> list[np.ndarray]:
             values = _score(sidecar, calls, rows, starts, header)
             trust.check(values)
             return values
@@ -231,7 +235,7 @@ class Replica:
         """Return what modules of the engine's network read and gave for the tokens of the rows, as they came."""
         asked = {"modules": list(modules), "sleep_level": self.sleep_level}
 
-        def observe(sidecar: Sidecar) -> dict[str, np.ndarray]:
+        def observe(sidecar: EngineProcess) -> dict[str, np.ndarray]:
             return sidecar.request("observe", asked, _rows(rows), answer="observed", stopped=calls.stopped).arrays
 
         return self._run(calls, publication, observe)
@@ -245,7 +249,7 @@ def _rows(rows: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def _score(
-    sidecar: Sidecar, calls: Calls, rows: Sequence[np.ndarray], starts: Sequence[int], header: Mapping[str, Any]
+    sidecar: EngineProcess, calls: Calls, rows: Sequence[np.ndarray], starts: Sequence[int], header: Mapping[str, Any]
 ) -> list[np.ndarray]:
     arrays = _rows(rows) | {"starts": np.array(starts, np.int32)}
     reply = sidecar.request("score", header, arrays, answer="scored", stopped=calls.stopped)

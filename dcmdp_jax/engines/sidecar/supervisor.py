@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from dcmdp_jax.engines.protocol import EngineError
-from dcmdp_jax.engines.sidecar.process import Sidecar, SidecarBroken, Stopped
+from dcmdp_jax.engines.sidecar.process import EngineProcess, SidecarBroken, Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +21,7 @@ T = TypeVar("T")
 _FIRST_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.5, 30.0
 # The caller can look for a signal that often.
 _PAUSE_S = 0.5
+_POLL_S = 0.05
 
 
 class Calls:
@@ -97,21 +101,25 @@ class Supervisor:
     """Keeps a sidecar running. A failed request is repeated with a new sidecar, up to a limit. One thread at a time.
 
     Attributes:
+        name: name of its engine, in errors and logs.
         sidecar: the one that works; None before it is ready, and while a new one is started.
         max_restarts: Restarts in a row without success, after which the run ends.
+        restarts: restarts until now.
     """
 
     max_restarts = 5
 
-    def __init__(self, name: str, start: Callable[[threading.Event], Sidecar]) -> None:
+    def __init__(self, name: str, start: Callable[[threading.Event], EngineProcess]) -> None:
         """Store the arguments; `start` comes next.
 
         Args:
             name: name of its engine, in errors and logs.
             start: starts a sidecar and waits until it is ready, or the event is set.
         """
-        self._name, self._start = name, start
-        self.sidecar: Sidecar | None = None
+        self.name, self._start = name, start
+        self.sidecar: EngineProcess | None = None
+        self.restarts = self._failures = 0
+        self._not_before = 0.0
 
     def start(self, calls: Calls) -> None:
         """Start the first sidecar.
@@ -120,11 +128,14 @@ class Supervisor:
             EngineError: if it does not start, with the reason.
         """
         try:
-            self.sidecar = self._start(calls.stopped)
+            self._begin(calls)
         except SidecarBroken as error:
-            raise EngineError(f"the {self._name} sidecar does not start: {error}") from error
+            raise EngineError(f"the {self.name} sidecar does not start: {error}") from error
 
-    def run(self, calls: Calls, call: Callable[[Sidecar], T]) -> T:
+    def _begin(self, calls: Calls) -> None:
+        self.sidecar = self._start(calls.stopped)
+
+    def run(self, calls: Calls, call: Callable[[EngineProcess], T]) -> T:
         """Return what `call` returns on a sidecar that works.
 
         Args:
@@ -135,39 +146,137 @@ class Supervisor:
         Raises:
             EngineError: after `max_restarts` restarts in a row without success, with the reason and the end of the log.
         """
-        failures = 0
         while True:
+            worker = self
             try:
-                if self.sidecar is None:
-                    try:
-                        self.sidecar = self._start(calls.stopped)
-                    except EngineError as error:
-                        # An engine that once stood and is refused now lacks memory or a device: that may pass.
-                        raise SidecarBroken(str(error)) from error
-                return call(self.sidecar)
+                with self._working(calls) as worker:
+                    result = call(worker.sidecar)
+                    worker._failures = 0
+                    return result
             except SidecarBroken as error:
-                failures += 1
-                self._recover(error, failures, calls)
+                worker._recover(error)
 
-    def _recover(self, error: SidecarBroken, failures: int, calls: Calls) -> None:
-        """Clear away what is broken and wait a moment, or give up."""
+    @contextlib.contextmanager
+    def _working(self, calls: Calls) -> Iterator[Supervisor]:
+        """Whose sidecar makes a call: this one's. A new one is started, after a moment, where there is none."""
+        if self.sidecar is None:
+            if calls.stopped.wait(max(0.0, self._not_before - time.monotonic())):
+                raise Stopped
+            try:
+                self._begin(calls)
+            except EngineError as error:
+                # An engine that once stood and is refused now lacks memory or a device: that may pass.
+                raise SidecarBroken(str(error)) from error
+        yield self
+
+    def _recover(self, error: SidecarBroken) -> None:
+        """Clear away what is broken, and say when the next one starts, or give up."""
+        self._failures += 1
+        self.restarts += 1
         lines = ""
         if self.sidecar is not None:
             self.sidecar.kill()
             lines = "\n".join(self.sidecar.last_lines)
             self.sidecar = None
-        if failures > self.max_restarts:
+        if (failures := self._failures) > self.max_restarts:
+            self._failures = 0
             raise EngineError(
-                f"the {self._name} sidecar failed {failures} times in a row, at last: {error}"
+                f"the {self.name} sidecar failed {failures} times in a row, at last: {error}"
                 + (f"; the end of its log:\n{lines}" if lines else "")
             ) from error
         pause = min(_FIRST_BACK_OFF_S * 2 ** (failures - 1), _LONGEST_BACK_OFF_S)
-        logger.warning("%s sidecar: %s; restart %d in %.1f s", self._name, error, failures, pause)
-        if calls.stopped.wait(pause):
-            raise Stopped
+        logger.warning("%s sidecar: %s; restart %d in %.1f s", self.name, error, failures, pause)
+        self._not_before = time.monotonic() + pause
+
+    def take_work(self) -> dict[str, float]:
+        """Count what the sidecar did since the last such call, and the restarts."""
+        done, self.restarts = {"restarts": self.restarts}, 0
+        if one := self.sidecar:
+            done, one.tokens, one.seconds = done | {"tokens": one.tokens, "seconds": one.seconds}, 0, 0.0
+        return done
 
     def close(self) -> None:
         """Stop the sidecar. Safe to call twice."""
         if self.sidecar is not None:
             self.sidecar.close()
             self.sidecar = None
+
+
+@dataclasses.dataclass
+class Fleet:
+    """Supervisors that stand in for each other.
+
+    Attributes:
+        least: fewest sidecars to go on with, once all have started.
+        limit_s: longest wait for so many.
+        check: called while one waits; raises what ends the run.
+        members: all of them.
+    """
+
+    least: int
+    limit_s: float
+    check: Callable[[], None]
+    members: list[Member] = dataclasses.field(default_factory=list)
+    _below, _stood = 0.0, False
+
+    def wait(self, calls: Calls, seconds: float = _POLL_S) -> None:
+        """Wait a moment.
+
+        Raises:
+            EngineError: if there were too few for too long.
+        """
+        there, now = sum(bool(member.sidecar and member.sidecar.started) for member in self.members), time.monotonic()
+        self._stood = self._stood or there == len(self.members)
+        least = self.least if self._stood else len(self.members)
+        self._below = 0.0 if there >= least else self._below or now
+        if self._below and now - self._below > self.limit_s:
+            said = f"{there} of at least {least} replicas for {self.limit_s:g} s (`start_timeout_s`)"
+            raise EngineError(f"{said}: Ray has no room for more, or they don't start")
+        if calls.stopped.wait(seconds):
+            raise Stopped
+        self.check()
+
+
+class Member(Supervisor):
+    """One of a fleet, whose sidecars start while the others work.
+
+    A call whose own sidecar is not there goes to the first one that is free, whole: log-probs depend on what is sampled
+    together, not on where.
+    """
+
+    def __init__(self, name: str, start: Callable[[threading.Event], Any], fleet: Fleet) -> None:
+        """See `Supervisor`; `start` does not wait: the sidecar's `ready` tells."""
+        super().__init__(name, start)
+        self._fleet, self._lock = fleet, threading.Lock()
+        fleet.members.append(self)
+
+    def _begin(self, calls: Calls) -> None:
+        while not self._is_ready():
+            self._fleet.wait(calls)
+
+    def _is_ready(self) -> bool:
+        if self.sidecar is None and time.monotonic() >= self._not_before:
+            self.sidecar = self._start(threading.Event())
+        return self.sidecar is not None and self.sidecar.ready()
+
+    @contextlib.contextmanager
+    def _working(self, calls: Calls) -> Iterator[Supervisor]:
+        self._fleet.wait(calls, 0)
+        while (member := self._free()) is None:
+            self._fleet.wait(calls)
+        try:
+            yield member
+        finally:
+            member._lock.release()
+
+    def _free(self) -> Member | None:
+        """The first one that is ready and not at work, locked; this one if it can be."""
+        for member in (self, *self._fleet.members):
+            if member._lock.acquire(blocking=False):
+                try:
+                    if member._is_ready():
+                        return member
+                except SidecarBroken as error:
+                    member._recover(error)
+                member._lock.release()
+        return None

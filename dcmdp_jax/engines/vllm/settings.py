@@ -12,8 +12,11 @@ class VllmSettings:
     """The vLLM sidecar, used with `rollout.engine=vllm`.
 
     Attributes:
-        python: Python interpreter that has vLLM. Empty: the trainer's.
+        python: Python interpreter that has vLLM. Empty: the trainer's, or each node's.
         tensor_parallel_size: Devices that each layer is split over.
+        placement: local: sidecars of this machine. ray: actors of a Ray cluster.
+        address: The Ray cluster: auto, HOST:PORT, ray://HOST:PORT. Empty: one of this machine alone.
+        min_replicas: With Ray: fewer for start_timeout_s end the run.
         replicas: Data-parallel sidecars, each with tensor_parallel_size devices of its own. Prompt p goes to
             replica p mod replicas; all load one copy of the weights. 0: as many as the GPUs hold, 1 on a CPU.
         visible_devices: GPUs of the sidecars, as CUDA_VISIBLE_DEVICES. Empty: the trainer's GPUs, shared.
@@ -35,6 +38,9 @@ class VllmSettings:
 
     python: str = setting("", free=True)
     tensor_parallel_size: int = setting(1, unit="devices", minimum=1)
+    placement: str = setting("local", choices=("local", "ray"), free=True)
+    address: str = setting("", free=True)
+    min_replicas: int = setting(1, unit="replicas", minimum=1, free=True)
     replicas: int = setting(1, unit="sidecars", minimum=0, free=True)
     visible_devices: str = setting("", free=True)
     memory_share: float = setting(0.4, minimum=0.01, maximum=1, free=True)

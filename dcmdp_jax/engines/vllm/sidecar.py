@@ -14,7 +14,6 @@ import ctypes
 import importlib.util
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import sys
@@ -53,8 +52,8 @@ import numpy as np  # noqa: E402
 from dcmdp_jax.engines.sidecar import segments, wire  # noqa: E402
 from dcmdp_jax.engines.vllm.start_checks import check_received_tensors, check_torch_builds  # noqa: E402
 
+# Arrays of progress, then of the answer.
 _Parts = Generator[dict[str, np.ndarray], None, dict[str, np.ndarray]]
-"""Arrays of progress, then of the answer."""
 
 
 _ANSWERS = {"generate": "generated", "score": "scored", "observe": "observed"}
@@ -71,8 +70,8 @@ class EngineHost:
         """Import vLLM and build the engine; weights are random until the first push.
 
         Args:
-            fields: fields of the start frame: engine (arguments of `vllm.LLM`), manifest, segments (descriptors),
-                segment_bytes.
+            fields: fields of the start frame: engine (arguments of `vllm.LLM`), manifest, segments (descriptors; none
+                where a push brings the bytes), segment_bytes.
         """
         check_torch_builds()
         import vllm
@@ -108,8 +107,10 @@ class EngineHost:
         version = fields["policy_version"]
         self.version = None
         self._wake_up("weights")
-        path = f"/proc/{os.getpid()}/fd/{self._segments[fields['segment']]}"
-        sums = self.llm.collective_rpc("dcmdp_receive", args=(path, self._size, self._manifest, version))
+        source = fields["segment"]
+        if not isinstance(source, np.ndarray):
+            source = f"/proc/{os.getpid()}/fd/{self._segments[source]}"
+        sums = self.llm.collective_rpc("dcmdp_receive", args=(source, self._size, self._manifest, version))
         self._reset_prefix_cache()
         self.version = version
         return np.array(sums, np.uint64)
@@ -213,7 +214,7 @@ class EngineHost:
                 self.engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, sampling)
         except Exception as error:  # of any class: nothing was computed yet, so the engine is as it was
             self.engine.abort_request(list(places))
-            raise Refused(f"request {len(places) - 1}: {_one_line(error)}") from error
+            raise Refused(f"request {len(places) - 1}: {one_line(error)}") from error
         reported = time.monotonic()
         ended: dict[int, Any] = {}
         try:
@@ -267,12 +268,12 @@ def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
     return [ids[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     text = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
     return f"{type(error).__name__}: {text[:600]}" if text else type(error).__name__
 
 
-def _clear_names() -> None:
+def clear_names() -> None:
     """Unlink what vLLM shares between processes, once the engine is built and all of them have it open.
 
     The rendezvous file, and with tensor parallelism shared memory and semaphores: whatever ends this process, they end
@@ -296,52 +297,55 @@ def _clear_names() -> None:
                         Path(shared + name).unlink(missing_ok=True)
 
 
+# Operation, header and arrays.
+Answer = tuple[str, dict[str, Any], dict[str, np.ndarray]]
+
+
+def answers(host: EngineHost, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Generator[Answer, None, None]:
+    """Do what a request asks and yield its progress, then its answer. Closed on the way, it gives the request up."""
+    op = header["op"]
+    try:
+        if op == "push":
+            sums = host.push(header)
+            yield "pushed", {"policy_version": host.version}, {"checksums": sums}
+        elif op in _ANSWERS:
+            with contextlib.closing(getattr(host, op)(header, arrays)) as parts:
+                while True:
+                    try:
+                        part = next(parts)
+                    except StopIteration as end:
+                        yield _ANSWERS[op], {"policy_version": host.version}, end.value
+                        return
+                    yield "progress", {"policy_version": host.version}, part
+        elif op == "cancel":
+            # Its request was answered in the meantime.
+            yield "cancelled", {}, {}
+        elif op == "health":
+            running = host.engine.get_num_unfinished_requests()
+            yield "healthy", {"policy_version": host.version, "running": running}, {}
+        elif op == "close":
+            yield "closed", {}, {}
+        else:
+            raise Refused(f"{op!r} is no request")
+    except Refused as error:
+        yield "refused", {"message": str(error)}, {}
+
+
 def _serve(connection: wire.Connection, host: EngineHost) -> None:
     """Answer frames until `close` or until the trainer is gone."""
-    while True:
+    op = ""
+    while op != "close":
         header, arrays = connection.receive()
         op = header["op"]
-        try:
-            if op == "push":
-                sums = host.push(header)
-                connection.send("pushed", {"policy_version": host.version}, {"checksums": sums})
-            elif op in _ANSWERS:
-                _send_parts(connection, getattr(host, op)(header, arrays), _ANSWERS[op], host.version)
-            elif op == "cancel":
-                # Its request was answered in the meantime.
-                connection.send("cancelled")
-            elif op == "health":
-                running = host.engine.get_num_unfinished_requests()
-                connection.send("healthy", {"policy_version": host.version, "running": running})
-            elif op == "close":
-                connection.send("closed")
-                return
-            else:
-                raise Refused(f"{op!r} is no request")
-        except Refused as error:
-            connection.send("refused", {"message": str(error)})
-
-
-def _send_parts(connection: wire.Connection, parts: _Parts, done: str, policy_version: int | None) -> None:
-    """Send what a request yields as progress, then its answer; or cancel it at the request of the trainer."""
-
-    def send(op: str, arrays: dict[str, np.ndarray]) -> None:
-        connection.send(op, {"policy_version": policy_version}, arrays)
-
-    while True:
-        try:
-            arrays = next(parts)
-        except StopIteration as end:
-            send(done, end.value)
-            return
-        send("progress", arrays)
-        if select.select([connection], [], [], 0)[0]:
-            # Else it is the end of the file, or a trainer that lost count.
-            if connection.receive(timeout_s=0.1).header["op"] != "cancel":
-                raise wire.WireError("a frame before the last one was answered")
-            parts.close()
-            connection.send("cancelled")
-            return
+        with contextlib.closing(answers(host, header, arrays)) as parts:
+            for answer in parts:
+                connection.send(*answer)
+                if answer[0] == "progress" and connection.wait(0):
+                    # Else it is the end of the file, or a trainer that lost count.
+                    if connection.receive(timeout_s=0.1).header["op"] != "cancel":
+                        raise wire.WireError("a frame before the last one was answered")
+                    parts.close()
+                    connection.send("cancelled")
 
 
 def main() -> None:
@@ -359,7 +363,7 @@ def main() -> None:
         if header["op"] != "start" or header.get("protocol") != wire.PROTOCOL:
             raise ValueError(f"protocol {header.get('protocol')!r}, this sidecar speaks {wire.PROTOCOL}")
         host = EngineHost(header)
-        _clear_names()
+        clear_names()
         connection.send("ready", {"protocol": wire.PROTOCOL, "version": host.vllm_version, "pid": os.getpid()})
         _serve(connection, host)
         status = 0
@@ -368,7 +372,7 @@ def main() -> None:
     except BaseException as error:  # reported to the trainer, then the process ends
         traceback.print_exc()
         with contextlib.suppress(OSError, ValueError):
-            connection.send("failed", {"message": _one_line(error)}, timeout_s=10)
+            connection.send("failed", {"message": one_line(error)}, timeout_s=10)
     finally:
         sys.stderr.flush()
         # No tidying up by libraries: a broken engine may hang in it, and there is nothing to save.

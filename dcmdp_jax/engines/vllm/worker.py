@@ -69,16 +69,16 @@ class WeightReceiver:
     def _dcmdp_recorder(self) -> RoutingRecorder:
         return RoutingRecorder(self.model_runner)
 
-    def dcmdp_receive(self, path: str, size: int, listed: list[Any], policy_version: int) -> list[int]:
+    def dcmdp_receive(self, source: str | np.ndarray, size: int, listed: list[Any], policy_version: int) -> list[int]:
         """Load every tensor of a weight segment and return the checksums of what was handed to the model.
 
         Args:
-            path: /proc path of the segment; `size` bytes.
+            source: /proc path of the segment, `size` bytes; or those bytes, kept until the next call.
             listed: the manifest.
             policy_version: version that the checksums depend on.
         """
         tensors = segments.parse(listed, size)
-        memory = _attached(path, size)
+        memory = _attached(source, size) if isinstance(source, str) else source
         sums: dict[str, int] = {}
         # The order of the manifest is not that of consumption: layers are loaded as the iterator yields them.
         weights = _handed_over(memory, tensors, policy_version, sums)
@@ -87,16 +87,18 @@ class WeightReceiver:
             for module in self.model_runner.get_model().modules():
                 if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
                     method.moe_kernel = None
-        plans: dict[str, list[_Load] | None] = self.__dict__.setdefault("_dcmdp_plans", {})
-        if plan := plans.get(path):
+        plan, start = self.__dict__.get("_dcmdp_plan", ([], 0))
+        if plan:
             collections.deque(weights, maxlen=0)
+            _move(plan, start, memory)
             with set_current_vllm_config(self.vllm_config), torch.no_grad():  # type: ignore[attr-defined]
                 for layer, loads in plan:
                     _load_again(layer, loads)
         else:
             with _recorded() as plan:
                 self.reload_weights(weights_iterator=weights)  # type: ignore[attr-defined]
-            plans.setdefault(path, plan if _covers(plan, memory, tensors) else None)
+            plan = plan if _covers(plan, memory, tensors) else []
+        self._dcmdp_plan = plan, memory.ctypes.data
         if current_platform.is_cpu():
             # vLLM 0.32 on CPU leaves an output layer tied to the embedding in its old packed form when it reloads.
             for module in self.model_runner.get_model().modules():
@@ -128,8 +130,8 @@ def _keep(kept: dict[str, list[torch.Tensor]], name: str, _: Any, args: Any, kwa
         kept.setdefault(f"{name} {side}", []).append(copy.flatten(0, -2))
 
 
+# A layer, and of each tensor that it was given its parameter's name and the arguments of vLLM's loader.
 _Load = tuple[torch.nn.Module, list[tuple[str, inspect.BoundArguments]]]
-"""A layer, and of each tensor that it was given its parameter's name and the arguments of vLLM's loader."""
 
 
 @contextlib.contextmanager
@@ -157,6 +159,17 @@ def _forget(loads: list[tuple[str, inspect.BoundArguments]]) -> None:
     """Drop the parameters that were loaded into: each layer's are made again and are copied from."""
     for _, arguments in loads:
         arguments.arguments["param"] = None
+
+
+def _move(plan: list[_Load], start: int, memory: np.ndarray) -> None:
+    """Let the views of a copy of the weights that began at `start` be views of this one."""
+    storage = torch.from_numpy(memory).untyped_storage()
+    for _, loads in plan:
+        for _, arguments in loads:
+            for value in arguments.arguments.values():
+                if isinstance(value, torch.Tensor):
+                    place = (value.data_ptr() - start) // value.itemsize
+                    value.set_(storage, place, value.shape, value.stride())
 
 
 def _covers(plan: list[_Load], memory: np.ndarray, tensors: list[segments.Tensor]) -> bool:

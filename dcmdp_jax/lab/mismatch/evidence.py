@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,8 @@ _SHIFTS, _FEWEST_LAGGED, _LEAST_GAIN = (-2, -1, 1, 2), 16, 0.1
 _COMPARED, _MOST_SUSPECTS = 64, 16
 
 
-class Explanation(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Explanation:
     """The tokens scored again by the training stack with one thing changed.
 
     Attributes:
@@ -45,7 +46,8 @@ class Explanation(NamedTuple):
     share: float
 
 
-class Lifted(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Lifted:
     """The tokens scored again by the engine itself, without one of its settings.
 
     Attributes:
@@ -60,7 +62,8 @@ class Lifted(NamedTuple):
     share: float
 
 
-class OperatorDifference(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class OperatorDifference:
     """An operator of the engine compared with the training stack's, on the same input.
 
     Attributes:
@@ -97,7 +100,8 @@ def outliers(operators: Sequence[OperatorDifference]) -> list[OperatorDifference
     return found if 2 * len(found) < len(operators) else []
 
 
-class Filled(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Filled:
     """Log-probs of a column that are one value, where the other column's are elsewhere.
 
     Attributes:
@@ -114,7 +118,8 @@ class Filled(NamedTuple):
     first: int
 
 
-class Alignment(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Alignment:
     """Correlations of log p with log q of other tokens.
 
     Attributes:
@@ -128,7 +133,8 @@ class Alignment(NamedTuple):
     exchanged: int
 
 
-class TokenMean(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TokenMean:
     """A mean over tokens and its standard error, clustered by completion; NaN if it was not measured.
 
     Attributes:
@@ -336,7 +342,7 @@ def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMea
     if log_p.std() and log_q.std():
         change = [(((x - x.mean()) / x.std()) ** 2 - 1) / 2 for x in (log_q, log_p)]
         spread = _estimate(change[0] - change[1], rows)
-        found["spread"] = spread._replace(mean=float(np.log(log_q.std() / log_p.std())))
+        found["spread"] = dataclasses.replace(spread, mean=float(np.log(log_q.std() / log_p.std())))
     return found
 
 
@@ -346,7 +352,7 @@ def _slope(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> TokenMean:
     if not (square := float(np.mean(x**2))):
         return TokenMean(0.0, np.inf)
     slope = float(np.mean(x * y)) / square
-    return _estimate(x * (y - slope * x) / square, rows)._replace(mean=slope)
+    return dataclasses.replace(_estimate(x * (y - slope * x) / square, rows), mean=slope)
 
 
 def _had_before(pairs: TokenPairs) -> np.ndarray:

@@ -9,7 +9,6 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +27,8 @@ _FIRST_STEPS = 5
 _STANDS_OUT, _ROUNDING = 3.0, 1e-5
 
 
-class StepMismatch(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class StepMismatch:
     """Mismatch of one training step.
 
     Attributes:
@@ -46,7 +46,8 @@ class StepMismatch(NamedTuple):
     engine_surprise: float
 
 
-class Slice(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Slice:
     """Mismatch of one rank or one source over all steps: its name, size, and mean |p - q|."""
 
     name: str
@@ -117,7 +118,8 @@ def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
                     f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample anew with its "
                     f"model by --model={text}, or record by observe.rollouts_every_steps"
                 )
-            if not (files := files_below(path)):
+            files = files_below(path)
+            if not files:
                 raise UserError(f"{text}: no .jsonl, .parquet or .pt file in this directory or below")
         else:
             files = [path] if path.is_file() else sorted(map(Path, glob.glob(text, recursive=True)))

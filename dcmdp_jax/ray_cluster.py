@@ -1,0 +1,89 @@
+"""A Ray cluster: connect to one, or start one of this machine alone; its nodes and its head."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+# Ray ends a process so long after the head of its cluster: never this one, as `check_head` says it in a line, and the
+# run saves. It is read here; an own cluster's processes must not inherit it.
+_LIMIT, _LIMIT_S = "gcs_rpc_server_reconnect_timeout_s", 86400
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", f"RAY_{_LIMIT}": str(_LIMIT_S)}
+
+import ray  # noqa: E402
+
+del os.environ[f"RAY_{_LIMIT}"]
+
+
+from dcmdp_jax.errors import ArgumentError, EngineError, one_line  # noqa: E402
+
+_REACH_S, _HEAD_S = 10.0, 5.0
+# Where this process is killed, Ray's agents would look for their head for a minute: what has its password ends.
+_REAPER = """exec 2>/dev/null; read _; sleep 3
+grep -l "$RAY_AUTH_TOKEN" /proc/[0-9]*/environ | cut -d/ -f3 | xargs kill -9"""
+_kept: list[subprocess.Popen] = []
+_seen: list[float] = [0.0]
+
+
+def connect(address: str, **own: Any) -> None:
+    """Connect to the cluster at an address, or start one of this machine alone; again without effect.
+
+    Args:
+        address: `rollout.vllm.address`.
+        own: arguments of `ray.init` for a cluster of this machine alone.
+
+    Raises:
+        UserError: in one line, if nobody answers there in time, or with another version of Ray.
+    """
+    if ray.is_initialized():
+        return
+    options = {"address": address or "local"}
+    if not address:
+        # Loopback, and a password that only this run's processes are given: Ray asks for one here by default.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        _kept.append(subprocess.Popen(["sh", "-c", _REAPER], stdin=subprocess.PIPE, start_new_session=True))
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+        own |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_system_config": {_LIMIT: _LIMIT_S}}
+        options |= own
+    try:
+        if address not in ("", "auto"):
+            _reach(address.removeprefix("ray://"))
+        # Every node gets this package, the trainer's own.
+        options["runtime_env"] = {"py_modules": [str(Path(__file__).parent)]}
+        # A loss is said in one line of ours, Ray's have twenty; and SIGTERM is the trainer's to handle.
+        ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+        ray._private.utils.set_sigterm_handler = lambda handler: None
+        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # of many classes, with many lines
+        what = f"got {address!r}: Ray {ray.__version__} does not connect: {one_line(error, 300)}"
+        raise ArgumentError("address", what) from None
+
+
+def _reach(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host, int(port)), _REACH_S).close()
+
+
+def check_head() -> None:
+    """Look every few seconds whether the head of the cluster is there.
+
+    Raises:
+        EngineError: in one line, if it is gone.
+    """
+    if time.monotonic() - _seen[0] > _HEAD_S:
+        _seen[0] = time.monotonic()
+        try:
+            _reach(address := ray.get_runtime_context().gcs_address)
+        except OSError as error:
+            raise EngineError(f"the head of the Ray cluster, {address}, is gone ({error})") from None
+
+
+def nodes() -> dict[str, dict[str, Any]]:
+    """The living nodes, as Ray describes them, by address and the first digits of the identifier."""
+    return {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node for node in ray.nodes() if node["Alive"]}

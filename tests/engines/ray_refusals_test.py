@@ -1,0 +1,180 @@
+"""What can't be, with replicas in Ray: refused in one line, before a vLLM is started."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.vllm import ENGINE, launch
+from dcmdp_jax.errors import UserError
+from tests.support.ray_tools import ray_nodes, ray_processes
+from tests.support.vllm_tools import TOTAL, left_behind, small_model, vllm_settings
+from tests.support.waiting import HANGS_S, wait_until
+
+with_ray = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)")
+
+
+def _arguments(**changes):
+    settings = vllm_settings(placement="ray", **changes)
+    return EngineArguments("float32", "float32", max_total_tokens=TOTAL, settings=settings, model=small_model())
+
+
+@pytest.fixture(scope="module")
+def nodes(vllm_is_installed):
+    """Two nodes that take one replica each."""
+    with ray_nodes(2) as nodes:
+        yield nodes
+
+
+def _refusal(**changes):
+    with pytest.raises(UserError) as caught:
+        launch.check_machine(_arguments(**changes))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_settings_that_do_not_fit_each_other():
+    for changes, said in (
+        ({"placement": "local", "address": "auto"}, "address: got 'auto' with `placement`=local"),
+        ({"placement": "ray", "visible_devices": "0"}, "visible_devices: got '0' with `placement`=ray"),
+    ):
+        with pytest.raises(UserError, match=said):
+            ENGINE.check(EngineArguments("float32", "float32", settings=vllm_settings(**changes)))
+
+
+def test_without_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dcmdp_jax.ray_cluster", None)
+    monkeypatch.setattr(launch, "installed_vllm", lambda python: ("0.32.0", "cpu"))
+    assert _refusal(address="").startswith("placement: got 'ray', which needs Ray (")
+
+
+@with_ray
+def test_an_address_where_nobody_answers():
+    for address in ("127.0.0.1:9", "ray://127.0.0.1:9", "nonsense"):
+        assert f"address: got {address!r}: Ray" in (said := _refusal(address=address)), said
+    assert "Connection refused" in _refusal(address="127.0.0.1:9")
+
+
+@with_ray
+def test_more_replicas_than_the_cluster_has_room_for(nodes):
+    said = _refusal(address=nodes.address, replicas=3)
+    assert said.startswith("replicas: got 3 with 1 vllm each, the Ray cluster has room for 2 (")
+
+
+@with_ray
+def test_resources_that_another_run_holds(nodes):
+    from dcmdp_jax.engines.sidecar import ray_actors
+    from dcmdp_jax.ray_cluster import ray
+
+    class Other:
+        pass
+
+    other = ray.remote(Other).options(num_cpus=0, resources={"vllm": 1}).remote()
+    ray.get(other.__ray_ready__.remote())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_actors, "_FREE_S", 0.0)
+        assert "the Ray cluster has 1 free: another run holds the rest" in _refusal(address=nodes.address, replicas=2)
+    ray.kill(other)
+    # Ray tells of what is free again after a moment, which the check waits for.
+    assert launch.check_machine(_arguments(address=nodes.address, replicas=2)) == "cpu"
+
+
+@with_ray
+def test_an_object_store_too_small_for_the_weights(nodes):
+    """Two copies, with what is needed."""
+    from dcmdp_jax.engines.sidecar import ray_actors
+
+    with pytest.raises(
+        UserError, match=r"the object store of .* has 0\.16 GiB, the weights need 1\.00: ray start --obj"
+    ):
+        ray_actors.check_room(1, "vllm", 1, 1 << 30)
+
+
+@with_ray
+def test_a_python_that_does_not_answer_or_has_no_vllm(nodes, monkeypatch, tmp_path):
+    from dcmdp_jax.engines.sidecar import ray_actors
+
+    monkeypatch.setattr(ray_actors, "_LOOK_S", 5.0)
+    python = str(tmp_path / "python")
+    assert _refusal(address=nodes.address, python=python).startswith(f"python: {python} does not answer on each of ")
+    monkeypatch.setattr(ray_actors, "_LOOK_S", 120.0)
+    monkeypatch.setattr(launch, "installed", _nothing)
+    assert "engine: vLLM is not installed in " in _refusal(address=nodes.address)
+
+
+def _nothing():
+    return {}
+
+
+@with_ray
+def test_another_version_of_ray(nodes):
+    """In a process of its own: this one is connected."""
+    program = (
+        "from dcmdp_jax.ray_cluster import connect, ray\n"
+        "ray.__version__ = '2.50.0'\n"
+        f"try: connect({nodes.address!r})\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S)
+    assert done.stdout.startswith(f"address: got {nodes.address!r}: Ray 2.50.0 does not connect: Version mismatch"), (
+        done
+    )
+    assert done.stdout.count("\n") == 1
+
+
+_TRAINER = """
+import sys
+from pathlib import Path
+from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.vllm.engine import VllmEngine
+from tests.support.vllm_tools import TOTAL, random_params, small_model, vllm_settings
+settings = vllm_settings(placement="ray")
+arguments = EngineArguments("float32", "float32", max_total_tokens=TOTAL, settings=settings, model=small_model())
+engine = VllmEngine(arguments)
+engine.push_weights(random_params(small_model(), 7), 7)
+print("pushed", flush=True)
+sys.stdin.read()
+"""
+
+
+@with_ray
+def test_nothing_outlives_a_killed_trainer_and_nothing_listens_beyond_loopback(nodes, tmp_path):
+    """A cluster of this machine alone: heads, actors, agents, shared memory and temporary files go with the trainer."""
+    before, files = ray_processes(), left_behind()
+    where = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}}
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", _TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where
+    )
+    try:
+        assert trainer.stdout.readline() == "pushed\n"
+        started = ray_processes() - before
+        assert len(started) >= 4
+        assert not _addresses(started) - {"127.0.0.1", "::ffff:127.0.0.1"}
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    wait_until(lambda: not (ray_processes() & started or left_behind() - files), "Ray's processes to go")
+
+
+def _addresses(processes):
+    """Addresses that processes listen at, as /proc/net has them."""
+    inodes = set()
+    for process in processes:
+        for entry in Path(f"/proc/{process}/fd").iterdir():
+            if entry.exists() or entry.is_symlink():
+                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in inodes:
+                found.add(_ADDRESSES.get(local.partition(":")[0], local))
+    return found
+
+
+_ADDRESSES = {"0100007F": "127.0.0.1", "0000000000000000FFFF00000100007F": "::ffff:127.0.0.1"}
