@@ -17,8 +17,10 @@ import jax
 
 from benchmarks.compiled_parts.account import Account, account
 from benchmarks.compiled_parts.collectives import KINDS, Collective
+from benchmarks.compiled_parts.copies import KINDS as MOVED
+from benchmarks.compiled_parts.flops import PARTS
 from benchmarks.compiled_parts.goals import check_goals, is_compiled
-from benchmarks.compiled_parts.least import least_of
+from benchmarks.compiled_parts.least import decode_bytes, least_of
 from benchmarks.compiled_parts.roofline import ASSUMPTIONS, roofline
 from benchmarks.compiled_parts.trips import one_token, step_trip_counts
 from dcmdp_jax.atomic_write import atomic_write
@@ -68,7 +70,7 @@ def compile_and_count(config: Config, topology: Topology, *, only: tuple[str, ..
 def describe_account(plan: CompiledRun) -> list[str]:
     """Lines of text; every figure is under a heading that says whether it is compiled, arithmetic or an estimate."""
     lines = ["", *_communication(plan), "", *_operations(plan)] if is_compiled(plan, "step") else []
-    return [*lines, "", *_times(plan), "", *_checks(plan), "", *_notes(plan)]
+    return [*lines, "", *_traffic(plan), "", *_times(plan), "", *_checks(plan), "", *_notes(plan)]
 
 
 def account_record(plan: CompiledRun) -> dict[str, Any]:
@@ -85,7 +87,9 @@ def account_record(plan: CompiledRun) -> dict[str, Any]:
         "least_gather_bytes": least.gathers,
         "least_reduction_bytes": least.reductions,
         "model_flops_of_all_devices": least.flops,
+        "model_flops_by_part": least.parts,
         "compiled_over_model_flops": least.flops_ratio(plan) if step else None,
+        "decode_traffic_over_least": _decode_ratio(plan) if is_compiled(plan, "decode") else None,
         "communicated_over_least": least.traffic_ratio(plan) if step else None,
         "checks": [check._asdict() for check in check_goals(plan)],
     }
@@ -97,7 +101,9 @@ def _program_record(plan: CompiledRun, compiled: Compiled) -> dict[str, Any]:
         "product_flops": read.flops.products,
         "attention_kernel_flops": read.flops.attention,
         "uncounted_kernels": list(read.flops.uncounted),
+        "flops_by_part": read.flops.parts,
         "memory_traffic_bytes": read.traffic,
+        "moved_bytes": _moved(compiled),
         "unknown_loops": list(read.unknown_loops),
         "collectives": [
             {"kind": kind, "in_micro_batch": inside, "count": count, "received_bytes": received}
@@ -157,8 +163,35 @@ def _operations(plan: CompiledRun) -> list[str]:
         f"{flops.attention * devices:.3e}",
         f"  needed by the model:   {least.flops:.3e}: {per_token:.3e} for a token forward, three times that with "
         "its gradient, once more for p^Train of all mini-batches but the first",
+        *(f"    {part:15} {flops.parts[part] * devices:.3e}, needed {least.parts[part]:.3e}" for part in PARTS),
         f"  compiled / needed {least.flops_ratio(plan):.2f}{_REMAT[plan.run.placement.compute.remat]}",
     ]
+
+
+def _moved(compiled: Compiled) -> dict[str, float]:
+    """Bytes of each kind of `copies.KINDS`."""
+    return {kind: sum(one.bytes for one in compiled.account.copies if one.kind == kind) for kind in MOVED}
+
+
+def _decode_ratio(plan: CompiledRun) -> float:
+    return plan.programs["decode"].account.traffic / decode_bytes(plan)
+
+
+def _traffic(plan: CompiledRun) -> list[str]:
+    lines = ["memory traffic (compiled; GB of a device, decode: of one token)", "  program" + 9 * " " + "all  share of"]
+    for name, compiled in plan.programs.items():
+        if compiled.refused is None:
+            whole, places = compiled.account.traffic, defaultdict[str, float](float)
+            shares = ", ".join(f"{kind} {moved / whole:.1%}" for kind, moved in _moved(compiled).items())
+            lines.append(f"  {name:12} {whole / 1e9:10.4g}: {shares}")
+            for one in compiled.account.copies:
+                places[f"{one.kind:17} {one.array!s:24} {one.line}"] += one.bytes
+            for place in sorted(places, key=places.get, reverse=True)[:_LARGEST_SHOWN]:
+                lines.append(f"    {places[place] / 1e9:10.4g} {places[place] / whole:6.1%} {place}")
+    lines += [f"  {kind}: {what}" for kind, what in MOVED.items()]
+    if is_compiled(plan, "decode"):
+        lines.append(f"  decode / what weights and full caches need (arithmetic) {_decode_ratio(plan):.2f}")
+    return lines
 
 
 def _times(plan: CompiledRun) -> list[str]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from benchmarks.compiled_parts.collectives import Collective, collectives
+from benchmarks.compiled_parts.copies import Copy, copies
 from benchmarks.compiled_parts.flops import CompiledFlops, compiled_flops
 from benchmarks.compiled_parts.hlo import Array, TripCounts, parse, walk
 from benchmarks.compiled_parts.traffic import memory_traffic
@@ -21,6 +22,7 @@ class Account(NamedTuple):
         collectives: every collective.
         arrays: types of all arrays that the program computes, those inside fusions included.
         traffic: bytes read from and written to device memory.
+        copies: what moves data and computes nothing, and the slices of stacks.
         unknown_loops: op_names of loops whose count nobody knows; they count once.
     """
 
@@ -28,6 +30,7 @@ class Account(NamedTuple):
     collectives: tuple[Collective, ...]
     arrays: frozenset[Array]
     traffic: float
+    copies: tuple[Copy, ...]
     unknown_loops: tuple[str, ...]
 
 
@@ -40,5 +43,6 @@ def account(executable: jax.stages.Compiled, trip_counts: TripCounts) -> Account
         collectives=tuple(collectives(module, trip_counts, micro_batch_scope=MICRO_BATCHES)),
         arrays=frozenset(array for visit in visits for array in visit.instruction.results),
         traffic=memory_traffic(module, trip_counts),
+        copies=tuple(copies(module, trip_counts)),
         unknown_loops=tuple(sorted({loop.op_name for visit in visits for loop in visit.loops if not loop.known})),
     )

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from typing import NamedTuple
 
-from benchmarks.compiled_parts.hlo import Array, Instruction, Module, TripCounts, Visit, walk
+from benchmarks.compiled_parts.hlo import Array, Instruction, Module, TripCounts, Visit, in_scope, walk
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.logprobs import CHUNKS
 from dcmdp_jax.plan.plan_text import forward_flops
 
 # Products of an attention kernel by a part of its name: q k and p v forward; the backward kernels compute q k again.
@@ -18,6 +20,8 @@ from dcmdp_jax.plan.plan_text import forward_flops
 _KERNELS = {"dkv": 4, "dq": 3, "splash": 2}
 _KERNELS |= {f"fmha{kind}SoftmaxBackward": 5 for kind in ("", "ScaleBias")}
 _KERNELS |= {f"fmha{kind}Softmax": 2 for kind in ("", "ScaleBias")}
+
+PARTS = ("layers forward", "layers again", "layers backward", "head forward", "head backward", "unnamed")
 
 
 class CompiledFlops(NamedTuple):
@@ -28,11 +32,13 @@ class CompiledFlops(NamedTuple):
         attention: of attention kernels, which are custom calls, by the shapes of their operands: causal, so half of
             the square of a row that holds one sequence.
         uncounted: names of other custom calls that may hold products.
+        parts: all of them by what they are for, see `part_of`.
     """
 
     products: float
     attention: float
     uncounted: tuple[str, ...]
+    parts: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -42,26 +48,42 @@ class CompiledFlops(NamedTuple):
 
 def compiled_flops(module: Module, trip_counts: TripCounts) -> CompiledFlops:
     """Count the products of a program."""
-    products = attention = 0.0
+    products: dict[str, float] = defaultdict(float)
+    attention: dict[str, float] = defaultdict(float)
     uncounted = set()
     for visit in walk(module, trip_counts):
-        instruction = visit.instruction
+        instruction, part = visit.instruction, part_of(visit.instruction.op_name)
         if instruction.opcode == "dot":
-            products += visit.count * _dot(visit)
+            products[part] += visit.count * _dot(visit)
         elif instruction.opcode == "convolution":
-            products += visit.count * _convolution(visit)
+            products[part] += visit.count * _convolution(visit)
         elif instruction.opcode == "custom-call":
             target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
             name = target.group(1) if target else ""
             if "gemm" in name or "matmul" in name:
-                products += visit.count * _library_product(visit)
+                products[part] += visit.count * _library_product(visit)
             elif (kernel := _attention_kernel(name, instruction)) is not None:
-                attention += visit.count * kernel * _one_attention_product(visit)
+                attention[part] += visit.count * kernel * _one_attention_product(visit)
             elif re.search(r"\bt?gmm\b", instruction.op_name) and (product := _grouped_product(visit)) is not None:
-                products += visit.count * product
+                products[part] += visit.count * product
             elif name in ("tpu_custom_call", "__triton", "xla.gpu.triton"):
                 uncounted.add(instruction.op_name.rsplit("/", 1)[-1] or instruction.name)
-    return CompiledFlops(products, attention, tuple(sorted(uncounted)))
+    parts = {part: products[part] + attention[part] for part in PARTS}
+    return CompiledFlops(sum(products.values()), sum(attention.values()), tuple(sorted(uncounted)), parts)
+
+
+def part_of(op_name: str) -> str:
+    """The one of `PARTS` that a product is for, by its name scopes.
+
+    "layers again" are the products that a checkpoint computes a second time. The head's backward pass computes its
+    logits again under the names of its gradient: a third of its products. "unnamed" lost their name in the compiler.
+    """
+    if not op_name:
+        return "unnamed"
+    back = "transpose(" in op_name
+    if in_scope(op_name, CHUNKS):
+        return "head backward" if back else "head forward"
+    return "layers again" if "rematted_computation" in op_name else "layers backward" if back else "layers forward"
 
 
 def step_flops(model: ModelConfig, *, length: int, tokens: float, recomputed_tokens: float) -> float:

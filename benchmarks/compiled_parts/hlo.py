@@ -17,6 +17,7 @@ TripCounts = Callable[[str], float | None]
 _TYPES = {0.5: "s4 u4", 1: "pred s8 u8", 2: "s16 u16 f16 bf16", 4: "s32 u32 f32", 8: "s64 u64 f64 c64", 16: "c128"}
 _BYTES = {name: size for size, names in _TYPES.items() for name in names.split()}
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,<= ]*)\]")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
@@ -70,6 +71,12 @@ class Instruction(NamedTuple):
     attributes: str
 
     @property
+    def frame(self) -> str:
+        """Key of its line in `Module.lines`."""
+        found = _FRAME.search(self.attributes)
+        return found.group(1) if found else ""
+
+    @property
     def op_name(self) -> str:
         """Path of JAX's name scopes and primitives; empty if the compiler dropped it."""
         found = _OP_NAME.search(self.attributes)
@@ -99,11 +106,13 @@ class Module(NamedTuple):
         computations: by name.
         entry: name of the one that runs.
         devices: partitions times replicas.
+        lines: lines of Python, "models/decoder.py:336", by stack frame.
     """
 
     computations: dict[str, Computation]
     entry: str
     devices: int
+    lines: dict[str, str]
 
 
 class Loop(NamedTuple):
@@ -165,7 +174,7 @@ def parse(text: str) -> Module:
             current.instructions[instruction.name] = instruction
     if not entry:
         raise ValueError("HLO text: it has no ENTRY computation")
-    return Module(computations, entry, devices)
+    return Module(computations, entry, devices, _lines(text))
 
 
 def walk(module: Module, trip_counts: TripCounts = lambda op_name: None) -> Iterator[Visit]:
@@ -247,6 +256,18 @@ def _constant(instruction: Instruction | None) -> int | None:
     if instruction is None or instruction.opcode != "constant" or not instruction.operands:
         return None
     return int(instruction.operands[0]) if instruction.operands[0].isdigit() else None
+
+
+def _lines(text: str) -> dict[str, str]:
+    """The tables before the first computation: files, lines in them, and stack frames at these."""
+
+    def table(name: str, entry: str) -> list[tuple[str, ...]]:
+        return re.findall(entry, text.partition(f"\n{name}\n")[2].partition("\n\n")[0], re.MULTILINE)
+
+    files = {key: "/".join(path.split("/")[-2:]) for key, path in table("FileNames", r'^(\d+) "(.*)"')}
+    places = table("FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)")
+    lines = {key: f"{files[file]}:{line}" for key, file, line in places}
+    return {key: lines[place] for key, place in table("StackFrames", r"^(\d+) \{file_location_id=(\d+)")}
 
 
 def _instruction(line: str) -> Instruction | None:

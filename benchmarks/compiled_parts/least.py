@@ -1,4 +1,4 @@
-"""What a step needs at least, by arithmetic: operations of the model, and bytes that each device receives."""
+"""What a step needs at least, by arithmetic: operations and received bytes; and what a token of decode must read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from benchmarks.compiled_parts.flops import step_flops
+from benchmarks.compiled_parts.flops import PARTS, step_flops
+from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import logical_axes, param_shapes
 from dcmdp_jax.parallel.sharding import PARAM_AXES
+from dcmdp_jax.plan.plan_text import forward_flops
 from dcmdp_jax.plan.run_plan import CompiledRun
 
 
@@ -21,11 +23,13 @@ class Least(NamedTuple):
 
     Attributes:
         flops: operations of the products, all devices together.
+        parts: the same by `flops.PARTS`.
         gathers: bytes of parameters that each device receives, in the compute dtype.
         reductions: bytes of gradients that each device receives.
     """
 
     flops: float
+    parts: dict[str, float]
     gathers: float
     reductions: float
 
@@ -35,7 +39,10 @@ class Least(NamedTuple):
 
     def traffic_ratio(self, plan: CompiledRun) -> float:
         """Received bytes of the step's collectives over the least; infinite where nothing has to be communicated."""
-        moved, least = sum(one.received_bytes for one in plan.programs["step"].account.collectives), self[1] + self[2]
+        moved, least = (
+            sum(one.received_bytes for one in plan.programs["step"].account.collectives),
+            self.gathers + self.reductions,
+        )
         return moved / least if least else float("inf" if moved else 1)
 
 
@@ -48,8 +55,13 @@ def least_of(plan: CompiledRun) -> Least:
     flops = step_flops(
         plan.run.model, length=packing.row_lengths[-1], tokens=updates * tokens, recomputed_tokens=recomputed * tokens
     )
+    passes = tokens * (updates + recomputed)
+    head = 2.0 * passes * plan.run.model.hidden_size * plan.run.model.vocab_size
+    layers = passes * forward_flops(plan.run.model, packing.row_lengths[-1]) - head
+    back = 2 * updates / (updates + recomputed)
     return Least(
         flops,
+        dict(zip(PARTS, (layers, 0.0, back * layers, head, back * head, 0.0), strict=True)),
         *_least_bytes(
             plan.run.model,
             plan.run.placement.mesh,
@@ -59,6 +71,21 @@ def least_of(plan: CompiledRun) -> Least:
             mini_batches=packing.mini_batches,
         ),
     )
+
+
+def decode_bytes(plan: CompiledRun) -> float:
+    """Bytes that a token of all rows reads on a device: the engine's weights and the whole cache, once.
+
+    An embedding that is no output matrix is left out: a row of it is read for each token.
+    """
+    setup = plan.run.placement.engine
+    shapes = engine_shapes(plan.run.model, setup.arguments.precision, setup.workload.param_dtype)
+    sizes = {
+        name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for name, part in shapes.items()
+    }
+    sizes["layers"] *= plan.run.model.num_layers
+    looked_up = sizes.get("embedding", 0) / sum(sizes.values())
+    return plan.engine.weights_bytes * (1 - looked_up) + plan.engine.cache_bytes
 
 
 def _least_bytes(

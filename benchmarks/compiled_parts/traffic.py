@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-from benchmarks.compiled_parts.hlo import Computation, Instruction, Module, TripCounts, walk
+from benchmarks.compiled_parts.hlo import Computation, Instruction, Module, TripCounts, Visit, walk
 
 # Instructions that move nothing, or whose work is that of the computations they call.
 _FREE = frozenset(
@@ -14,11 +15,18 @@ _FREE = frozenset(
     """.split()
 )
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
+# Each element of their results needs many of their operands.
+_MIXING = frozenset("dot convolution scatter sort reduce reduce-window custom-call".split())
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 
 
 def memory_traffic(module: Module, trip_counts: TripCounts) -> float:
-    """Bytes read and written by one run on one device.
+    """Bytes read and written by one run on one device, see `moves`."""
+    return sum(moved for _, moved in moves(module, trip_counts))
+
+
+def moves(module: Module, trip_counts: TripCounts) -> Iterator[tuple[Visit, float]]:
+    """Every instruction that reads or writes memory, with the bytes of all its executions.
 
     Each fusion reads its operands and writes its results once; what is inside it stays on the chip. A slice of a larger
     array counts as the slice, an update in place as the update. Caches shared by instructions are not modeled.
@@ -30,12 +38,16 @@ def memory_traffic(module: Module, trip_counts: TripCounts) -> float:
         if instruction.opcode == "fusion"
         for name in _CALLS.findall(instruction.attributes)
     }
-    total = 0.0
     for visit in walk(module, trip_counts):
-        instruction = visit.instruction
-        if visit.count and visit.computation.name not in fused and instruction.opcode not in _FREE:
-            total += visit.count * _moved(module, visit.computation, instruction)
-    return total
+        if visit.count and visit.computation.name not in fused and visit.instruction.opcode not in _FREE:
+            yield visit, visit.count * _moved(module, visit.computation, visit.instruction)
+
+
+def fused_computation(module: Module, instruction: Instruction) -> Computation | None:
+    """The computation of a fusion; None for another instruction."""
+    return (
+        module.computations.get(_CALLS.findall(instruction.attributes)[0]) if instruction.opcode == "fusion" else None
+    )
 
 
 def _moved(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -49,21 +61,19 @@ def _moved(module: Module, computation: Computation, instruction: Instruction) -
     if instruction.opcode == "dynamic-update-slice":
         return 2.0 * sizes[1]
     if instruction.opcode == "fusion":
-        called = module.computations.get(_CALLS.findall(instruction.attributes)[0])
+        called = fused_computation(module, instruction)
         return _of_fusion(called, sizes, written) if called else float(sum(sizes) + written)
     return float(sum(sizes) + written)
 
 
 def _of_fusion(called: Computation, sizes: list[int], written: float) -> float:
-    read = 0.0
+    read, elements = 0.0, _elements_read(called)
     for instruction in called.instructions.values():
         if instruction.opcode != "parameter" or not instruction.operands[0].isdigit():
             continue
         index = int(instruction.operands[0])
-        users = [user for user in called.instructions.values() if instruction.name in user.operands]
-        parts = [_part_read(called, user, instruction.name) for user in users]
         whole = sizes[index] if index < len(sizes) else 0
-        read += min(whole, sum(whole if part is None else part for part in parts))
+        read += whole * elements[instruction.name] / max(1, sum(array.size for array in instruction.results))
     updates = [one for one in called.instructions.values() if one.opcode == "dynamic-update-slice"]
     for update in updates:
         target = called.instructions[update.operands[0]]
@@ -72,10 +82,22 @@ def _of_fusion(called: Computation, sizes: list[int], written: float) -> float:
     return read + max(written, 0.0)
 
 
-def _part_read(called: Computation, user: Instruction, name: str) -> int | None:
-    """Bytes of parameter `name` that one of its users reads; None for all of it."""
+def _elements_read(called: Computation) -> dict[str, int]:
+    """Elements of each instruction of a fusion that its results need: those of a slice, also of what is elementwise."""
+    read: dict[str, int] = {}
+    for one in reversed(called.instructions.values()):
+        whole = sum(array.size for array in one.results)
+        users = [user for user in called.instructions.values() if one.name in user.operands]
+        parts = [_part_read(user, one.name, whole, read) for user in users]
+        read[one.name] = min(whole, sum(parts)) if parts else whole
+    return read
+
+
+def _part_read(user: Instruction, name: str, whole: int, read: dict[str, int]) -> int:
+    """Elements of `name`, which has `whole`, that one of its users reads; `read` has those of its users."""
     if user.opcode in _SLICES and user.operands[0] == name:
-        return user.results[0].bytes
+        return read[user.name]
     if user.opcode == "dynamic-update-slice" and user.operands[0] == name:
         return 0
-    return None
+    elementwise = user.opcode not in _MIXING and [array.size for array in user.results] == [whole]
+    return read[user.name] if elementwise else whole

@@ -62,8 +62,7 @@ def print_config(config: Config) -> str:
 
 
 def _sections(kind: type, prefix: str) -> typing.Iterator[str]:
-    settings = [one for one in declared(kind).values() if "." not in one.name]
-    if settings:
+    if settings := [one for one in declared(kind).values() if "." not in one.name]:
         about = inspect.cleandoc(kind.__doc__ or "").partition("\n\nAttributes:")[0]
         yield f"\n## {prefix.rstrip('.') or 'The run'}\n\n{about}\n\n"
         yield "| setting | default | allowed | what it does | default from |\n|---|---|---|---|---|\n"

@@ -16,7 +16,7 @@ import dataclasses
 import random
 import re
 import zlib
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from dcmdp_jax.data.mixtures import task_arguments
 from dcmdp_jax.data.rows import problem_from_row
@@ -42,8 +42,7 @@ _FRUITLESS_DRAWS = 20_000
 _ERROR_SIZES = (-10, -2, -1, 1, 2, 10)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Level:
+class _Level(NamedTuple):
     operations: int
     largest_operand: int
     operators: str

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ _USAGE = "lognormal(MEDIAN,CAP) in tokens, such as lognormal(2048,8192), or the 
 _DRAWS, _MOST_MINI_BATCHES, _MOST_COMPLETIONS = 4, 8, 2048
 
 
-@dataclasses.dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """Completion lengths.
 
     Attributes:
@@ -97,8 +96,7 @@ def typical_lengths(limit: int) -> Lengths:
     return lognormal(max(1, limit // 4), limit)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpectedStep:
+class ExpectedStep(NamedTuple):
     """Expected computation of a step, means over a few drawn steps.
 
     Attributes:
@@ -126,7 +124,7 @@ def expected_step(shapes: RowShapes, prompts: np.ndarray, completions: Lengths) 
     for seed in range(_DRAWS):
         drawn = completions.draw(shape[0] * shape[1], seed).reshape(shape)
         asked = np.random.default_rng(seed).choice(np.asarray(prompts, np.int64), shape)
-        totals = np.minimum(drawn + asked, shapes.limit)
+        totals = np.minimum(drawn + asked, shapes.longest)
         computed = sum(computed_tokens(shapes, lay_out(row, shapes).micro_batches) for row in totals)
         sums.append((totals.sum(), computed, np.square(totals.astype(np.float64)).sum()))
     return ExpectedStep(*(np.mean(sums, axis=0) / share).tolist())

@@ -7,13 +7,13 @@ gives half of the prompts from a.jsonl, a quarter from each of the others, whate
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ _LARGEST_WEIGHT = 10**6
 _LONGEST_CYCLE = 10**5
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A task of a mixture.
 
     Attributes:
@@ -146,8 +145,7 @@ def cycle(weights: Sequence[Fraction]) -> list[int]:
     return [number // math.gcd(*whole) for number in whole]
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptStream:
+class PromptStream(NamedTuple):
     """The endless order in which problems are asked: a function of seed and position, so that a resumed run goes on in
     it exactly.
 

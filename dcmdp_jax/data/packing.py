@@ -56,9 +56,9 @@ def pack(
     dropped = np.zeros(total, bool) if dropped is None else dropped
     lengths = np.array([len(episode.token_ids) for episode in episodes])
     columns = common_columns([episode.columns for episode in episodes], lengths)
-    if len(too_long := np.flatnonzero(lengths > shapes.limit)):
+    if len(too_long := np.flatnonzero(lengths > shapes.longest)):
         i = too_long[0]
-        raise ValueError(f"rollout: completion {i} has {lengths[i]} tokens with its prompt, rows {shapes.limit}")
+        raise ValueError(f"rollout: completion {i} has {lengths[i]} tokens with its prompt, rows {shapes.longest}")
     truncated = np.array([episode.finish_reason == "length" for episode in episodes], bool)
     shape = (shapes.mini_batches, shapes.completions)
     valid = ~dropped.reshape(shape)

@@ -163,14 +163,12 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    index = 0
     try:
         with pq.ParquetFile(path) as file:
             # In parts: a million rows as Python objects take several times the file's size.
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    yield f"{path}: row {index}", row
-                    index += 1
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            for index, row in enumerate(rows):
+                yield f"{path}: row {index}", row
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"data {path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class EncodedPrompts:
+class EncodedPrompts(NamedTuple):
     """The problems whose prompts fit, and their prompts.
 
     Attributes:
@@ -40,7 +38,7 @@ class EncodedPrompts:
 
     def select(self, places: slice) -> EncodedPrompts:
         """The problems at these places, and their prompts."""
-        return dataclasses.replace(self, problems=self.problems[places], token_ids=self.token_ids[places])
+        return self._replace(problems=self.problems[places], token_ids=self.token_ids[places])
 
 
 def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:

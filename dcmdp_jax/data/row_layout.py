@@ -8,7 +8,6 @@ result is a function of the shapes and of the completions' lengths alone.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
@@ -32,8 +31,7 @@ _MEDIANS = (1 / 10, 1 / 7, 1 / 5, 1 / 4, 1 / 3, 1 / 2)
 _MOST_TRIES, _MOST_DRAWN, _MOST_DRAWN_EACH = 32, 256, 8
 
 
-@dataclasses.dataclass(frozen=True)
-class RowShapes:
+class RowShapes(NamedTuple):
     """Static shapes of a batch.
 
     Attributes:
@@ -44,7 +42,7 @@ class RowShapes:
         completions: N of one mini-batch.
         segments_per_row: sequences in one row at most.
         row_shards: devices that the rows of a micro-batch are split over.
-        longest: most tokens of a sequence; 0: as many as the longest row has.
+        longest: most tokens of a sequence.
     """
 
     row_lengths: tuple[int, ...]
@@ -53,13 +51,8 @@ class RowShapes:
     mini_batches: int
     completions: int
     segments_per_row: int
-    row_shards: int = 1
-    longest: int = 0
-
-    @property
-    def limit(self) -> int:
-        """Most tokens of a sequence."""
-        return self.longest or self.row_lengths[-1]
+    row_shards: int
+    longest: int
 
 
 class RowLayout(NamedTuple):

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,8 +32,7 @@ _TURN_SEED_OFFSET = 11_000_027
 _MARK = "@the turn of the policy@"
 
 
-@dataclasses.dataclass(frozen=True)
-class TurnLimits:
+class TurnLimits(NamedTuple):
     """Where completions end at the latest.
 
     Attributes:

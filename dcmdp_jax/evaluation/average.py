@@ -66,14 +66,13 @@ class EvaluationResult:
         return float(self.scores.mean())
 
     @property
-    def solved(self) -> np.ndarray:
-        """[problems, K] bool: the answer is right, or the reward is above 0 where `math` is no reward."""
-        return self.values.get(MATH, self.scores) > 0
-
-    @property
     def pass_at(self) -> np.ndarray:
-        """[K] float64, unbiased pass@k for k = 1 .. K; the last is the share of problems that one of the K solved."""
-        return pass_at_every_k(self.solved.sum(axis=1), self.samples).mean(axis=0)
+        """[K] float64, unbiased pass@k for k = 1 .. K; the last is the share of problems that one of the K solved.
+
+        Solved: the answer is right, or the reward is above 0 where `math` is no reward.
+        """
+        solved = self.values.get(MATH, self.scores) > 0
+        return pass_at_every_k(solved.sum(axis=1), self.samples).mean(axis=0)
 
     @property
     def standard_error(self) -> float:

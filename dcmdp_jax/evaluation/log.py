@@ -6,6 +6,7 @@ Nothing in the file depends on time, so a continued evaluation ends with the sam
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import itertools
@@ -33,7 +34,7 @@ _KEYS = {name: "completions" if name == "texts" else name for name in COLUMNS}
 """Field of a result -> its key in a problem's line."""
 
 
-class EvaluationLog:
+class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
     """The file of one evaluation, held by one process.
 
     Args:
@@ -51,17 +52,13 @@ class EvaluationLog:
         self._file = path.open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._continue(path, json.loads(json.dumps(header)))
         except BlockingIOError:
             self._file.close()
             raise UserError(f"{path}: another process is writing this evaluation; choose another file") from None
-        try:
-            self._continue(path, json.loads(json.dumps(header)))
         except BaseException:
             self._file.close()
             raise
-
-    def __enter__(self) -> EvaluationLog:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if not self._parts:  # nothing to continue from

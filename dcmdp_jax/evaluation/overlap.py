@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,7 +102,7 @@ def leave_out(held_out: HeldOut, overlaps: Mapping[str, Sequence[Overlap]]) -> H
                 f"--overlap=drop: every problem of {task.name} is in config.task.train, nothing is left to evaluate"
             )
         problems, ids = ([each[place] for place in places] for each in (prompts.problems, prompts.token_ids))
-        kept.append((task, dataclasses.replace(prompts, problems=problems, token_ids=ids)))
+        kept.append((task, prompts._replace(problems=problems, token_ids=ids)))
     return tuple(kept)
 
 

@@ -243,8 +243,7 @@ def _scored_bpe(model: GGUFModel, tokens: list[str], scores: list[float], types:
     plain = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
     unknown = tokens[header_tokens(model.fields)["unknown"]]
     merges = generate_merges({token: vocabulary[token] for token in plain}, plain)
-    bpe = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    tokenizer = Tokenizer(bpe)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer

@@ -17,7 +17,7 @@ from dcmdp_jax.inputs import shorten, shorten_name
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.hf_config import from_hf
-from dcmdp_jax.models.hf_manifest import all_finite, say_shape
+from dcmdp_jax.models.hf_manifest import all_finite
 from dcmdp_jax.models.layers import rotary_frequencies
 from dcmdp_jax.models.params import hf_tensors
 from dcmdp_jax.models.rope import RopeScaling
@@ -109,11 +109,10 @@ class GGUFModel:
 
     def _read_config(self) -> ModelConfig:
         family = self.field("general.architecture", str)
+        supported = ", ".join(_FAMILIES)
         if family not in _FAMILIES:
-            supported = ", ".join(_FAMILIES)
             raise UserError(f"{self.path}: general.architecture is {shorten(family)}, supported are {supported}")
-        if family == "llama" and self.fields.get("llama.expert_count"):
-            count, supported = self.fields["llama.expert_count"], ", ".join(_FAMILIES)
+        if family == "llama" and (count := self.fields.get("llama.expert_count")):
             raise UserError(f"{self.path}: llama.expert_count is {count}, a Mixtral; supported are {supported}")
         found = {field: self.fields.get(f"{family}.{key}") for field, key in (_SIZES | _OPTIONAL).items()}
         for field, key in _SIZES.items():
@@ -181,9 +180,9 @@ class GGUFModel:
                 raise UserError(f"{self.path}: tensor {shorten_name(name)} is unknown to {self.config.model_type}")
             shape = tuple(int(size) for size in reversed(tensor.shape))
             if shape != wanted[name]:
-                found, given = say_shape(shape), say_shape(wanted[name])
                 raise UserError(
-                    f"{self.path}: tensor {name} is {found}, its header gives {given}; fetch the file again"
+                    f"{self.path}: tensor {name} is {list(shape)}, its header gives {list(wanted[name])}; fetch the "
+                    "file again"
                 )
         for kind in {tensor.tensor_type for tensor in self._tensors.values()}:
             name, tensor = next(item for item in self._tensors.items() if item[1].tensor_type == kind)

@@ -114,7 +114,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
-            f"{listing}: tensor {missing[0]} is missing{more}, expected {say_shape(places[missing[0]].shape)}"
+            f"{listing}: tensor {missing[0]} is missing{more}, expected {list(places[missing[0]].shape)}"
             + "; or set tie_word_embeddings to true in config.json" * (missing[0] == HF_OUTPUT)
         )
     if config.tie_word_embeddings:
@@ -132,7 +132,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
             shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
             if shape != allowed[name]:
                 raise UserError(
-                    f"{path}: tensor {name} is {say_shape(shape)}, expected {say_shape(allowed[name])} by config.json"
+                    f"{path}: tensor {name} is {list(shape)}, expected {list(allowed[name])} by config.json"
                 )
             if dtype not in _SOURCE_DTYPES:
                 raise UserError(f"{path}: tensor {name} is {dtype}, readable are {', '.join(_SOURCE_DTYPES)}")
@@ -178,13 +178,8 @@ def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
             reason = "not finite" if not np.isfinite(part[at]) else f"too large for {dtype.name}"
             raise UserError(
                 f"{path}: tensor {name} has a value that is {reason}: {part[at]} at "
-                f"{say_shape((at[0] + start, *at[1:]))}; the weights are damaged, fetch or export them again"
+                f"{[at[0] + start, *at[1:]]}; the weights are damaged, fetch or export them again"
             )
-
-
-def say_shape(shape: tuple[int, ...]) -> str:
-    """`[2, 3]`."""
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _check_counts(directory: Path, config: ModelConfig, located: dict[str, Path]) -> None:

@@ -39,7 +39,6 @@ from dcmdp_jax.models.hf_manifest import (
     all_finite,
     check_manifest,
     check_tensor,
-    say_shape,
 )
 from dcmdp_jax.models.params import hf_tensors, param_shapes
 from dcmdp_jax.parallel.sharding import to_host
@@ -147,8 +146,7 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
     for (path, want), have in zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(params), strict=True):
         if have.shape != want.shape:
             raise UserError(
-                f"params{jax.tree_util.keystr(path)}: got {say_shape(have.shape)}, the config gives "
-                f"{say_shape(want.shape)}"
+                f"params{jax.tree_util.keystr(path)}: got {list(have.shape)}, the config gives {list(want.shape)}"
             )
     for name, place in hf_tensors(config).items():
         leaf = place.leaf(params)

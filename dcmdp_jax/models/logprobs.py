@@ -19,8 +19,6 @@ from dcmdp_jax.models.ops.reference import permute
 from dcmdp_jax.models.products import precision_of
 from dcmdp_jax.types import Array
 
-Maximum = Callable[[jax.Array], jax.Array]
-
 CHUNKS = "logprob_chunks"
 """Name scope of the loops over chunks of tokens."""
 
@@ -157,7 +155,7 @@ class _Options(NamedTuple):
     """Static arguments of `_blocked_logprobs`; `scale` multiplies the logits."""
 
     scale: float
-    maximum: Maximum
+    maximum: Callable[[jax.Array], jax.Array]
     axes: KernelAxes
     listed_gradient: bool
 
@@ -374,13 +372,12 @@ def _pieced_forward(
     if listed is not None:
         start = start._replace(listed=jnp.zeros(listed.shape, jnp.float32))
     running = lax.fori_loop(0, pieces, piece, start)
-    largest = running.largest
     if axes.vocab is not None:  # once, after the last piece
         largest = lax.pmax(running.largest, axes.vocab)
         shrink = jnp.exp(running.largest - largest)
         sums = running.mass * shrink, running.weighted * shrink, running.chosen, running.listed
         running = _Running(largest, *lax.psum(sums, axes.vocab))
-    normalizer = largest + jnp.log(running.mass)
+    normalizer = running.largest + jnp.log(running.mass)
     logprobs, entropy = running.chosen - normalizer, normalizer - running.weighted / running.mass
     computed = (jnp.arange(len(targets)) < count)[:, None]
     of_listed = () if listed is None else (jnp.where(computed[..., None], running.listed - normalizer[..., None], 0.0),)

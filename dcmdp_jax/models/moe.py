@@ -110,8 +110,7 @@ class MoE(nnx.Module):
         names = ("gate_up", "down") if self.fused else ("gate", "up", "down")
         kernels = tuple(getattr(self.experts, name).kernel.get_value() for name in names)
         kernels = tuple(kernel if isinstance(kernel, QuantizedKernel) else kernel.astype(x.dtype) for kernel in kernels)
-        one_device = mesh is None or mesh.size == 1
-        compute = _compute if one_device else functools.partial(_expert_parallel, mesh=mesh)
+        compute = _compute if mesh is None or mesh.size == 1 else functools.partial(_expert_parallel, mesh=mesh)
         y = compute(x, chosen, weights.astype(x.dtype), kernels, num_experts=config.num_experts, ops=ops)
         return y.astype(x.dtype), aux | {"routed_experts": chosen}
 

@@ -94,8 +94,7 @@ def stored(w: jax.Array, precision: str) -> jax.Array | QuantizedKernel:
         precision: a dtype, "exact", or one of `PRECISIONS`, for each column; of another name (blocks of fp8, a server's
             own) the first of these that it begins with, else bfloat16.
     """
-    known = (*PRECISIONS, "float16", "float32")
-    name = next((each for each in known if precision.startswith(each)), "bfloat16")
+    name = next((each for each in (*PRECISIONS, "float16", "float32") if precision.startswith(each)), "bfloat16")
     if name in PRECISIONS:
         return quantize_kernel(w, name)
     # XLA removes a cast there and back.

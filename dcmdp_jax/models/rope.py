@@ -113,8 +113,7 @@ def _rope_section(
     kind, older = raw.pop("rope_type", None), raw.pop("type", None)
     if None not in (kind, older) and kind != older:
         raise UserError(f"config.json: {section} has rope_type {shorten(kind)} and type {shorten(older)}; keep one")
-    kind = older if kind is None else kind
-    kind = "default" if kind is None else kind
+    kind = next((each for each in (kind, older) if each is not None), "default")
     if not isinstance(kind, str) or kind not in ("default", *_ROPE_FIELDS):
         supported = ", ".join(_ROPE_FIELDS)
         raise UserError(f"config.json: rope_type is {shorten(kind)}, supported are default, {supported}")

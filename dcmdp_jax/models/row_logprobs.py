@@ -86,12 +86,11 @@ def make_row_logprobs(
         cut: True cuts the distribution of rows with `top_ids` to these ids, like the engine's (top-p, top-k).
     """
     pin: dict[str, Any] = {"mesh": mesh}
-    if not data_parallel_only(mesh):
-        pin |= {"constrain": constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh)}
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     how = {"temperature": temperature, "chunk": compute.logprob_chunk, "listed_gradient": top_gradient or cut}
     token_logprobs = functools.partial(logprobs.token_logprobs, ops=choose_ops(platform), **how)
     if not data_parallel_only(mesh):
+        pin |= {"constrain": constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh)}
         token_logprobs = _over_model_axes(token_logprobs, model, mesh)
 
     def row_logprobs(params: Params, rows: Rows) -> RowOutputs:

@@ -106,9 +106,14 @@ def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray:
     return values if len(values) == count and np.isfinite(values).all() else np.full(count, np.nan)
 
 
+def finite_values(series: Series, name: str) -> np.ndarray:
+    """The finite values of a metric, in the order of the steps."""
+    values = series.get(name, _NOTHING)[1]
+    return values[np.isfinite(values)]
+
+
 def _floor(series: Series) -> float:
-    values = series.get("mismatch/noise_floor", _NOTHING)[1]
-    values = values[np.isfinite(values)]
+    values = finite_values(series, "mismatch/noise_floor")
     return float(values[-1]) if len(values) else 0.0
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclasses.dataclass(frozen=True)
-class Leg:
+class Leg(NamedTuple):
     """A leg of the gap, between the engine while decoding and its own scores of the tokens, or these and the trainer.
 
         q - p = (q - s) + (s - p),    s the engine's probability of the tokens, scored in one pass

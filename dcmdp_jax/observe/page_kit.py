@@ -8,7 +8,6 @@ scripts of `templates/` that it names, and its content security policy allows th
 from __future__ import annotations
 
 import base64
-import dataclasses
 import functools
 import hashlib
 import io
@@ -16,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
 import markupsafe
@@ -175,8 +174,7 @@ MOST_LISTED = 5
 """Of the engine's likeliest tokens in a state, those on a page."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
+class Completion(NamedTuple):
     """A completion to look at. What is not known is None.
 
     Attributes:

@@ -6,9 +6,9 @@ None if no run recorded its metrics. Nothing uses pyplot or its global state; sa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from dcmdp_jax.number_format import percent
+from dcmdp_jax.observe.alarms import finite_values
 from dcmdp_jax.observe.metric_names import STEP_PHASES, form_of_score
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, make_figure, style_axes
@@ -26,8 +27,7 @@ _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _SMOOTH_ABOVE = 40
 
 
-@dataclasses.dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """Curves of some metrics by training step: one color a run, or one a curve for a single run.
 
     Attributes:
@@ -140,15 +140,14 @@ def _finish(axes: Axes, panel: Panel, last: int, *, legend: bool) -> None:
 
 def _draw_budget(axes: Axes, runs: Runs) -> None:
     """Draw each run's budget dashed, from the step on at which it was known, and its noise floor dotted."""
-    nothing = np.zeros(0), np.zeros(0)
     for index, (label, series) in enumerate(runs.items()):
         color, whose = (_color(index), f", {label}") if len(runs) > 1 else (INK, "")
         style = {"color": color, "linewidth": 1.3, "zorder": 2}
-        (steps, budgets), floors = series.get("dual/tolerance", nothing), series.get("mismatch/noise_floor", nothing)[1]
+        steps, budgets = series.get("dual/tolerance", (np.zeros(0), np.zeros(0)))
         if (known := np.isfinite(budgets)).any():
             text = f"budget c = {budgets[known][-1]:g}{whose}"
             axes.plot(steps[known], budgets[known], linestyle="--", label=text, **style)
-        if (floors := floors[np.isfinite(floors)]).size:
+        if (floors := finite_values(series, "mismatch/noise_floor")).size:
             axes.axhline(floors[-1], linestyle=":", label=f"noise floor = {floors[-1]:.2g}{whose}", **style)
 
 
@@ -158,8 +157,7 @@ def _draw_phases(axes: Axes, runs: Runs) -> None:
     for row, series in enumerate(runs.values()):
         left = 0.0
         for phase in phases:
-            values = series[f"time/{phase}"][1] if f"time/{phase}" in series else np.zeros(0)
-            values = values[np.isfinite(values)]
+            values = finite_values(series, f"time/{phase}")
             seconds = float(np.median(values)) if len(values) else 0.0
             name = phase if row == 0 else None
             axes.barh(row, seconds, left=left, height=0.6, color=_color(STEP_PHASES.index(phase)), label=name)

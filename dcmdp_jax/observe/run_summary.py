@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import duration, number, percent
 from dcmdp_jax.observe import jsonl
-from dcmdp_jax.observe.alarms import alarms, bounded_metric
+from dcmdp_jax.observe.alarms import alarms, bounded_metric, finite_values
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, HELD_OUT_FILE, METRICS_FILE, STARTS_FILE
 from dcmdp_jax.observe.metric_names import form_of_score
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
@@ -45,8 +44,7 @@ class Fact(NamedTuple):
     more: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordedRun:
+class RecordedRun(NamedTuple):
     """Content of a run directory.
 
     Attributes:
@@ -66,7 +64,7 @@ class RecordedRun:
     def until(self, step: int) -> RecordedRun:
         """The same run with its metrics up to a step."""
         kept = {name: (steps[steps <= step], values[steps <= step]) for name, (steps, values) in self.series.items()}
-        return dataclasses.replace(self, series={name: one for name, one in kept.items() if len(one[0])})
+        return self._replace(series={name: one for name, one in kept.items() if len(one[0])})
 
 
 def read_run(run_dir: str | Path, label: str | None = None, *, without_metrics: bool = False) -> RecordedRun:
@@ -97,7 +95,7 @@ def read_run(run_dir: str | Path, label: str | None = None, *, without_metrics: 
 def facts(run: RecordedRun) -> list[Fact]:
     """The facts of a run, in the order to show them; what it did not record has none."""
     series, config = run.series, run.config
-    rewards, discrepancy = _finite(series, "reward/mean"), _finite(series, "discrepancy/mean")
+    rewards, discrepancy = finite_values(series, "reward/mean"), finite_values(series, "discrepancy/mean")
     found = [Fact("Training steps", str(_steps(series)))]
     if len(rewards):
         before, after, which = _ends(rewards)
@@ -111,15 +109,15 @@ def facts(run: RecordedRun) -> list[Fact]:
         c, share = _tolerance(series), percent(_mean(_over(series)))
         more = "no budget c yet" if math.isnan(c) else f"budget c = {number(c)}, exceeded in {share} of steps"
         found.append(Fact("Mean discrepancy", number(_mean(discrepancy)), more))
-    if len(floors := _finite(series, "mismatch/noise_floor")):
+    if len(floors := finite_values(series, "mismatch/noise_floor")):
         found.append(Fact("Noise floor", number(float(floors[-1])), "the engine against itself, last measurement"))
-    if len(multiplier := _finite(series, "dual/multiplier")):
+    if len(multiplier := finite_values(series, "dual/multiplier")):
         moves = np.diff(multiplier)
         more = f"rose {(moves > 0).sum()} times, fell {(moves < 0).sum()} times; last {number(float(multiplier[-1]))}"
         span = f"{number(float(multiplier.min()))} to {number(float(multiplier.max()))}"
         found.append(Fact("Lambda, lowest and highest", span, more))
-    if len(speeds := _finite(series, "throughput/tokens_per_second")):
-        total = _finite(series, "time/total")
+    if len(speeds := finite_values(series, "throughput/tokens_per_second")):
+        total = finite_values(series, "time/total")
         more = f"median step; {duration(float(total.sum()) if len(total) else math.nan)} in training steps"
         found.append(Fact("Throughput", f"{number(_median(speeds), ',.0f')} tokens/s", more))
     found += [fact for fact in (overlap(series), legs(series)) if fact]
@@ -139,7 +137,7 @@ def verdict(run: RecordedRun) -> str:
         name, steps, values, form = scores[0]
         ends = (f"{form(values[place])}{_interval(run, name, steps[place], form)}" for place in (0, -1))
         said.append(f"held-out {name} went from {' to '.join(ends)}")
-    elif len(rewards := _finite(run.series, "reward/mean")):
+    elif len(rewards := finite_values(run.series, "reward/mean")):
         said.append(f"the training reward went from {' to '.join(map(number, _ends(rewards)[:2]))}")
     if story := describe_multiplier(run.series):
         said.append(story + "; lambda began at its cap" * _begins_at_cap(run))
@@ -169,7 +167,7 @@ def _begins_at_cap(run: RecordedRun) -> bool:
 
 def describe_multiplier(series: Series) -> str:
     """Describe the course of lambda, budget and discrepancy; empty for a run that recorded none of them."""
-    multiplier, discrepancy = (_finite(series, name) for name in ("dual/multiplier", "discrepancy/mean"))
+    multiplier, discrepancy = (finite_values(series, name) for name in ("dual/multiplier", "discrepancy/mean"))
     over, said = _over(series), []
     if len(multiplier):
         first, last, peak = (number(float(value)) for value in (multiplier[0], multiplier[-1], multiplier.max()))
@@ -191,7 +189,7 @@ def overlap(series: Series) -> Fact | None:
         return None
 
     def seconds(*phases: str) -> str:
-        return f"{number(sum(_median(_finite(series, f'time/{phase}')) for phase in phases))} s"
+        return f"{number(sum(_median(finite_values(series, f'time/{phase}')) for phase in phases))} s"
 
     sampling, training = seconds("generate", "verify", "pack"), seconds("push", "step")
     more = f"a step with {sampling} of sampling and {training} of training takes {seconds('total')}; the trainer waits "
@@ -212,20 +210,20 @@ def legs(series: Series) -> Fact | None:
 
 def warnings(series: Series) -> list[str]:
     """List the problems in a run's metrics that put its result in doubt, each with a remedy."""
-    found, window, c = [], max(1, len(_finite(series, "reward/mean")) // 10), _tolerance(series)
+    found, window, c = [], max(1, len(finite_values(series, "reward/mean")) // 10), _tolerance(series)
     for name, (most, text) in _SHARES.items():
-        if (share := _mean(_finite(series, name)[-window:])) > most:
+        if (share := _mean(finite_values(series, name)[-window:])) > most:
             found.append(text.format(percent(share)))
-    found += [text.format(total) for name, text in _COUNTS.items() if (total := _finite(series, name).sum()) > 0]
-    if c < (floor := _mean(_finite(series, "mismatch/noise_floor"))):
+    found += [text.format(total) for name, text in _COUNTS.items() if (total := finite_values(series, name).sum()) > 0]
+    if c < (floor := _mean(finite_values(series, "mismatch/noise_floor"))):
         found.append(
             f"The budget c = {c:.4g} is below the noise floor {floor:.4g}, the mismatch the engine shows against "
             "itself: no policy can meet it. Raise c."
         )
     if (stuck := _steps_at_cap(series)) >= _STUCK_STEPS:
         found.append(
-            f"Lambda stayed at {_finite(series, 'dual/multiplier').max():.4g} over the last {stuck} steps with the "
-            "budget exceeded: it is at its cap. Raise the cap or c."
+            f"Lambda stayed at {finite_values(series, 'dual/multiplier').max():.4g} over the last {stuck} steps with "
+            "the budget exceeded: it is at its cap. Raise the cap or c."
         )
     found += [alarm.text for alarm in alarms(series)]
     if broken := [name for name, (_, values) in series.items() if not np.isfinite(values).all()]:
@@ -246,13 +244,8 @@ def _ends(values: np.ndarray) -> tuple[float, float, str]:
 
 
 def _tolerance(series: Series) -> float:
-    values = _finite(series, "dual/tolerance")
+    values = finite_values(series, "dual/tolerance")
     return float(values[-1]) if len(values) else math.nan
-
-
-def _finite(series: Series, name: str) -> np.ndarray:
-    values = series[name][1] if name in series else np.zeros(0)
-    return values[np.isfinite(values)]
 
 
 def _mean(values: np.ndarray) -> float:
@@ -274,7 +267,7 @@ def _over(series: Series) -> np.ndarray:
 
 def _steps_at_cap(series: Series) -> int:
     """Count the steps at the end of the run with lambda at its maximum and the discrepancy over budget."""
-    multiplier, over = _finite(series, "dual/multiplier"), _over(series)
+    multiplier, over = finite_values(series, "dual/multiplier"), _over(series)
     if not 0 < len(over) <= len(multiplier) or multiplier.min() == multiplier.max():
         return 0
     capped = (multiplier[-len(over) :] == multiplier.max()) & (over > 0)

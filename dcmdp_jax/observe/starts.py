@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 
 from dcmdp_jax.observe import jsonl
-from dcmdp_jax.observe.jsonl import STARTS_FILE
 from dcmdp_jax.version import __version__
 
 
@@ -38,7 +37,7 @@ def record_start(run_dir: Path, step: int, devices: int) -> None:
         "jax": jax.__version__,
         "machine": f"{devices} x {device.device_kind}, {os.cpu_count()} cores, {platform.machine()}",
     }
-    with open(run_dir / STARTS_FILE, "a", encoding="utf-8") as file:
+    with open(run_dir / jsonl.STARTS_FILE, "a", encoding="utf-8") as file:
         file.write(jsonl.encode(line))
 
 

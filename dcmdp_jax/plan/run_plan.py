@@ -40,8 +40,7 @@ PROGRAMS = ("step", "prefill", "decode", "score")
 """Names of the programs of a run; the last three are the embedded engine's."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedRun:
+class PlannedRun(NamedTuple):
     """A run whose shapes alone are known.
 
     Attributes:
@@ -59,7 +58,6 @@ class Compiled(NamedTuple):
     """A compiled program, on one device.
 
     Attributes:
-        name: the program's name.
         seconds: compilation time.
         peak: largest number of bytes in use, arguments included, as the compiler reports it; what it would need, if it
             says so, of a program that does not fit.
@@ -69,7 +67,6 @@ class Compiled(NamedTuple):
         refused: why the compiler refused it; None for a compiled program.
     """
 
-    name: str
     seconds: float
     peak: int
     temporary: int = 0
@@ -329,10 +326,10 @@ def compile_program(program: Lowerable, read: Callable[[jax.stages.Compiled], An
         message = " ".join(str(error).removeprefix(f"{_OUT_OF_MEMORY}: ").split())
         used = re.search(r"(?:Used |HLO temporaries \()([\d.]+)([KMGT])", message)
         needed = int(float(used.group(1)) * _UNITS[used.group(2)]) if used else 0
-        return Compiled(program.name, time.monotonic() - began, needed, refused=message[:200])
+        return Compiled(time.monotonic() - began, needed, refused=message[:200])
     seconds, memory = time.monotonic() - began, executable.memory_analysis()
     temporary, arguments = memory.temp_size_in_bytes, memory.argument_size_in_bytes
     # Where the compiler has no figure: everything at once.
     together = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = getattr(memory, "peak_memory_in_bytes", 0) or together
-    return Compiled(program.name, seconds, peak, temporary, arguments, read(executable))
+    return Compiled(seconds, peak, temporary, arguments, read(executable))

@@ -101,8 +101,7 @@ def search(config: Config, topology: Topology, *, tell: Callable[[str], None]) -
             tell(f"fsdp {mesh.fsdp}, tensor {mesh.tensor}, expert {mesh.expert}, {tokens} tokens a device: {result}")
             if not one.fits:
                 break
-    reasons = {one.refused for one in tried}
-    if len(reasons) == 1 and tried[0].plan is None:
+    if len({one.refused for one in tried}) == 1 and tried[0].plan is None:
         raise UserError(tried[0].refused)
     return sorted(tried, key=lambda one: (not one.fits, one.mesh.tensor * one.mesh.expert, -one.micro_batch_tokens))
 

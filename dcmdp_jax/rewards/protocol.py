@@ -31,7 +31,7 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.user_code import load_object
@@ -176,8 +176,7 @@ class RewardError(UserError):
         self.row = row
 
 
-@dataclasses.dataclass(frozen=True)
-class Reward:
+class Reward(NamedTuple):
     """A reward and its weight in the total.
 
     Attributes:

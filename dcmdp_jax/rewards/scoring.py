@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -109,8 +109,7 @@ def columns_of(problems: Sequence[Problem], names: Sequence[str]) -> dict[str, l
     return {name: [cell(problem, name) for problem in problems] for name in names}
 
 
-@dataclasses.dataclass(frozen=True)
-class Played:
+class Played(NamedTuple):
     """A completion in turns, which an environment answered.
 
     Attributes:

@@ -360,12 +360,16 @@ def _step_parts(
     elif scheme.products:
         # Of one layer at a time: float32 values and those times their scale, and a micro-batch's tokens alike.
         rounded = 8 * (matrices + most[1] * max(width, queries, model.intermediate_size)) // mesh.shape["tensor"]
+    # Without a loop a GPU casts all matrices before the first layer, and has all their gradients before it stacks them.
+    whole_layers = machine.platform == "gpu" and compute.scan_unroll >= model.num_layers and item < 4
+    cast = 2 * item * model.num_layers * matrices * whole_layers // (mesh.size // mesh.shape[DATA])
     copied = 2 * 4 * output * (item != jnp.dtype(compute.dtype).itemsize)
     remat = "" if compute.remat == "full" else ", or model.remat=full"
     return [
         part("activations", most[0], f"training.micro_batch_tokens{remat}", _STEP),
         part("logits", logits, "model.logprob_chunk", _STEP),
         part(CUDNN_WORKSPACE, workspace, "training.segments_per_row", _STEP),
+        part("layers in model.compute_dtype", cast, "model.scan_unroll=1", _STEP),
         part("rounded factors", rounded, "model.forward_precision=full", _STEP),
         part("float32 copies of the output layer", copied, "model.compute_dtype=float32", _STEP),
     ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+from typing import NamedTuple
 
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.observe.jsonl import rewards_log
@@ -16,8 +16,7 @@ from dcmdp_jax.run.task import Task, read_task
 from dcmdp_jax.run.weights import Weights, model_shardings
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """The values that training takes.
 
     Attributes:

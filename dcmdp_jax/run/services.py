@@ -21,7 +21,7 @@ from dcmdp_jax.run.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
-class Services:
+class Services(contextlib.AbstractContextManager["Services"]):
     """What samples and scores, started; a context manager that closes it.
 
     Attributes:
@@ -39,9 +39,6 @@ class Services:
     turns: TurnSampler | None
     tokenizer: PreTrainedTokenizerBase
     closing: contextlib.ExitStack
-
-    def __enter__(self) -> Services:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.closing.close()
@@ -75,8 +72,7 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
         stack.callback(scorer.close)
         turns = None
         if config.task.environment:
-            pool = EnvironmentPool(config.task.environment, task.columns, **known)
-            stack.callback(pool.close)
+            pool = stack.enter_context(EnvironmentPool(config.task.environment, task.columns, **known))
             turns = TurnSampler(
                 engine,
                 pool,

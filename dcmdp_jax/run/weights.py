@@ -50,8 +50,7 @@ class Weights:
         task, adapter = self.task, self.task.adapter
         if adapter is None:
             declared, key = adapter_declarations(task.model, task.lora), jax.random.key(task.config.training.seed)
-            draw = jax.jit(lambda: draw_params(declared, key, task.config.model.param_dtype), out_shardings=shardings)
-            return draw()
+            return jax.jit(lambda: draw_params(declared, key, task.config.model.param_dtype), out_shardings=shardings)()
         if adapter.base_checksum is not None:
             base = load_base(self.frozen_path, task.model, "bfloat16", self.shardings)
             if adapter.base_checksum != base_checksum(base):

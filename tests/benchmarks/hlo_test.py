@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.compiled_parts.collectives import collectives
+from benchmarks.compiled_parts.copies import CONVERTED, COPIED, STACKED, Copy, copies
 from benchmarks.compiled_parts.flops import compiled_flops
 from benchmarks.compiled_parts.hlo import Array, in_scope, parse, walk
 from benchmarks.compiled_parts.traffic import memory_traffic
@@ -237,6 +238,123 @@ def test_memory_traffic_of_a_product_and_of_a_slice():
 
     once = 4 * 50 * 64 * 64
     assert once < memory_traffic(_module(function, _shape(1, 64), _shape(50, 64, 64)), _none) < 4 * once
+
+
+# A loop over four layers, with the tables of Python's lines as the compiler for GPUs writes them.
+_STACKS = """HloModule stacks, num_partitions=1
+
+FileNames
+1 "/home/me/dcmdp_jax/models/layers.py"
+
+FunctionNames
+1 "kernel_matmul"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=50 end_line=50 column=8 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%sliced (stack: f32[4,8,16], i: s32[]) -> f32[1,8,16] {
+  %stack = f32[4,8,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = f32[1,8,16]{2,1,0} dynamic-slice(%stack, %i, %zero, %zero), dynamic_slice_sizes={1,8,16}
+}
+%cast (stack: f32[4,8,16], i: s32[]) -> bf16[1,8,16] {
+  %stack = f32[4,8,16]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice = f32[1,8,16]{2,1,0} dynamic-slice(%stack, %i, %zero, %zero), dynamic_slice_sizes={1,8,16}
+  ROOT %converted = bf16[1,8,16]{2,1,0} convert(%slice)
+}
+%written (stack: f32[4,8,16], part: bf16[1,8,16], i: s32[]) -> f32[4,8,16] {
+  %stack = f32[4,8,16]{2,1,0} parameter(0)
+  %part = bf16[1,8,16]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %wide = f32[1,8,16]{2,1,0} convert(%part)
+  %square = f32[1,8,16]{2,1,0} multiply(%wide, %wide)
+  ROOT %update = f32[4,8,16]{2,1,0} dynamic-update-slice(%stack, %square, %i, %zero, %zero)
+}
+%body (carried: (s32[], f32[4,8,16])) -> (s32[], f32[4,8,16]) {
+  %carried = (s32[], f32[4,8,16]) parameter(0)
+  %i = s32[] get-tuple-element(%carried), index=0
+  %stack = f32[4,8,16]{2,1,0} get-tuple-element(%carried), index=1
+  %a = f32[1,8,16]{2,1,0} fusion(%stack, %i), kind=kLoop, calls=%sliced, metadata={op_name="jit(f)/while/dynamic_slice"}
+  %b = bf16[1,8,16]{2,1,0} fusion(%stack, %i), kind=kLoop, calls=%cast, metadata={op_name="jit(f)/mul" stack_frame_id=1}
+  %c = f32[4,8,16]{2,1,0} fusion(%stack, %b, %i), kind=kLoop, calls=%written, metadata={stack_frame_id=1}
+  ROOT %out = (s32[], f32[4,8,16]) tuple(%i, %c)
+}
+%condition (carried: (s32[], f32[4,8,16])) -> pred[] {
+  %carried = (s32[], f32[4,8,16]) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+ENTRY %main (given: (s32[], f32[4,8,16])) -> f32[4,8,16] {
+  %given = (s32[], f32[4,8,16]) parameter(0)
+  %while = (s32[], f32[4,8,16]) while(%given), condition=%condition, body=%body, TRIPS
+  %stack = f32[4,8,16]{2,1,0} get-tuple-element(%while), index=1
+  ROOT %whole = f32[4,8,16]{2,1,0} copy(%stack)
+}
+""".replace("TRIPS", 'backend_config={"known_trip_count":{"n":"4"}}')
+
+
+def test_copies_casts_and_slices_of_stacks():
+    found = list(copies(parse(_STACKS), _none))
+    # A layer is 8 x 16 float32, 512 bytes, and an index 4. Four times: read and written; read and written as bfloat16;
+    # written, where its product is read and written too. The stack itself, 2,048 bytes, is read and written once.
+    assert found == [
+        Copy(COPIED, Array("f32", (1, 8, 16)), 4 * (512 + 512 + 4), "dynamic_slice"),
+        Copy(CONVERTED, Array("bf16", (1, 8, 16)), 4 * (512 + 256 + 4), "models/layers.py:50 mul"),
+        Copy(STACKED, Array("f32", (4, 8, 16)), 4 * 512, "models/layers.py:50"),
+        Copy(COPIED, Array("f32", (4, 8, 16)), 2 * 2048, "the compiler"),
+    ]
+    # What computes reads its 256 bytes too.
+    assert memory_traffic(parse(_STACKS), _none) == 4 * (1028 + 772 + 256 + 512 + 4) + 4096
+
+
+def test_a_slice_of_what_is_elementwise_reads_the_slice():
+    text = """HloModule chosen, num_partitions=1
+%chosen (x: f32[64,32], i: s32[]) -> f32[1,32] {
+  %x = f32[64,32]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %e = f32[64,32]{1,0} exponential(%x)
+  ROOT %slice = f32[1,32]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={1,32}
+}
+ENTRY %main (x: f32[64,32], i: s32[]) -> f32[1,32] {
+  %x = f32[64,32]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %out = f32[1,32]{1,0} fusion(%x, %i), kind=kLoop, calls=%chosen
+}
+"""
+    # 128 bytes read and written, 4 of the index; not the 8,192 of the array. Of a product all would be read.
+    assert memory_traffic(parse(text), _none) == 128 + 128 + 4
+    mixed = text.replace("exponential(%x)", "dot(%x, %x)")
+    assert memory_traffic(parse(mixed), _none) == 8192 + 128 + 4
+
+
+_PRODUCTS = """HloModule parts, num_partitions=1
+
+ENTRY %main (x: f32[3,3]) -> f32[3,3] {
+  %x = f32[3,3]{1,0} parameter(0)
+  %a = f32[3,3]{1,0} dot(%x, %x), DIMS, metadata={op_name="jit(s)/micro_batches/jvp()/while/body/dot_general"}
+  %b = f32[3,3]{1,0} dot(%a, %x), DIMS, metadata={op_name="jit(s)/transpose(jvp())/rematted_computation/dot_general"}
+  %c = f32[3,3]{1,0} dot(%b, %x), DIMS, metadata={op_name="jit(s)/transpose(jvp())/checkpoint/dot_general"}
+  %d = f32[3,3]{1,0} dot(%c, %x), DIMS, metadata={op_name="jit(s)/jvp(logprob_chunks)/while/body/dot_general"}
+  %e = f32[3,3]{1,0} dot(%d, %x), DIMS, metadata={op_name="jit(s)/transpose(jvp(logprob_chunks))/dot_general"}
+  %f = f32[3,3]{1,0} dot(%e, %x), DIMS, metadata={op_name="jit(s)/transpose(jvp(logprob_chunks))/dot_general"}
+  ROOT %g = f32[3,3]{1,0} dot(%f, %x), DIMS
+}
+""".replace("DIMS", "lhs_contracting_dims={1}, rhs_contracting_dims={0}")
+
+
+def test_products_by_what_they_are_for():
+    # 2 x 3 x 3 x 3 each; two of the head's backward pass.
+    assert compiled_flops(parse(_PRODUCTS), _none).parts == {
+        "layers forward": 54, "layers again": 54, "layers backward": 54, "head forward": 54, "head backward": 108,
+        "unnamed": 54,
+    }  # fmt: skip
 
 
 def test_scopes():

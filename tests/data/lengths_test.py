@@ -75,7 +75,7 @@ def test_what_can_not_be_planned_for_is_told_in_a_line(tmp_path, text, said):
 def test_an_expected_step_by_hand():
     # Two mini-batches of 3 completions of 10 tokens after prompts of 2: rows of 16, two at a time on one device, so two
     # micro-batches each: 2 x 2 x 2 x 16 = 128 positions for 72 tokens.
-    plan = RowShapes((16,), (2,), (2,), 2, 3, 1)
+    plan = RowShapes((16,), (2,), (2,), 2, 3, 1, 1, 16)
     found = expected_step(plan, np.array([2]), Lengths("ten", (0.0, 1.0), (10.0, 10.0)))
     assert (found.tokens, found.computed, found.squares) == (72, 128, 6 * 12**2)
     assert 1 - found.tokens / found.computed == pytest.approx(1 - 72 / 128)
@@ -83,7 +83,7 @@ def test_an_expected_step_by_hand():
 
 def test_the_advice_names_a_setting_that_helps():
     def advice(completions=64, shards=2, segments=1, *, chosen=True, limited=False):
-        plan = RowShapes((8,), (2,), (64,), 1, completions, segments, shards)
+        plan = RowShapes((8,), (2,), (64,), 1, completions, segments, shards, 8)
         return padding_advice(plan, longest=8192, chosen=chosen, limited=limited)
 
     assert advice(chosen=False) == "`row_lengths`=() chooses the lengths of rows"

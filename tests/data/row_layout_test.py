@@ -12,7 +12,7 @@ from dcmdp_jax.models.attention import SKIP_SEGMENTS
 
 
 def _plan(lengths, rows, most, completions, segments=1, shards=1):
-    return RowShapes(lengths, rows, most, 1, completions, segments, shards)
+    return RowShapes(lengths, rows, most, 1, completions, segments, shards, lengths[-1])
 
 
 def test_places_of_longer_rows_take_shorter_sequences_by_hand():

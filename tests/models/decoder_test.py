@@ -1,6 +1,7 @@
 """The decoder against transformers in float32, and what must not change its values."""
 
 import dataclasses
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,31 @@ def test_a_cpu_scans_more_than_eight_layers_with_the_values_and_gradients_of_unr
     (_, other), other_grads = _value_and_grad(*arguments, Compute(scan_unroll=9), weights)
     np.testing.assert_allclose(other, logprobs, atol=5e-6)
     _assert_trees_close(other_grads, grads, relative=2e-5)
+
+
+def test_a_gpu_without_remat_has_no_loop_over_layers():
+    def chosen(remat, **shape):
+        devices = np.full((*shape.values(), 1), types.SimpleNamespace(platform="gpu"))
+        mesh = types.SimpleNamespace(devices=devices, size=devices.size, shape={"data": 1, "fsdp": 1} | shape)
+        settings = base.get_config("debug")
+        settings.model.remat = remat
+        return compute_on(from_config_dict(settings), mesh, layers=28).scan_unroll
+
+    assert [chosen(remat, data=1) for remat in ("none", "dots", "full")] == [28, 1, 1]
+    # Parameters that are split are gathered layer by layer.
+    assert [chosen("none", data=8), chosen("none", fsdp=8)] == [28, 1]
+
+
+def test_layers_of_a_gpu_have_the_values_and_gradients_of_a_loop_without_one(tiny_model, pack, monkeypatch):
+    config, params = tiny_model
+    rows = pack([[segment] for segment in _segments()], 24)
+    weights = np.random.default_rng(5).normal(size=(3, 24)).astype(np.float32)
+    (_, logprobs), grads = _value_and_grad(params, config, rows, Compute(), weights)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for layers in (1, config.num_layers):
+        (_, other), other_grads = _value_and_grad(params, config, rows, Compute(scan_unroll=layers), weights)
+        np.testing.assert_allclose(other, logprobs, atol=5e-6)
+        _assert_trees_close(other_grads, grads, relative=2e-5)
 
 
 def test_rematerialization_changes_memory_only(tiny_model, pack):

@@ -66,10 +66,10 @@ def test_a_sidecar_that_sleeps_leaves_the_gpu_to_the_step(plan):
     assert usable_memory(asleep, gpus) == (72 * GIB, "80 GiB less a tenth, while vLLM sleeps")
     assert usable_memory(_with_vllm(visible_devices="8,9"), gpus)[0] == int(79.1 * 0.9 * GIB)
     beside_vllm = dataclasses.replace(plan, topology=gpus, engine=None, programs={"step": plan.programs["step"]})
-    assert [
-        phase.name for phase in dataclasses.replace(beside_vllm, run=dataclasses.replace(plan.run, config=awake)).phases
-    ] == ["step"]
-    (_, sample) = dataclasses.replace(beside_vllm, run=dataclasses.replace(plan.run, config=asleep)).phases
+    assert [phase.name for phase in dataclasses.replace(beside_vllm, run=plan.run._replace(config=awake)).phases] == [
+        "step"
+    ]
+    (_, sample) = dataclasses.replace(beside_vllm, run=plan.run._replace(config=asleep)).phases
     assert sample.total == plan.step.held["parameters"] + plan.step.held["optimizer"] + 32 * GIB
 
 

@@ -53,6 +53,21 @@ def test_older_versions_and_batches_ahead_are_counted_where_they_are():
         memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1)).check()
 
 
+def test_layers_without_a_loop_are_cast_and_their_gradients_kept():
+    """All matrices, 36 x 4096 x (2 x 4096 + 2 x 1024 + 3 x 12288), and their gradients, bfloat16."""
+    config, machine = qwen3_8b.get_config("local"), Machine("gpu", 8, 200 * _GIB, 1000 * _GIB)
+    config.model.remat, config.model.scan_unroll = "none", 36
+    plan = memory_plan_of(config, QWEN3_8B, machine, (8, 1, 1))
+    whole = 2 * 2 * 36 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 12288)
+    assert part_of(plan, "layers in model.compute_dtype").each == whole
+    # Master copies of an eighth on each device.
+    split = memory_plan_of(config, QWEN3_8B, machine, (1, 8, 1))
+    assert part_of(split, "layers in model.compute_dtype").each == whole // 8
+    config.model.scan_unroll = 1
+    looped = memory_plan_of(config, QWEN3_8B, machine, (8, 1, 1))
+    assert not [part for part in looped.parts if part.name.startswith("layers in")]
+
+
 def test_qwen3_8b_on_eight_gpus_by_hand():
     machine = Machine("gpu", 8, 60 * _GIB, 1000 * _GIB)
     plan = memory_plan_of(qwen3_8b.get_config("local"), QWEN3_8B, machine, (1, 8, 1))

@@ -46,7 +46,7 @@ def small_services(engine):
 
 def small_placement(*, hosts=ONE_PROCESS, completions=4, length=4, samples_while_training=False):
     """One device; a mini-batch of rows of one completion."""
-    packing = RowShapes((length,), (completions,), (1,), 1, completions, 1)
+    packing = RowShapes((length,), (completions,), (1,), 1, completions, 1, 1, length)
     mesh = make_mesh(devices=jax.devices()[:1])
     return Placement(hosts, mesh, Compute(), FULL, packing, {}, None, samples_while_training)
 

@@ -90,7 +90,7 @@ def _inputs(seed, plan, mesh):
 @functools.cache
 def _reference():
     """One completion in each row of one length, on one device."""
-    plan = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1)
+    plan = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1, 1, CAP)
     gradient = _gradient(plan, None)
     return {seed: jax.device_get(gradient(make_params(), *_inputs(seed, plan, None))) for seed in range(10)}
 
@@ -150,7 +150,7 @@ def test_adapters_in_cudnns_rows_get_the_gradient_of_one_a_row(monkeypatch):
     drawn = np.random.default_rng(0)
     tree = declared_tree(leaves, lambda leaf: jnp.asarray(drawn.normal(0, 0.3, leaf.shape), jnp.float32))
     own = {"policy": lambda adapters: adapted(make_params(), adapters, lora)}
-    one = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1)
+    one = RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1, 1, CAP)
     found, expected = (
         jax.device_get(_gradient(where, None, **own, **how)(tree, *_inputs(0, where, None)))
         for where, how in ((plan, packed), (one, {}))
@@ -165,7 +165,7 @@ def test_older_weights_log_probs_in_cudnns_rows_are_those_of_one_a_row(monkeypat
     stand_in_for_cudnn(monkeypatch)
     cudnn = _cudnn_plan()
     found = []
-    for plan, how in (cudnn, (RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1), {})):
+    for plan, how in (cudnn, (RowShapes((CAP,), (COUNT,), (1,), 1, COUNT, 1, 1, CAP), {})):
         lagged = make_old_logprobs(_row_logprobs(plan, None, **how), mesh=None)
         batch = jax.device_get(lagged(make_params(), _inputs(0, plan, None)[0]))
         order, values = np.random.default_rng(len(plan.row_lengths)).permutation(COUNT), {}

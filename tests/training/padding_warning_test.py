@@ -37,7 +37,7 @@ def _rollout(count, tokens):
 
 def test_much_padding_is_told_once_with_the_setting(caplog):
     # Sixteen rows of 64 for 30 tokens each: 34 of 64 are padding, 53%.
-    batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1), row_lengths=(64,))
+    batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1, 1, 64), row_lengths=(64,))
     for step in (6, 7):
         _, _, metrics = batches._pack(_rollout(16, 30), step)
         assert metrics["rollout/padding_fraction"] == pytest.approx(34 / 64)
@@ -47,6 +47,6 @@ def test_much_padding_is_told_once_with_the_setting(caplog):
 
 
 def test_little_padding_is_not_told(caplog):
-    batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1))
+    batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1, 1, 64))
     _, _, metrics = batches._pack(_rollout(16, 45), 0)
     assert metrics["rollout/padding_fraction"] == pytest.approx(19 / 64) and our_log(caplog) == []

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ _WORST_SHOWN = 20
 _CONTEXT_BEFORE, _CONTEXT_AFTER = 16, 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Tokens that share a property.
 
     Attributes:
@@ -49,8 +48,7 @@ class Group:
     mean_log_ratio: float
 
 
-@dataclasses.dataclass(frozen=True)
-class WorstToken:
+class WorstToken(NamedTuple):
     """A token with a large |p - q|, in its context.
 
     Attributes:
@@ -221,10 +219,8 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     """
     pairs, text = measured.pairs, measured.text
     floor = max(measured.floors.values(), default=None)
-    names = ("rounding", "explanations", "settings", "lifted", "operators")
-    known = {name: getattr(measured, name) for name in names}
-    scored = measured.scored
-    legs = [] if scored is None else legs_of(pairs.rollout_logprobs, scored, pairs.train_logprobs)
+    known = {name: getattr(measured, name) for name in ("rounding", "explanations", "settings", "lifted", "operators")}
+    legs = [] if measured.scored is None else legs_of(pairs.rollout_logprobs, measured.scored, pairs.train_logprobs)
     over = measured.over_training
     course = next((alarm.text for alarm in over.alarms if alarm.name == "unseen_updates"), "") if over else ""
     evidence = collect(pairs, floor=floor, legs=legs, course=course, framework=measured.framework, **known)

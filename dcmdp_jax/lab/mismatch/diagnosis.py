@@ -67,12 +67,10 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         said = f"{evidence.identical} of {evidence.completions} completions equal another one token by token"
         chance = "likelier ones are left out: of these fewer than 1 in 1,000 recordings has any by chance"
         found.insert(len(found) if CAUSES[found[0].cause].defect else 0, _say("identical", f"{said}; {chance}."))
-    framework = evidence.framework
-    return [dataclasses.replace(one, setting=setting_of(one.cause, framework)) for one in found]
+    return [dataclasses.replace(one, setting=setting_of(one.cause, evidence.framework)) for one in found]
 
 
-def _causes(evidence: Evidence) -> list[Finding]:
-    e = evidence
+def _causes(e: Evidence) -> list[Finding]:
     few = e.tokens < FEWEST_TOKENS or e.completions < FEWEST_COMPLETIONS
     if few and not e.explanations and not e.lifted:
         return [
@@ -252,8 +250,7 @@ def _breaks(e: Evidence) -> Iterator[Finding]:
 
 
 def _lag(e: Evidence) -> Iterator[Finding]:
-    fresh = e.lag_means.get(0)
-    if fresh is None:
+    if (fresh := e.lag_means.get(0)) is None:
         return
     if any(old.mean - old.margin > _OLDER_TIMES * (fresh.mean + fresh.margin) for old in e.lag_means.values()):
         said = ", ".join(f"{lag}: {each.mean:.2g}" for lag, each in sorted(e.lag_means.items()))

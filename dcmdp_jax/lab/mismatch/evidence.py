@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ _SHIFTS, _FEWEST_LAGGED, _LEAST_GAIN = (-2, -1, 1, 2), 16, 0.1
 _COMPARED, _MOST_SUSPECTS = 64, 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Explanation:
+class Explanation(NamedTuple):
     """The tokens scored again by the training stack with one thing changed.
 
     Attributes:
@@ -46,8 +45,7 @@ class Explanation:
     share: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Lifted:
+class Lifted(NamedTuple):
     """The tokens scored again by the engine itself, without one of its settings.
 
     Attributes:
@@ -62,8 +60,7 @@ class Lifted:
     share: float
 
 
-@dataclasses.dataclass(frozen=True)
-class OperatorDifference:
+class OperatorDifference(NamedTuple):
     """An operator of the engine compared with the training stack's, on the same input.
 
     Attributes:
@@ -100,8 +97,7 @@ def outliers(operators: Sequence[OperatorDifference]) -> list[OperatorDifference
     return found if 2 * len(found) < len(operators) else []
 
 
-@dataclasses.dataclass(frozen=True)
-class Filled:
+class Filled(NamedTuple):
     """Log-probs of a column that are one value, where the other column's are elsewhere.
 
     Attributes:
@@ -118,8 +114,7 @@ class Filled:
     first: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Alignment:
+class Alignment(NamedTuple):
     """Correlations of log p with log q of other tokens.
 
     Attributes:
@@ -133,8 +128,7 @@ class Alignment:
     exchanged: int
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenMean:
+class TokenMean(NamedTuple):
     """A mean over tokens and its standard error, clustered by completion; NaN if it was not measured.
 
     Attributes:
@@ -342,7 +336,7 @@ def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMea
     if log_p.std() and log_q.std():
         change = [(((x - x.mean()) / x.std()) ** 2 - 1) / 2 for x in (log_q, log_p)]
         spread = _estimate(change[0] - change[1], rows)
-        found["spread"] = dataclasses.replace(spread, mean=float(np.log(log_q.std() / log_p.std())))
+        found["spread"] = spread._replace(mean=float(np.log(log_q.std() / log_p.std())))
     return found
 
 
@@ -352,7 +346,7 @@ def _slope(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> TokenMean:
     if not (square := float(np.mean(x**2))):
         return TokenMean(0.0, np.inf)
     slope = float(np.mean(x * y)) / square
-    return dataclasses.replace(_estimate(x * (y - slope * x) / square, rows), mean=slope)
+    return _estimate(x * (y - slope * x) / square, rows)._replace(mean=slope)
 
 
 def _had_before(pairs: TokenPairs) -> np.ndarray:

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError, col
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".pt")
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where in a run a row was recorded; None where it is not known."""
 
     step: int | None
@@ -56,8 +55,7 @@ class Format:
     prepare: Callable[[dict[str, Any]], None] = lambda row: None
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordedFile:
+class RecordedFile(NamedTuple):
     """A file of a recording: its path, its framework, and the place of its first row."""
 
     path: Path
@@ -71,13 +69,11 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
     Raises:
         UserError: with the keys found and the formats tried, if none knows them, or the file is not readable.
     """
-    found = _keys(path, left_out)
-    if not found:
+    if not (found := _keys(path, left_out)):
         return None
     for name, each in FORMATS.items():
         if each.keys <= set(found):
-            row = next(_file_rows(path, each, left_out), None)
-            if row is None:
+            if (row := next(_file_rows(path, each, left_out), None)) is None:
                 return None
             framework = str(row.get("framework") or "columns") if name == "recorder" else name
             return RecordedFile(path, framework, each.place(path, row))
@@ -135,8 +131,7 @@ def files_below(directory: Path) -> list[Path]:
     known = [pattern for each in FORMATS.values() for pattern in each.patterns]
     known += [f"{pattern}.gz" for pattern in known if pattern.endswith(".jsonl")]
     for patterns in (known, [f"*{suffix}" for suffix in _SUFFIXES]):
-        found = {path for pattern in patterns for path in directory.rglob(pattern) if path.is_file()}
-        if found:
+        if found := {path for pattern in patterns for path in directory.rglob(pattern) if path.is_file()}:
             return sorted(found)
     return []
 
@@ -203,8 +198,7 @@ def _named(pattern: str) -> Callable[[Path, Mapping[str, Any]], Place]:
 
 def _in_row(path: Path, row: Mapping[str, Any]) -> Place:
     """The step and rank from the row, where its directory does not say them."""
-    named = re.search(r"step_(\d+)/rank_(\d+)\.jsonl", path.as_posix())
-    if named:
+    if named := re.search(r"step_(\d+)/rank_(\d+)\.jsonl", path.as_posix()):
         return Place(int(named[1]), int(named[2]))
     values = [row.get(name) for name in ("step", "rank")]
     return Place(*(value if isinstance(value, int) and not isinstance(value, bool) else None for value in values))

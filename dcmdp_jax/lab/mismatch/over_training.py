@@ -9,6 +9,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,7 @@ _FIRST_STEPS = 5
 _STANDS_OUT, _ROUNDING = 3.0, 1e-5
 
 
-@dataclasses.dataclass(frozen=True)
-class StepMismatch:
+class StepMismatch(NamedTuple):
     """Mismatch of one training step.
 
     Attributes:
@@ -46,8 +46,7 @@ class StepMismatch:
     engine_surprise: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """Mismatch of one rank or one source over all steps: its name, size, and mean |p - q|."""
 
     name: str
@@ -118,8 +117,7 @@ def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
                     f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample anew with its "
                     f"model by --model={text}, or record by observe.rollouts_every_steps"
                 )
-            files = files_below(path)
-            if not files:
+            if not (files := files_below(path)):
                 raise UserError(f"{text}: no .jsonl, .parquet or .pt file in this directory or below")
         else:
             files = [path] if path.is_file() else sorted(map(Path, glob.glob(text, recursive=True)))

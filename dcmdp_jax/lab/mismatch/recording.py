@@ -204,8 +204,7 @@ def _check_whole(path: str | Path, pairs: TokenPairs, columns: Columns) -> None:
     """Check what only many tokens show: a column that was never filled, or one in another base."""
     values = {columns.train: pairs.train_logprobs, columns.rollout: pairs.rollout_logprobs}
     for name, column in values.items():
-        other = next(each for each in values.values() if each is not column)
-        if not column.any() and other.any():
+        if not column.any() and any(each.any() for each in values.values()):
             raise UserError(f"{path}: {name} is 0 on every token; it looks like it was never filled in")
     low = (pairs.train_logprobs < -0.1) & (pairs.rollout_logprobs < -0.1)
     if low.sum() < _OTHER_BASE_TOKENS:

@@ -11,11 +11,10 @@ token alone, whose term has that value as its mean under q:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,8 +33,7 @@ MEASURES = {
 _ENTRIES = 1 << 16
 
 
-@dataclasses.dataclass(frozen=True)
-class StateMeasure:
+class StateMeasure(NamedTuple):
     """A measure of whole states and its estimate from sampled tokens; of the head's mass the exact value alone.
 
     Attributes:
@@ -103,5 +101,5 @@ def state_lines(states: Sequence[StateMeasure]) -> list[str]:
     """A table for a terminal; no line without states."""
     if not states:
         return []
-    rows = [[title, *(number(x, ".4g") for x in values)] for title, *values in map(dataclasses.astuple, states)]
+    rows = [[title, *(number(x, ".4g") for x in values)] for title, *values in states]
     return text_table([["  whole states", "exact", "at most more", "sampled tokens say", "+-"], *rows])

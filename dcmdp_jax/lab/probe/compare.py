@@ -114,8 +114,7 @@ def explained(
         show: called with a line on what each change explains.
         keep: gets the pair as it is after each.
     """
-    floor = max(measured.floors.values(), default=0.0)
-    agrees = measured.pairs.discrepancy.mean() <= max(floor, FLOAT32_ROUNDING)
+    agrees = measured.pairs.discrepancy.mean() <= max([*measured.floors.values(), FLOAT32_ROUNDING])
     rescoring = Rescoring(setup, measured.pairs, prompt_index)
     measured = dataclasses.replace(measured, rounding=rescoring.rounding())
     for explanation in rescoring.explanations():

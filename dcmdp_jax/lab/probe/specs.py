@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from dcmdp_jax.config.rollout import TRAINABLE
 from dcmdp_jax.engines.engine_kind import EngineKind
@@ -19,8 +19,7 @@ _A_SERVERS = ("float32", "bfloat16", "float16")
 """What a server with weights of its own may compute in."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ProbeSpec:
+class ProbeSpec(NamedTuple):
     """An engine to build.
 
     Attributes:
@@ -57,7 +56,7 @@ class ProbeSpec:
     def without(self, cause: str) -> ProbeSpec:
         """The same engine without the setting that has this cause of `costs` as its price."""
         other = {"cache": "auto"} if cause == "quantized_cache" else {"precision": self.compute}
-        return dataclasses.replace(self, **other)
+        return self._replace(**other)
 
     def __str__(self) -> str:
         usual = {"compute": (self.precision, _default_compute(self.kind, self.precision)), "cache": ("auto",)}

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
 from dcmdp_jax.errors import UserError
@@ -82,8 +82,7 @@ class Study:
                 raise UserError(f"evaluation has {word}, which the study gives for each run; leave it out")
 
 
-@dataclasses.dataclass(frozen=True)
-class StudyRun:
+class StudyRun(NamedTuple):
     """One cell of the grid.
 
     Attributes:
@@ -141,8 +140,7 @@ def check_collisions(runs: Sequence[StudyRun], configs: Sequence[Mapping[str, An
         idle = unused(config["algorithm"])
         used = {name: value for name, value in config["algorithm"].items() if name not in idle}
         contents.append({**config, "run_dir": "", "algorithm": used})
-        other = runs[contents.index(contents[-1])]
-        if other is not run:
+        if (other := runs[contents.index(contents[-1])]) is not run:
             raise UserError(
                 f"study: {other.label!r} and {run.label!r} are one config, every setting that is used is equal; "
                 "drop one or make them differ"
@@ -188,8 +186,7 @@ def _check_grid(study: Study) -> None:
         if not _NAME.fullmatch(label):
             raise UserError(f"arm {shorten(label)} names a directory, must be letters, digits and any of _.=+-")
         # Some file systems do not tell capitals apart.
-        other = directories.setdefault(label.lower(), label)
-        if other != label:
+        if (other := directories.setdefault(label.lower(), label)) != label:
             raise UserError(f"arms {other!r} and {label!r} would share a directory; rename one")
         for name in SET_BY_THE_STUDY:
             if name in arm.settings:

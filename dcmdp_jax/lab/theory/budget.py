@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import brentq
@@ -19,8 +19,7 @@ _FARTHEST = 680.0
 """|log lambda| up to which a multiplier is looked for; float64 ends there."""
 
 
-@dataclasses.dataclass(frozen=True)
-class BudgetResult:
+class BudgetResult(NamedTuple):
     """Result of the multiplier for one budget C.
 
     Attributes:

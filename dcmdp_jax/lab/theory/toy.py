@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -24,8 +24,7 @@ _NOTES = {"slack": "not reached, lambda = 0", "jump": "met by no lambda"}
 _UNMET = "#bbbbbb"
 
 
-@dataclasses.dataclass(frozen=True)
-class ToyRow:
+class ToyRow(NamedTuple):
     """One panel of a figure: a measure, its side, and the policy that spends the budget or comes nearest to it."""
 
     measure: str

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from dcmdp_jax.models.ops.cpu import softmax_maximum
+
 # Prefixes of the name scopes of both loops. Their number of blocks follows, where each row is one segment: of all
 # queries, and of the keys of a row's last queries.
 QUERY_BLOCKS, KEY_BLOCKS = "attention_query_blocks", "attention_key_blocks"
@@ -160,15 +162,6 @@ def _product(left: jax.Array, right: jax.Array) -> jax.Array:
     return lax.dot_general(left, right, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
 
 
-def _largest(x: jax.Array) -> jax.Array:
-    """`cpu.softmax_maximum` over axis 1."""
-
-    def larger(a: jax.Array, b: jax.Array) -> jax.Array:
-        return lax.select(a > b, a, b)
-
-    return lax.reduce(x, jnp.asarray(-jnp.inf, x.dtype), larger, (1,))[:, None]
-
-
 def _scopes(total: int, length: int, size: int) -> tuple[str, str]:
     in_row = -(-length // size)
     return f"{QUERY_BLOCKS}_{total // length * in_row}", f"{KEY_BLOCKS}_{in_row}"
@@ -200,7 +193,7 @@ def _attended_forward(
             scores = _product(_rows(key, at, size).transpose(1, 0, 2), columns)
             scores = jnp.where(visible, scores, _HIDDEN)
             # A query that sees none of these keys gets weights of one, until its own key, the last, makes them zero.
-            larger = jnp.maximum(maximum, _largest(scores))
+            larger = jnp.maximum(maximum, softmax_maximum(scores, 1))
             exponentials, before = jnp.exp(scores - larger), jnp.exp(maximum - larger)
             weight = weight * before + jnp.sum(exponentials, axis=1, keepdims=True)
             values = _rows(value, at, size).transpose(1, 2, 0)

@@ -45,8 +45,8 @@ def _swiglu_backward(saved: tuple[jax.Array, jax.Array], cotangent: jax.Array) -
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
-def softmax_maximum(x: jax.Array) -> jax.Array:
-    """max(x) over the last axis, kept as an axis of size 1. Not differentiable; the axis may not be split over devices.
+def softmax_maximum(x: jax.Array, axis: int = -1) -> jax.Array:
+    """max(x) over an axis, kept as an axis of size 1. Not differentiable; the axis may not be split over devices.
 
     A comparison that ignores NaN takes a third of the time of `jnp.max`. NaN stays NaN in the exponentials.
     """
@@ -54,7 +54,7 @@ def softmax_maximum(x: jax.Array) -> jax.Array:
     def larger(a: jax.Array, b: jax.Array) -> jax.Array:
         return jax.lax.select(a > b, a, b)
 
-    return jax.lax.reduce(x, jnp.asarray(-jnp.inf, x.dtype), larger, (x.ndim - 1,))[..., None]
+    return jnp.expand_dims(jax.lax.reduce(x, jnp.asarray(-jnp.inf, x.dtype), larger, (axis % x.ndim,)), axis)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -63,8 +63,7 @@ def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
 
     Inside a fusion XLA would compute its concatenation one element at a time.
     """
-    first, second = jnp.split(x, [at], axis=axis)
-    return first, second
+    return tuple(jnp.split(x, [at], axis=axis))
 
 
 def _split_forward(x: jax.Array, at: int, axis: int) -> tuple[tuple[jax.Array, jax.Array], None]:
@@ -72,7 +71,6 @@ def _split_forward(x: jax.Array, at: int, axis: int) -> tuple[tuple[jax.Array, j
 
 
 def _split_backward(at: int, axis: int, saved: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-    del at, saved
     return (jnp.concatenate(jax.lax.optimization_barrier(cotangents), axis=axis),)
 
 
@@ -102,7 +100,6 @@ def _norm_and_rotate_forward(
 
 
 def _norm_and_rotate_backward(eps: float, saved: tuple[Any, ...], cotangent: jax.Array) -> tuple[Any, ...]:
-    del eps
     x, inverse, scale, rotary = saved
     cos, sin = (table[:, :, None] for table in rotary)
     halves = cotangent.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)

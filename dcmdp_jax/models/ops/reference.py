@@ -65,8 +65,7 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array, visible: jax.A
 
 def split(x: jax.Array, at: int, axis: int) -> tuple[jax.Array, jax.Array]:
     """The first `at` entries along an axis, and the rest."""
-    first, second = jnp.split(x, [at], axis=axis)
-    return first, second
+    return tuple(jnp.split(x, [at], axis=axis))
 
 
 def softmax_maximum(x: jax.Array) -> jax.Array:
@@ -92,7 +91,6 @@ def grouped_matmul(x: jax.Array, kernels: jax.Array, group_sizes: jax.Array) -> 
 @jax.custom_vjp
 def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
     """x[order]; its transpose is a gather by the inverse `place`, where autodiff would scatter row by row."""
-    del place
     return x[order]
 
 

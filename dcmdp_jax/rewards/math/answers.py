@@ -146,14 +146,12 @@ def compare_literals(prediction: str, gold: str) -> bool | None:
         return True
     if not right.isascii() and unwrap_text(left) == unwrap_text(right):  # `\text{甲}`
         return True
-    decided = _compare_clocks(left, right)
-    if decided is not None:
+    if (decided := _compare_clocks(left, right)) is not None:
         return decided
     left_measure, right_measure = measures(left, right)
     left_text, right_text = left_measure.text, right_measure.text
     scales = factors(left_measure, right_measure)
-    decided = _compare_series(left_text, right_text)
-    if decided is not None:
+    if (decided := _compare_series(left_text, right_text)) is not None:
         return decided and any(a == b for a, b in scales)
     left_value, right_value = parse_number(left_text), parse_number(right_text)
     if left_value is not None and right_value is not None:

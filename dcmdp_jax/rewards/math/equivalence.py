@@ -63,8 +63,7 @@ def equivalent(prediction: str, gold: str) -> bool:
     (`y = 2x`, `V_1 : V_2 = 11 : 21`) and a unit that only one has are dropped. An integral, sum or limit left to
     evaluate is no answer unless the reference leaves it too.
     """
-    decided = compare_literals(prediction, gold)
-    if decided is not None:
+    if (decided := compare_literals(prediction, gold)) is not None:
         return decided
     gold, tolerance = split_tolerance(gold)
     gold = _ABOUT.sub("", gold, count=1)
@@ -97,8 +96,7 @@ def _same(left: str, right: str) -> bool:
     if without_spaces(left) == without_spaces(right):
         return True
     for comparison in (_residues, _nested_sets):
-        decided = comparison(left, right)
-        if decided is not None:
+        if (decided := comparison(left, right)) is not None:
             return decided
     left_items, right_items = (_spelled_out(named_elements(_elements(text))) for text in (left, right))
     if len(left_items) > 1 or len(right_items) > 1:
@@ -108,8 +106,7 @@ def _same(left: str, right: str) -> bool:
     # a set of one is its element; a list in brackets is what it was
     left, right = (items[0] if len(items) == 1 else text for items, text in ((left_items, left), (right_items, right)))
     for comparison in (compare_literals, _choices, _measured, _ordered, _matrices, _equations, _ratios, _unions):
-        decided = comparison(left, right)
-        if decided is not None:
+        if (decided := comparison(left, right)) is not None:
             return decided
     if bool(_RELATION.search(left)) != bool(_RELATION.search(right)) and not _is_set(left) and not _is_set(right):
         return False

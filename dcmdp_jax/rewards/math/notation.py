@@ -164,8 +164,7 @@ def normalize_answer(answer: str) -> str:
     typographic minus, and "and"/"or" between values as commas. Units, degrees and currency signs stay: see `units`.
     """
     text = _SPACE.sub(" ", without_special_tokens(answer))
-    boxed = last_boxed(text)
-    if boxed is not None:
+    if (boxed := last_boxed(text)) is not None:
         text = boxed
     text = _without_rows(_unquoted(text))
     text = _outside_delimiters(_without_ornament(to_latex(text)))

@@ -66,8 +66,7 @@ def _read_decimal(text: str) -> Fraction | None:
 
 
 def _read_scientific(text: str) -> Fraction | None:
-    match = _SCIENTIFIC.fullmatch(text)
-    if match is None:
+    if (match := _SCIENTIFIC.fullmatch(text)) is None:
         return None
     exponent = int((match["braced"] or match["round"] or match["bare"]).replace(" ", ""))
     if abs(exponent) > _MAX_LITERAL_DIGITS:
@@ -77,16 +76,14 @@ def _read_scientific(text: str) -> Fraction | None:
 
 
 def _read_fraction(text: str) -> Fraction | None:
-    match = _FRACTION.fullmatch(text) or _SLASH.fullmatch(text)
-    if match is None:
+    if (match := _FRACTION.fullmatch(text) or _SLASH.fullmatch(text)) is None:
         return None
     above, below = (int(digits) for digits in match.groups()[2:] if digits)
     return _sign(match[1]) * (int(match[2] or 0) + Fraction(above, below)) if below else None
 
 
 def _read_repeating(text: str) -> Fraction | None:
-    match = _REPEATING.fullmatch(text)
-    if match is None:
+    if (match := _REPEATING.fullmatch(text)) is None:
         return None
     fixed = match["fixed"]
     period = match["over"] or match["round"] or "".join(match[name] or "" for name in ("first", "between", "last"))

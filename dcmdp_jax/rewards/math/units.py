@@ -6,11 +6,11 @@ the answer does not match. A reference answer may count anything that stands in 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import re
 from fractions import Fraction
+from typing import NamedTuple
 
 from dcmdp_jax.rewards.math.numbers import parse_number
 
@@ -142,8 +142,7 @@ PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _MAX_PIECES = 12
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantity:
+class Quantity(NamedTuple):
     """A value and its unit.
 
     Attributes:
@@ -233,7 +232,7 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
         joined = dict(found.dimension)
         for name, power in unit.dimension:
             joined[name] = power if name in _CURRENCIES else joined.get(name, 0) + power
-        return dataclasses.replace(unit, text=value, dimension=tuple(sorted(joined.items())))
+        return unit._replace(text=value, dimension=tuple(sorted(joined.items())))
     return found
 
 

@@ -186,7 +186,7 @@ def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(engin
     # Without that measurement the settings are all there is.
     assert analyze(measured).findings[0].evidence[0].startswith("By its settings, not by measurement")
     # A setting that changes nothing is not blamed.
-    innocent = [dataclasses.replace(each, share=0.02) for each in lifted]
+    innocent = [each._replace(share=0.02) for each in lifted]
     assert analyze(dataclasses.replace(measured, lifted=innocent)).findings[0].cause == "undetermined"
 
 
