@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,10 @@ def connect(address: str, **own: Any) -> None:
         # A loss is said in one line of ours, Ray's have twenty; and SIGTERM is the trainer's to handle.
         ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
         ray._private.utils.set_sigterm_handler = lambda handler: None
-        ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+        with warnings.catch_warnings():
+            # Of fork beside JAX's threads: Ray's child calls exec at once.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # of many classes, with many lines
         what = f"got {address!r}: Ray {ray.__version__} does not connect: {one_line(error, 300)}"
         raise ArgumentError("address", what) from None

@@ -190,7 +190,7 @@ class Supervisor:
 
     def take_work(self) -> dict[str, float]:
         """Count what the sidecar did since the last such call, and the restarts."""
-        done, self.restarts = {"restarts": self.restarts}, 0
+        done, self.restarts = {"restarts": self.restarts, "tokens": 0, "seconds": 0.0}, 0
         if one := self.sidecar:
             done, one.tokens, one.seconds = done | {"tokens": one.tokens, "seconds": one.seconds}, 0, 0.0
         return done
