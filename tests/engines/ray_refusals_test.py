@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm import ENGINE, launch
 from dcmdp_jax.errors import UserError
-from tests.support.ray_tools import ray_nodes, ray_processes
+from tests.support.ray_tools import processes_with, ray_nodes
 from tests.support.vllm_tools import TOTAL, left_behind, small_model, vllm_settings
 from tests.support.waiting import HANGS_S, wait_until
 
@@ -129,6 +130,7 @@ def test_another_version_of_ray(nodes):
 
 _TRAINER = """
 import sys
+import time
 from pathlib import Path
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm.engine import VllmEngine
@@ -145,20 +147,26 @@ sys.stdin.read()
 @with_ray
 def test_nothing_outlives_a_killed_trainer_and_nothing_listens_beyond_loopback(nodes, tmp_path):
     """A cluster of this machine alone: heads, actors, agents, shared memory and temporary files go with the trainer."""
-    before, files = ray_processes(), left_behind()
-    where = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}}
+    files, mark = left_behind(), f"DCMDP_TEST={tmp_path}"
+    marked = {"DCMDP_TEST": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    where = {"cwd": tmp_path, "env": {**os.environ, **marked}}
     trainer = subprocess.Popen(
         [sys.executable, "-c", _TRAINER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **where
     )
     try:
         assert trainer.stdout.readline() == "pushed\n"
-        started = ray_processes() - before
-        assert len(started) >= 4
-        assert not _addresses(started) - {"127.0.0.1", "::ffff:127.0.0.1"}
+        started = processes_with(mark) - {trainer.pid}
+        # Head, node, its two agents, the actor.
+        assert len(started) >= 5
+        assert not _addresses(started | {trainer.pid}) - {"127.0.0.1", "::ffff:127.0.0.1"}
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
-    wait_until(lambda: not (ray_processes() & started or left_behind() - files), "Ray's processes to go")
+    ended = time.monotonic()
+    wait_until(lambda: not processes_with(mark), "Ray's processes to go")
+    # Within ten seconds, of which three are a pause; a loaded machine takes longer to end them.
+    assert time.monotonic() - ended < 30
+    wait_until(lambda: not left_behind() - files, "files to go")
 
 
 def _addresses(processes):

@@ -80,3 +80,9 @@ def test_replicas_that_do_not_fit(devices, changes, numbers):
 def test_gpus_that_cannot_be_counted_must_be_named(devices):
     with pytest.raises(ValueError, match="^replicas: got 2, and no GPU is seen here; name theirs"):
         devices(replicas=2)
+
+
+def test_engines_of_a_cluster_share_no_gpu_with_the_trainer():
+    """0.4 is a sidecar's share, which leaves the trainer half."""
+    assert vllm_devices.device_share(VllmSettings()).trainer == 0.5
+    assert vllm_devices.device_share(VllmSettings(placement="ray", address="auto")) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,13 +63,12 @@ def node_of(nodes: list[Any], engine: VllmEngine, replica: int) -> Any:
     return next(node for node in nodes if node.node_id[:6] in place_of(engine, replica)[0])
 
 
-def ray_processes() -> set[int]:
-    """Living processes of Ray's that belong to this user: heads, nodes, actors, agents."""
+def processes_with(variable: str) -> set[int]:
+    """Living processes that were started with a variable "NAME=VALUE" in their environment."""
     found = set()
-    for name in os.listdir("/proc"):
-        if name.isdigit():
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                command = Path(f"/proc/{name}/cmdline").read_bytes()
-                if command.startswith(b"ray::") or b"/raylet/raylet" in command or b"gcs_server" in command:
-                    found.add(int(name))
+                if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
     return found

@@ -76,7 +76,7 @@ def reserve_device_share(settings: VllmSettings) -> None:
     Raises:
         ValueError: if the two shares don't fit, or the user's is not a number.
     """
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not has_cuda_plugin():
+    if settings.address or os.environ.get("JAX_PLATFORMS", "").startswith("cpu") or not has_cuda_plugin():
         return
     ours = os.environ.get("CUDA_VISIBLE_DEVICES")
     if settings.visible_devices and ours and not set(ours.split(",")) & set(settings.visible_devices.split(",")):
@@ -107,7 +107,7 @@ def device_share(settings: VllmSettings) -> DeviceShare | None:
     Raises:
         UserError: see `check_shares`.
     """
-    if settings.visible_devices:
+    if settings.visible_devices or settings.address:
         return None
     if settings.sleep:
         return DeviceShare(1 - _UNUSED, "less a tenth, while vLLM sleeps", settings.memory_share)

@@ -159,7 +159,7 @@ def check_planned(arguments: EngineArguments) -> None:
             f"got {parts}, and the model has {heads} heads and {kv_heads} key-value "
             f"heads; that do {', '.join(map(str, allowed))}",
         )
-    if arguments.platform == "cuda" and arguments.host_devices:
+    if arguments.platform == "cuda" and arguments.host_devices and not settings.address:
         devices.devices_of_replicas(settings, "cuda", arguments.host_devices)
     engine_arguments(arguments)
 

@@ -14,7 +14,7 @@ def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPar
     weights = WeightBridge(arguments.model, dtype=dtype, int8=arguments.precision == "int8").num_bytes
     lower = "a smaller model" + ", or `compute_dtype`=bfloat16" * (dtype == "float32")
     found = [exact("two copies of the weights for vLLM", host=2 * weights, lower=lower)]
-    if arguments.platform != "cpu":
+    if arguments.platform != "cpu" or arguments.settings.address:
         return found
     count, available = arguments.settings.replicas or 1, max(0, (machine.host_bytes or 0) - 2 * weights)
     cache = engine_arguments(arguments, available=available)["kv_cache_memory_bytes"]
