@@ -100,12 +100,12 @@ def test_an_object_store_too_small_for_the_weights(nodes):
 def test_a_python_that_does_not_answer_or_has_no_vllm(nodes, monkeypatch, tmp_path):
     from dcmdp_jax.engines.sidecar import ray_actors
 
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "installed", _nothing)
+        assert "engine: vLLM is not installed in " in _refusal(address=nodes.address)
     monkeypatch.setattr(ray_actors, "_LOOK_S", 5.0)
     python = str(tmp_path / "python")
     assert _refusal(address=nodes.address, python=python).startswith(f"python: {python} does not answer on each of ")
-    monkeypatch.setattr(ray_actors, "_LOOK_S", 120.0)
-    monkeypatch.setattr(launch, "installed", _nothing)
-    assert "engine: vLLM is not installed in " in _refusal(address=nodes.address)
 
 
 def _nothing():
