@@ -19,6 +19,8 @@ CMD ["dcmdp", "train", "--config=demo"]
 # The trainer, and vLLM in an environment of its own: both bring CUDA libraries of the same names.
 #   --config.rollout.vllm.python=/opt/vllm/bin/python
 FROM base AS cuda
-RUN pip install --no-cache-dir --editable '.[cuda,hub,tasks,wandb,trackio]'
-RUN python -m venv /opt/vllm && /opt/vllm/bin/pip install --no-cache-dir 'vllm>=0.32,<0.34' msgpack
+# ray[default]: KubeRay asks its dashboard. Both environments have the same Ray.
+RUN pip install --no-cache-dir --editable '.[cuda,ray,hub,tasks,wandb,trackio]' 'ray[default]'
+RUN python -m venv /opt/vllm && /opt/vllm/bin/pip install --no-cache-dir 'vllm>=0.32,<0.34' msgpack \
+    "ray==$(ray --version | sed 's/.* //')"
 CMD ["dcmdp", "train", "--config=qwen3_8b:debug"]
