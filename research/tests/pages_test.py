@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import fisher_exact, nct
+from scipy.stats import fisher_exact, nct, ttest_ind
 from scipy.stats import t as student_t
 
 from dcmdp_jax.algorithm.corrections import CORRECTIONS
@@ -18,6 +18,7 @@ from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.evaluation.estimators import t_half_width, t_quantile
 from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import tables
+from research import paper_regime
 from research.ascents import ascents, fixed
 from research.dose_tables import (
     holm,
@@ -565,6 +566,33 @@ def test_what_the_first_screens_say_of_the_papers_ascent_is_what_the_kept_runs_d
         "one of ten runs ended",
     ):
         assert said in readme, said
+
+
+def test_what_the_first_screens_say_of_the_papers_own_case_is_what_the_kept_runs_did():
+    """The rules are paper_regime.md's: Welch against GRPO and its replicate pooled, one yardstick for every arm."""
+    runs, page = read(_KEPT / "paper_regime.jsonl.gz"), " ".join(_PAGE.read_text().split())
+    over, found = ended(runs), paper_regime.differences(runs, paper_regime.EXACTLY)
+    assert {len(runs[arm]) for arm in ("grpo", "grpo_shaken", "exact", "dc_grpo")} == {20}
+    ours, exact = found["dc_grpo"], found["exact"]
+    moved = f"moved the score by {ours.mean:+.1f} points ({ours.low:.0f} to {ours.high:.0f}"
+    readme = " ".join((_ROOT / "README.md").read_text().split())
+    assert f"{moved}, 20 runs)" in page and f"20 runs {moved})" in readme
+    grpos = len(over["grpo"]) + len(over["grpo_shaken"])
+    gain = f"({exact.mean:+.1f}, {exact.low:.0f} to {exact.high:.0f})"
+    assert (
+        f"{len(over['dc_grpo'])} of 20 runs ended, {grpos} of 40 of GRPO and its replicate, {len(over['exact'])} of 20 "
+        f"with an exact engine {gain}" in page
+    )
+    # By the rule neither help nor harm: the interval holds -17, not 17.
+    assert paper_regime.outcome(ours) == "open" and ours.low < -paper_regime.SMALLEST and ours.high < 17
+    shaken, grpo = (_exactly(runs[arm]) for arm in ("grpo_shaken", "grpo"))
+    assert f"{np.mean(shaken) - np.mean(grpo):.0f} apart" in page
+    assert f"(p {ttest_ind(shaken, grpo, equal_var=False).pvalue:.2f})" in page
+    said = "it spoke in time in {in_time} of {ended}, in {warned} of {lived} others."
+    assert said.format(**charge_warnings({arm: runs[arm] for arm in ("grpo", "dc_grpo")})) in page
+    # The prediction of paper_regime.md, from the open loop on GRPO's kept delta.
+    halfway = [series["dual/multiplier"][1][31] for series in runs["dc_grpo"].values()]
+    assert round(min(halfway), 3) == 0.019 and round(max(halfway), 2) == 0.20
 
 
 def _exactly(runs):
