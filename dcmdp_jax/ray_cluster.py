@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import time
@@ -44,29 +45,31 @@ def connect(address: str, **own: Any) -> None:
     """
     if ray.is_initialized():
         return
-    options = {"address": address or "local"}
+    # Every node gets this package, the trainer's own.
+    options = {"address": address or "local", "runtime_env": {"py_modules": [str(Path(__file__).parent)]}}
     if not address:
         # Loopback, and a password that only this run's processes are given: Ray asks for one here by default.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         _kept.append(subprocess.Popen(["sh", "-c", _REAPER], stdin=subprocess.PIPE, start_new_session=True))
         ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
-        own |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_system_config": {_LIMIT: _LIMIT_S}}
-        options |= own
+        own |= {"include_dashboard": False, "_system_config": {_LIMIT: _LIMIT_S}}
+        options |= own | {"_node_ip_address": "127.0.0.1"}
+    # Where something else answers, a try takes 40 s.
+    ray._private.ray_constants.NUM_REDIS_GET_RETRIES = 1 if address else 20
     try:
         if address not in ("", "auto"):
             _reach(address.removeprefix("ray://"))
-        # Every node gets this package, the trainer's own.
-        options["runtime_env"] = {"py_modules": [str(Path(__file__).parent)]}
         # A loss is said in one line of ours, Ray's have twenty; and SIGTERM is the trainer's to handle.
         ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
         ray._private.utils.set_sigterm_handler = lambda handler: None
-        with warnings.catch_warnings():
-            # Of fork beside JAX's threads: Ray's child calls exec at once.
-            warnings.simplefilter("ignore", RuntimeWarning)
+        # Of fork beside JAX's threads: Ray's child calls exec at once.
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+        # Ray's library, beneath Python's handlers, takes SIGTERM too, and aborts this process after 3 s.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     except Exception as error:  # of many classes, with many lines
-        what = f"got {address!r}: Ray {ray.__version__} does not connect: {one_line(error, 300)}"
-        raise ArgumentError("address", what) from None
+        said = f"Ray {ray.__version__} does not connect: {one_line(error, 300)}"
+        raise ArgumentError("address", f"got {address!r}: {said}") from None
 
 
 def _reach(address: str) -> None:

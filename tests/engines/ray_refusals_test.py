@@ -43,6 +43,7 @@ def test_settings_that_do_not_fit_each_other():
     for changes, said in (
         ({"placement": "local", "address": "auto"}, "address: got 'auto' with `placement`=local"),
         ({"placement": "ray", "visible_devices": "0"}, "visible_devices: got '0' with `placement`=ray"),
+        ({"placement": "ray", "replicas": 2, "min_replicas": 3}, "min_replicas: got 3 of 2 `replicas`"),
     ):
         with pytest.raises(UserError, match=said):
             ENGINE.check(EngineArguments("float32", "float32", settings=vllm_settings(**changes)))
@@ -126,6 +127,39 @@ def test_another_version_of_ray(nodes):
         done
     )
     assert done.stdout.count("\n") == 1
+
+
+@with_ray
+def test_sigterm_is_the_trainers_alone():
+    """Ray's own handler, beneath Python's, says six lines and aborts the process after 3 s: a save takes longer."""
+    program = (
+        "import os, signal, time\n"
+        "from dcmdp_jax.ray_cluster import connect\n"
+        "signal.signal(signal.SIGTERM, lambda *signal: print('saves', flush=True))\n"
+        "connect('', resources={'vllm': 1}, object_store_memory=80 << 20)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(4)\n"
+        "print('saved', flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "saves\nsaved\n", ""), done
+
+
+@with_ray
+def test_an_address_where_something_else_answers():
+    """Ray tries once, for 40 s; by default for a quarter of an hour."""
+    program = (
+        "import socket\n"
+        "from dcmdp_jax.ray_cluster import connect, ray\n"
+        "other = socket.create_server(('', 0))\n"
+        "address = f'{ray.util.get_node_ip_address()}:{other.getsockname()[1]}'\n"
+        "try: connect(address)\n"
+        "except ValueError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert "does not connect: Failed to connect to Ray cluster at " in done.stdout and done.stdout.count("\n") == 1, (
+        done
+    )
 
 
 _TRAINER = """

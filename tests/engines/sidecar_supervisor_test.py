@@ -1,11 +1,14 @@
 """Calls at the same time: by hand, without processes."""
 
 import threading
+import time
+import types
 
 import pytest
 
-from dcmdp_jax.engines.sidecar.process import Stopped
-from dcmdp_jax.engines.sidecar.supervisor import Calls
+from dcmdp_jax.engines.protocol import EngineError
+from dcmdp_jax.engines.sidecar.process import SidecarBroken, Stopped
+from dcmdp_jax.engines.sidecar.supervisor import Calls, Fleet, Member
 from tests.support.waiting import wait_until
 
 
@@ -60,3 +63,56 @@ def test_an_error_of_one_stops_the_others():
     with pytest.raises(ZeroDivisionError):
         Calls([_until_stopped(ended), lambda calls: 1 / 0]).results()
     assert ended == [True]
+
+
+def _fleet(least, limit_s=10.0):
+    """Two members that have started."""
+    fleet = Fleet(least, limit_s, check=lambda: None)
+    for number in (0, 1):
+        sidecar = types.SimpleNamespace(
+            number=number, started=True, ready=lambda: True, kill=lambda: None, last_lines=()
+        )
+        Member(f"replica {number}", lambda stopped: None, fleet).sidecar = sidecar
+    fleet.wait(Calls([]), 0)
+    return fleet
+
+
+def test_the_time_between_calls_is_no_wait_for_replicas(monkeypatch):
+    """One was lost during a call; by the next one, after a long step, it may be there again. Waits of two calls add."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    fleet = _fleet(least=2)
+    fleet.members[1].sidecar.started = False
+    fleet.wait(calls := Calls([]), 0)
+    now[0] += 6
+    fleet.wait(calls, 0)
+    now[0] += 1000  # the trainer's step
+    fleet.wait(calls := Calls([]), 0)
+    now[0] += 3
+    fleet.wait(calls, 0)
+    now[0] += 2
+    with pytest.raises(EngineError, match="1 of at least 2 replicas for 10 s"):
+        fleet.wait(calls, 0)
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_one_that_never_starts_again_ends_the_run_only_below_the_least(least):
+    """A node with a broken device: the other one has its work."""
+    fleet = _fleet(least)
+    lost = fleet.members[1]
+
+    def start(stopped):
+        raise SidecarBroken("no device")
+
+    lost.sidecar, lost._start = None, start
+
+    def works():
+        lost._not_before = 0.0
+        return lost.run(Calls([]), lambda sidecar: sidecar.number)
+
+    if least == 1:
+        assert [works() for _ in range(9)] == [0] * 9 and lost.restarts == 9
+    else:
+        with pytest.raises(EngineError, match="replica 1 sidecar failed 6 times in a row, at last: no device"):
+            for _ in range(9):
+                works()

@@ -208,7 +208,7 @@ class Fleet:
 
     Attributes:
         least: fewest sidecars to go on with, once all have started.
-        limit_s: longest wait for so many.
+        limit_s: longest wait for so many, over calls; the time between calls does not count.
         check: called while one waits; raises what ends the run.
         members: all of them.
     """
@@ -218,6 +218,11 @@ class Fleet:
     check: Callable[[], None]
     members: list[Member] = dataclasses.field(default_factory=list)
     _below, _stood = 0.0, False
+    _seen, _calls = 0.0, None
+
+    def count(self) -> int:
+        """How many are there."""
+        return sum(bool((sidecar := member.sidecar) and sidecar.started) for member in self.members)
 
     def wait(self, calls: Calls, seconds: float = _POLL_S) -> None:
         """Wait a moment.
@@ -225,7 +230,10 @@ class Fleet:
         Raises:
             EngineError: if there were too few for too long.
         """
-        there, now = sum(bool(member.sidecar and member.sidecar.started) for member in self.members), time.monotonic()
+        there, now = self.count(), time.monotonic()
+        if calls is not self._calls:
+            self._calls, self._below = calls, self._below and self._below + now - self._seen
+        self._seen = now
         self._stood = self._stood or there == len(self.members)
         least = self.least if self._stood else len(self.members)
         self._below = 0.0 if there >= least else self._below or now
@@ -277,6 +285,9 @@ class Member(Supervisor):
                     if member._is_ready():
                         return member
                 except SidecarBroken as error:
+                    if self._fleet.count() >= self._fleet.least:
+                        # Enough others work: it is tried again after a pause, and ends no run.
+                        member._failures = min(member._failures, self.max_restarts - 1)
                     member._recover(error)
                 member._lock.release()
         return None

@@ -46,6 +46,8 @@ class VllmKind(EngineKind):
         other = "visible_devices" if settings.placement == "ray" else "address"
         if value := getattr(settings, other):
             raise ArgumentError(other, f"got {value!r} with `placement`={settings.placement}; leave it empty")
+        if settings.min_replicas > max(1, settings.replicas):
+            raise ArgumentError("min_replicas", f"got {settings.min_replicas} of {settings.replicas} `replicas`")
         if arguments.model is not None and arguments.platform:
             from dcmdp_jax.engines.vllm.launch import check_planned
 
