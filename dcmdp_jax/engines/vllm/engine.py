@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -130,9 +129,6 @@ class VllmEngine:
         store = 2 * self.weights.num_bytes + (80 << 20)  # with room for what is not weights
         own = {} if name == "GPU" else {name: amount * settings.replicas}
         cluster.connect(settings.address, resources=own, object_store_memory=store)
-        if threading.current_thread() is threading.main_thread():
-            # Ray's library has put a handler before the trainer's that prints a stack.
-            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         ray_actors.check_room(settings.replicas, name, amount, store)
         config = (arguments.directory / "config.json").read_text(encoding="utf-8")
         fleet = Fleet(settings.min_replicas, settings.start_timeout_s, cluster.check_head)
