@@ -8,6 +8,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 # Ray ends a process so long after the head of its cluster: never this one, as `check_head` says it in a line, and the
 # run saves. It is read here; an own cluster's processes must not inherit it.
-_LIMIT, _LIMIT_S = "gcs_rpc_server_reconnect_timeout_s", 86400
+_LIMIT, _LIMIT_S, _REACH_S, _HEAD_S = "gcs_rpc_server_reconnect_timeout_s", 86400, 10.0, 5.0
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", f"RAY_{_LIMIT}": str(_LIMIT_S)}
 
 import ray  # noqa: E402
@@ -25,7 +26,6 @@ del os.environ[f"RAY_{_LIMIT}"]
 
 from dcmdp_jax.errors import ArgumentError, EngineError, one_line  # noqa: E402
 
-_REACH_S, _HEAD_S = 10.0, 5.0
 # Where this process is killed, Ray's agents would look for their head for a minute: what has its password ends.
 _REAPER = """exec 2>/dev/null; read _; sleep 3
 grep -l "$RAY_AUTH_TOKEN" /proc/[0-9]*/environ | cut -d/ -f3 | xargs kill -9"""
@@ -66,15 +66,15 @@ def connect(address: str, **own: Any) -> None:
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
         # Ray's library, beneath Python's handlers, takes SIGTERM too, and aborts this process after 3 s.
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     except Exception as error:  # of many classes, with many lines
         said = f"Ray {ray.__version__} does not connect: {one_line(error, 300)}"
         raise ArgumentError("address", f"got {address!r}: {said}") from None
 
 
 def _reach(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    socket.create_connection((host, int(port)), _REACH_S).close()
+    socket.create_connection(address.rsplit(":", 1), _REACH_S).close()
 
 
 def check_head() -> None:

@@ -146,6 +146,22 @@ def test_sigterm_is_the_trainers_alone():
 
 
 @with_ray
+def test_a_thread_may_connect():
+    """Only the main one may say who handles signals."""
+    program = (
+        "import threading\n"
+        "from dcmdp_jax.ray_cluster import connect, ray\n"
+        "own = {'resources': {'vllm': 1}, 'object_store_memory': 80 << 20}\n"
+        "(one := threading.Thread(target=connect, args=[''], kwargs=own)).start()\n"
+        "one.join()\n"
+        "print(ray.is_initialized(), 'vllm' in ray.cluster_resources())\n"
+        "ray.shutdown()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S)
+    assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (0, "True True\n", False), done
+
+
+@with_ray
 def test_an_address_where_something_else_answers():
     """Ray tries once, for 40 s; by default for a quarter of an hour."""
     program = (
