@@ -26,9 +26,10 @@ del os.environ[f"RAY_{_LIMIT}"]
 
 from dcmdp_jax.errors import ArgumentError, EngineError, one_line  # noqa: E402
 
-# Where this process is killed, Ray's agents would look for their head for a minute: what has its password ends.
-_REAPER = """exec 2>/dev/null; read _; sleep 3
-grep -l "$RAY_AUTH_TOKEN" /proc/[0-9]*/environ | cut -d/ -f3 | xargs kill -9"""
+# Where this process is killed, Ray's agents would look for their head for a minute: what has its password ends. Several
+# times, since an actor that is starting gets it later.
+_REAPER = """exec 2>/dev/null; read _; token=${RAY_AUTH_TOKEN:?}; unset RAY_AUTH_TOKEN; for i in 1 2 3 4 5 6; do sleep 3
+echo $token | grep -lFf - /proc/[0-9]*/environ | cut -d/ -f3 | grep -vx $$ | xargs -r kill -9; done"""
 _kept: list[subprocess.Popen] = []
 _seen: list[float] = [0.0]
 

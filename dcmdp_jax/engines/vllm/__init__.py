@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from dcmdp_jax.engines.engine_kind import DeviceShare, EngineArguments, EngineKind, Workload
@@ -46,6 +47,8 @@ class VllmKind(EngineKind):
         other = "visible_devices" if settings.placement == "ray" else "address"
         if value := getattr(settings, other):
             raise ArgumentError(other, f"got {value!r} with `placement`={settings.placement}; leave it empty")
+        if not re.fullmatch(r"(auto|(ray://)?\S+:\d+)?", settings.address):
+            raise ArgumentError("address", f"got {settings.address!r}, must be auto, HOST:PORT or ray://HOST:PORT")
         if settings.min_replicas > max(1, settings.replicas):
             raise ArgumentError("min_replicas", f"got {settings.min_replicas} of {settings.replicas} `replicas`")
         if arguments.model is not None and arguments.platform:

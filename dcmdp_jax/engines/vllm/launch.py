@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -132,7 +133,8 @@ def installed_in_cluster(settings: VllmSettings) -> tuple[str, str]:
     nodes = ray_actors.ask_nodes(installed, settings.python, {"GPU", "vllm"})
     if not nodes:
         raise ArgumentError("address", f"got {settings.address!r}, no node of which has a GPU or the resource vllm")
-    return min(vllm_of(packages, label) for label, packages in nodes.items())
+    found = [vllm_of(packages, label) for label, packages in nodes.items()]
+    return min(found, key=lambda one: [int(part) for part in re.findall(r"\d+", one[0])])
 
 
 def check_planned(arguments: EngineArguments) -> None:
