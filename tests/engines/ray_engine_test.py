@@ -17,7 +17,10 @@ from tests.support.sampling import assert_same_samples, sample
 from tests.support.vllm_tools import STOP, prompts, random_params, small_model
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)"),
+]
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=40, stop_token_ids=(STOP,))
 CONFIG = small_model()
 FEW, MANY = prompts(30, CONFIG), prompts(400, CONFIG)
@@ -137,7 +140,7 @@ def test_too_few_replicas_for_too_long_end_the_run(engine, undisturbed, nodes, m
     monkeypatch.setattr(fleet, "limit_s", 3.0)
     nodes.remove(node_of(nodes.cluster.list_all_nodes(), engine, 1))
     with pytest.raises(EngineError, match=r"1 of at least 2 replicas for 3 s .*: Ray has no room for more"):
-        for _ in range(3):
+        for _ in range(100):
             sample(engine, MANY, SAMPLED, seed=1, step=1)
 
 

@@ -18,7 +18,12 @@ from tests.support.ray_tools import processes_with, ray_nodes
 from tests.support.vllm_tools import TOTAL, left_behind, small_model, vllm_settings
 from tests.support.waiting import HANGS_S, wait_until
 
-with_ray = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)")
+_HAS_RAY = bool(importlib.util.find_spec("ray"))
+
+
+def with_ray(test):
+    """A test that starts a cluster."""
+    return pytest.mark.long(pytest.mark.skipif(not _HAS_RAY, reason="Ray is not installed (extra ray)")(test))
 
 
 def _arguments(**changes):
@@ -171,22 +176,6 @@ def test_sigterm_is_the_trainers_alone():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "saves\nsaved\n", ""), done
-
-
-@with_ray
-def test_a_thread_may_connect():
-    """Only the main one may say who handles signals."""
-    program = (
-        "import threading\n"
-        "from dcmdp_jax.ray_cluster import connect, ray\n"
-        "own = {'resources': {'vllm': 1}, 'object_store_memory': 80 << 20}\n"
-        "(one := threading.Thread(target=connect, args=[''], kwargs=own)).start()\n"
-        "one.join()\n"
-        "print(ray.is_initialized(), 'vllm' in ray.cluster_resources())\n"
-        "ray.shutdown()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_S)
-    assert (done.returncode, done.stdout, "Traceback" in done.stderr) == (0, "True True\n", False), done
 
 
 @with_ray
