@@ -590,6 +590,12 @@ def test_what_the_first_screens_say_of_the_papers_own_case_is_what_the_kept_runs
     assert f"(p {ttest_ind(shaken, grpo, equal_var=False).pvalue:.2f})" in page
     said = "it spoke in time in {in_time} of {ended}, in {warned} of {lived} others."
     assert said.format(**charge_warnings({arm: runs[arm] for arm in ("grpo", "dc_grpo")})) in page
+    for arm, text in (("token_0.1", "a fixed 0.1 costs"), ("dc_grpo_1.25", "1.25 times the healthy delta")):
+        one = found[arm]
+        assert f"{text} {-one.mean:.0f}" in page and f"({-one.high:.0f} to {-one.low:.0f}" in page
+    fixed_at = found["token_0.1"]
+    assert f"a fixed 0.1 cost {-fixed_at.mean:.0f} ({-fixed_at.high:.0f} to {-fixed_at.low:.0f})" in readme
+    assert f"with {len(runs['token_0.1'])} of 10 seeds run" in page and f"{len(over['token_0.1'])} of 8 ended" in page
     # The prediction of paper_regime.md, from the open loop on GRPO's kept delta.
     halfway = [series["dual/multiplier"][1][31] for series in runs["dc_grpo"].values()]
     assert round(min(halfway), 3) == 0.019 and round(max(halfway), 2) == 0.20
