@@ -18,12 +18,12 @@ from tests.support.ray_tools import processes_with, ray_nodes
 from tests.support.vllm_tools import TOTAL, left_behind, small_model, vllm_settings
 from tests.support.waiting import HANGS_S, wait_until
 
-_HAS_RAY = bool(importlib.util.find_spec("ray"))
+needs_ray = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)")
 
 
 def with_ray(test):
     """A test that starts a cluster."""
-    return pytest.mark.long(pytest.mark.skipif(not _HAS_RAY, reason="Ray is not installed (extra ray)")(test))
+    return pytest.mark.long(needs_ray(test))
 
 
 def _arguments(**changes):
@@ -120,7 +120,7 @@ def _nothing():
     return {}
 
 
-@with_ray
+@needs_ray
 def test_the_oldest_vllm_of_a_cluster(monkeypatch):
     """By number, not by letter: 0.9 is before 0.32."""
     cluster, actors, _ = launch.ray_modules()
@@ -130,7 +130,7 @@ def test_the_oldest_vllm_of_a_cluster(monkeypatch):
     assert launch.installed_in_cluster(vllm_settings(address="auto")) == ("0.9.1", "cpu")
 
 
-@with_ray
+@needs_ray
 def test_what_starts_with_the_password_after_the_kill_ends_too():
     """An actor that was starting; the reaper itself has the password, and must outlive its first look."""
     from dcmdp_jax.ray_cluster import _REAPER
