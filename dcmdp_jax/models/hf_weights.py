@@ -40,7 +40,7 @@ from dcmdp_jax.models.hf_manifest import (
     check_manifest,
     check_tensor,
 )
-from dcmdp_jax.models.params import hf_tensors, param_shapes
+from dcmdp_jax.models.params import check_params, hf_tensors, param_shapes
 from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Array, Params
 
@@ -136,18 +136,11 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
         (name, contiguous array of that dtype).
 
     Raises:
-        UserError: for another dtype, a leaf that has not the shape that the config gives it, or a tensor with values
-            that are not finite.
+        UserError: for another dtype, or a tensor with values that are not finite.
+        ValueError: see `check_params`.
     """
     target = _target_dtype(dtype)
-    shapes = param_shapes(config)
-    if (have := jax.tree.structure(params)) != (want := jax.tree.structure(shapes)):
-        raise UserError(f"params: tree is {have}, the config's is {want}")
-    for (path, want), have in zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(params), strict=True):
-        if have.shape != want.shape:
-            raise UserError(
-                f"params{jax.tree_util.keystr(path)}: got {list(have.shape)}, the config gives {list(want.shape)}"
-            )
+    check_params(params, config)
     for name, place in hf_tensors(config).items():
         leaf = place.leaf(params)
         tensor: Array = leaf[place.index] if place.index else leaf

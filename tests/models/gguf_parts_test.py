@@ -63,7 +63,8 @@ def test_ids_are_those_of_another_reader(converted, tmp_path):
         theirs = _sentencepiece(GGUFModel(file)).encode(text)
         assert ours(text)["input_ids"] == [2, *ids]
     else:
-        theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)(text)["input_ids"]
+        theirs = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        theirs = theirs(unicodedata.normalize("NFC", text))["input_ids"]  # transformers 5.19 has no normalizer here
     assert ids == theirs
 
 
