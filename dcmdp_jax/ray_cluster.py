@@ -1,22 +1,23 @@
-"""A Ray cluster: connect to one, or start one of this machine alone; its nodes and its head."""
+"""A Ray cluster: connect to one, or start one of this machine alone; leave it."""
 
 from __future__ import annotations
 
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 # Ray ends a process so long after the head of its cluster: never this one, as `check_head` says it in a line, and the
 # run saves. It is read here; an own cluster's processes must not inherit it.
-_LIMIT, _LIMIT_S, _REACH_S, _HEAD_S = "gcs_rpc_server_reconnect_timeout_s", 86400, 10.0, 5.0
+_LIMIT, _LIMIT_S, _REACH_S = "gcs_rpc_server_reconnect_timeout_s", 86400, 10.0
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", f"RAY_{_LIMIT}": str(_LIMIT_S)}
 
 import ray  # noqa: E402
@@ -24,14 +25,15 @@ import ray  # noqa: E402
 del os.environ[f"RAY_{_LIMIT}"]
 
 
-from dcmdp_jax.errors import ArgumentError, EngineError, one_line  # noqa: E402
+from dcmdp_jax.errors import ArgumentError, one_line  # noqa: E402
 
 # Where this process is killed, Ray's agents would look for their head for a minute: what has its password ends. Several
-# times, since an actor that is starting gets it later.
+# times, since an actor that is starting gets it later. Then Ray's files go.
 _REAPER = """exec 2>/dev/null; read _; token=${RAY_AUTH_TOKEN:?}; unset RAY_AUTH_TOKEN; for i in 1 2 3 4 5 6; do sleep 3
-echo $token | grep -lFf - /proc/[0-9]*/environ | cut -d/ -f3 | grep -vx $$ | xargs -r kill -9; done"""
-_kept: list[subprocess.Popen] = []
-_seen: list[float] = [0.0]
+echo $token | grep -lFf - /proc/[0-9]*/environ | cut -d/ -f3 | grep -vx $$ | xargs -r kill -9; done; rm -rf "$0" """
+# The directory of an own cluster and its reaper; the addresses of engines that are connected.
+_own: list[Any] = []
+_open: list[str] = []
 
 
 def connect(address: str, **own: Any) -> None:
@@ -39,27 +41,31 @@ def connect(address: str, **own: Any) -> None:
 
     Args:
         address: `rollout.vllm.address`.
-        own: arguments of `ray.init` for a cluster of this machine alone.
+        own: arguments of `ray.init` for a cluster of this machine alone; of an engine, which calls `disconnect` later.
 
     Raises:
         UserError: in one line, if nobody answers there in time, or with another version of Ray.
     """
+    _open.extend([address] * bool(own))
     if ray.is_initialized():
         return
     # Every node gets this package, the trainer's own.
     options = {"address": address or "local", "runtime_env": {"py_modules": [str(Path(__file__).parent)]}}
     if not address:
         # Loopback, and a password that only this run's processes are given: Ray asks for one here by default.
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        _kept.append(subprocess.Popen(["sh", "-c", _REAPER], stdin=subprocess.PIPE, start_new_session=True))
+        if not _own:
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+            reaper = ["sh", "-c", _REAPER, tempfile.mkdtemp(prefix="dcmdp-", dir="/tmp")]  # sockets need short names
+            _own.extend((reaper[-1], subprocess.Popen(reaper, stdin=subprocess.PIPE, start_new_session=True)))
         ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
-        own |= {"include_dashboard": False, "_system_config": {_LIMIT: _LIMIT_S}}
-        options |= own | {"_node_ip_address": "127.0.0.1"}
+        options |= own | {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "_temp_dir": _own[0]}
+        # As sidecars: no nice 15, and ended by no monitor for the memory of other programs.
+        options["_system_config"] = {_LIMIT: _LIMIT_S, "worker_niceness": 0, "memory_monitor_refresh_ms": 0}
     # Where something else answers, a try takes 40 s.
     ray._private.ray_constants.NUM_REDIS_GET_RETRIES = 1 if address else 20
     try:
         if address not in ("", "auto"):
-            _reach(address.removeprefix("ray://"))
+            reach(address.removeprefix("ray://"))
         # A loss is said in one line of ours, Ray's have twenty; and SIGTERM is the trainer's to handle.
         ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
         ray._private.utils.set_sigterm_handler = lambda handler: None
@@ -74,24 +80,14 @@ def connect(address: str, **own: Any) -> None:
         raise ArgumentError("address", f"got {address!r}: {said}") from None
 
 
-def _reach(address: str) -> None:
+def reach(address: str) -> None:
+    """Raise OSError if nobody takes a connection at HOST:PORT in time."""
     socket.create_connection(address.rsplit(":", 1), _REACH_S).close()
 
 
-def check_head() -> None:
-    """Look every few seconds whether the head of the cluster is there.
-
-    Raises:
-        EngineError: in one line, if it is gone.
-    """
-    if time.monotonic() - _seen[0] > _HEAD_S:
-        _seen[0] = time.monotonic()
-        try:
-            _reach(address := ray.get_runtime_context().gcs_address)
-        except OSError as error:
-            raise EngineError(f"the head of the Ray cluster, {address}, is gone ({error})") from None
-
-
-def nodes() -> dict[str, dict[str, Any]]:
-    """The living nodes, as Ray describes them, by address and the first digits of the identifier."""
-    return {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node for node in ray.nodes() if node["Alive"]}
+def disconnect() -> None:
+    """End an engine's connection; the last one's ends this process's, and with it an own cluster and its files."""
+    _open.pop()
+    if not _open:
+        ray.shutdown()
+        shutil.rmtree(_own[0] if _own else "", ignore_errors=True)

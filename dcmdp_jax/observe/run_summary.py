@@ -53,6 +53,7 @@ class RecordedRun(NamedTuple):
         config: dotted key to value; empty if the run saved none.
         held_out: completions of held-out problems, in the order written.
         starts: records of command, code, machine and date.
+        nodes: with Ray, replica to the nodes that it was started on.
     """
 
     label: str
@@ -60,6 +61,7 @@ class RecordedRun(NamedTuple):
     config: dict[str, Any]
     held_out: list[dict[str, Any]]
     starts: list[dict[str, Any]]
+    nodes: dict[str, list[str]]
 
     def until(self, step: int) -> RecordedRun:
         """The same run with its metrics up to a step."""
@@ -89,6 +91,10 @@ def read_run(run_dir: str | Path, label: str | None = None, *, without_metrics: 
         config=config,
         held_out=jsonl.read(run_dir / HELD_OUT_FILE),
         starts=jsonl.readable(run_dir / STARTS_FILE),
+        nodes={
+            path.parent.name.replace("vllm", "0"): path.read_text(encoding="utf-8").splitlines()
+            for path in run_dir.glob("vllm/**/nodes.txt")
+        },
     )
 
 
@@ -121,6 +127,11 @@ def facts(run: RecordedRun) -> list[Fact]:
         more = f"median step; {duration(float(total.sum()) if len(total) else math.nan)} in training steps"
         found.append(Fact("Throughput", f"{number(_median(speeds), ',.0f')} tokens/s", more))
     found += [fact for fact in (overlap(series), legs(series)) if fact]
+    for replica, nodes in sorted(run.nodes.items()):
+        work = (finite_values(series, f"replica/{replica}/{name}").sum() for name in ("tokens", "seconds", "restarts"))
+        tokens, seconds, restarts = work
+        more = f"{duration(float(seconds))} at work, {restarts:.0f} restarts; on {', '.join(dict.fromkeys(nodes))}"
+        found.append(Fact(f"Replica {replica}", f"{number(float(tokens), ',.0f')} tokens", more))
     engine = ", ".join(f"{name.rpartition('.')[2]} {config[name]}" for name in _ENGINE if config.get(name) is not None)
     settings = {"Engine": engine, "Training data": config.get("task.train")}
     settings |= {"Started from": config.get("model.path") or "a fresh model"} if config else {}

@@ -215,7 +215,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=printed,
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | {"PYTHONPATH": path, "RAY_AUTH_TOKEN": ""},  # a user's function joins no cluster
                 pass_fds=(theirs.fileno(), alive),
                 start_new_session=True,  # its process group is what is killed
             )

@@ -1,6 +1,6 @@
 """vLLM replicas as actors on two Ray nodes in one machine: the bits of sidecars, and what is lost and replaced.
 
-The tests of this file share one engine and run in their order: the last ones end it.
+The tests of this file share one engine and run in their order: the last ones end it. Those that lose nodes are long.
 """
 
 import importlib.util
@@ -17,10 +17,7 @@ from tests.support.sampling import assert_same_samples, sample
 from tests.support.vllm_tools import STOP, prompts, random_params, small_model
 from tests.support.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)"),
-]
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)")
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=40, stop_token_ids=(STOP,))
 CONFIG = small_model()
 FEW, MANY = prompts(30, CONFIG), prompts(400, CONFIG)
@@ -50,7 +47,7 @@ def nodes():
         yield nodes
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def engine(request, start, nodes):
     """Two replicas on two nodes; what it gives is compared with two sidecars of this machine before it is used."""
     options = {"precision": request.param, "replicas": 2}
@@ -118,6 +115,7 @@ def test_a_killed_actors_part_is_sampled_by_the_other_one(engine, undisturbed, c
     ]
 
 
+@pytest.mark.long
 def test_a_lost_nodes_part_is_sampled_by_the_other_one_and_a_new_node_takes_its_place(engine, undisturbed, nodes):
     lost = node_of(nodes.cluster.list_all_nodes(), engine, 0)
     remove = _once(lambda: nodes.remove(lost))
@@ -134,6 +132,7 @@ def test_a_lost_nodes_part_is_sampled_by_the_other_one_and_a_new_node_takes_its_
     assert_same_samples(undisturbed, sample(engine, MANY, SAMPLED, seed=1, step=1))
 
 
+@pytest.mark.long
 def test_too_few_replicas_for_too_long_end_the_run(engine, undisturbed, nodes, monkeypatch):
     fleet = engine.replicas[0].supervisor._fleet
     monkeypatch.setattr(fleet, "least", 2)
@@ -144,6 +143,7 @@ def test_too_few_replicas_for_too_long_end_the_run(engine, undisturbed, nodes, m
             sample(engine, MANY, SAMPLED, seed=1, step=1)
 
 
+@pytest.mark.long
 def test_a_lost_head_is_said_in_one_line(engine, undisturbed, nodes):
     nodes.kill_head()
     with pytest.raises(EngineError, match=rf"the head of the Ray cluster, {nodes.address}, is gone"):

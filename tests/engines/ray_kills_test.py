@@ -1,60 +1,108 @@
-"""Twenty kills of actors and nodes, at random moments of pushes and calls."""
+"""Whole runs whose actors and nodes are killed at random moments, or too few for too long, or headless: the same state.
+
+The trainer is a process of its own; the cluster is the test's.
+"""
 
 import importlib.util
-import os
 import random
-import signal
-import threading
+import time
 
 import pytest
 
-from dcmdp_jax.engines.protocol import SamplingParams
-from tests.support.ray_tools import node_of, place_of, ray_nodes
-from tests.support.sampling import assert_same_samples, sample
-from tests.support.vllm_tools import STOP, prompts, random_params, small_model
+from tests.support.ray_tools import actors, ray_nodes
+from tests.support.runs import finish, read_digests, read_records, start
+from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.long,
+    pytest.mark.usefixtures("vllm_is_installed"),
     pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="Ray is not installed (extra ray)"),
 ]
-KILLS = 20
-SAMPLED = SamplingParams(group_size=2, max_completion_tokens=40, stop_token_ids=(STOP,))
-CONFIG = small_model()
+STEPS, KILLS = 40, 20
+SETTINGS = (
+    f"--config.training.steps={STEPS}",
+    "--config.evaluation.every_steps=5",
+    "--config.warmup.steps=10",
+    "--config.rollout.max_completion_tokens=36",
+    "--config.training.row_lengths=(100,)",
+    "--config.rollout.vllm.replicas=2",
+)
 
 
-def test_twenty_kills_change_no_bit(start):
-    """Every fourth takes the whole node, and a new one comes."""
-    asked, rng = prompts(200, CONFIG), random.Random(0)
+def _start(environment, run_dir, nodes, *settings):
+    by_ray = ("--config.rollout.vllm.placement=ray", f"--config.rollout.vllm.address={nodes.address}")
+    return start(environment, run_dir, *SETTINGS, *by_ray, *settings, config="configs/demo_vllm.py:debug")
+
+
+def _another_step(run, run_dir):
+    """Wait until one more is recorded."""
+    seen = len(read_records(run_dir))
+    wait_until(lambda: len(read_records(run_dir)) > seen or run.poll() is not None, "another step")
+    assert run.poll() is None, run.communicate()[0]
+
+
+def _state(run_dir):
+    """Metrics of each step but the replicas' own, and the digests of the last checkpoint."""
+    steps = read_records(run_dir)
+    assert set(steps) == set(range(STEPS + 1))
+    own = ("replica/",)
+    return {
+        step: {name: value for name, value in record.items() if not name.startswith(own)}
+        for step, record in steps.items()
+    }, read_digests(run_dir, STEPS)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, vllm_is_installed, run_environment):
+    """An undisturbed run, with two sidecars of this machine."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    finish(start(run_environment, run_dir, *SETTINGS, config="configs/demo_vllm.py:debug"))
+    return _state(run_dir)
+
+
+def test_twenty_kills_change_no_bit(whole, run_environment, tmp_path, record_property):
+    """While actors sample, load, score, start or idle. Every fifth kill takes a node, and a new one comes."""
+    rng, lost = random.Random(0), 0
     with ray_nodes(2) as nodes:
-        engine = start(CONFIG, replicas=2, placement="ray", address=nodes.address)
-
-        def step(version):
-            engine.push_weights(random_params(CONFIG, version), version)
-            return sample(engine, asked, SAMPLED, seed=1, step=version)
-
-        undisturbed = {version: step(version) for version in (1, 2)}
-        killed = []
-
-        def kill():
-            there = [replica for replica in (0, 1) if place_of(engine, replica) not in {("", 0), *killed}]
-            if not there:
-                return
-            replica = rng.choice(there)
-            killed.append(place_of(engine, replica))
-            if len(killed) % 4:
-                os.kill(killed[-1][1], signal.SIGKILL)
+        run = _start(run_environment, tmp_path, nodes)
+        for kill in range(1, KILLS + 1):
+            _another_step(run, tmp_path)
+            time.sleep(rng.random())
+            wait_until(lambda: actors(nodes) or run.poll() is not None, "an actor")
+            if kill % 5:
+                rng.choice(actors(nodes)).kill()
             else:
-                nodes.remove(node_of(nodes.cluster.list_all_nodes(), engine, replica))
+                nodes.remove(rng.choice(nodes.with_replicas()))
                 nodes.add()
+                lost += 1
+            print("killed", kill, len(read_records(tmp_path)), flush=True)
+        finish(run)
+    record_property("kills", f"{KILLS}, of them {lost} nodes")
+    assert _state(tmp_path) == whole
 
-        version = 0
-        while len(killed) < KILLS:
-            version = version % 2 + 1
-            timer = threading.Timer(rng.uniform(0.0, 1.5), kill)
-            timer.start()
-            assert_same_samples(undisturbed[version], step(version))
-            timer.join()
-        assert len(set(killed)) == KILLS
-        for version, expected in undisturbed.items():
-            assert_same_samples(expected, step(version))
-        engine.close()
+
+def test_a_run_below_its_least_replicas_ends_and_resumes_to_the_same_state(whole, run_environment, tmp_path):
+    least = ("--config.rollout.vllm.min_replicas=2", "--config.rollout.vllm.start_timeout_s=120")
+    with ray_nodes(2) as nodes:
+        run = _start(run_environment, tmp_path, nodes, *least)
+        _another_step(run, tmp_path)
+        nodes.remove(nodes.with_replicas()[0])
+        said = finish(run, 1).splitlines()
+        assert any("1 of at least 2 replicas for 120 s (" in line for line in said), said
+        assert "the same command resumes" in said[-1], said
+        nodes.add()
+        finish(_start(run_environment, tmp_path, nodes, *least))
+    assert _state(tmp_path) == whole
+
+
+def test_a_run_whose_head_is_lost_ends_and_resumes_to_the_same_state(whole, run_environment, tmp_path):
+    with ray_nodes(2) as nodes:
+        run = _start(run_environment, tmp_path, nodes)
+        _another_step(run, tmp_path)
+        nodes.kill_head()
+        said = finish(run, 1).splitlines()
+        assert any(f"the head of the Ray cluster, {nodes.address}, is gone" in line for line in said), said
+        assert "the same command resumes" in said[-1], said
+    with ray_nodes(2) as nodes:
+        finish(_start(run_environment, tmp_path, nodes))
+    assert _state(tmp_path) == whole

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import dcmdp_jax
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm import ENGINE, launch
 from dcmdp_jax.errors import UserError
@@ -58,11 +59,12 @@ def test_settings_that_do_not_fit_each_other():
 
 def test_without_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "dcmdp_jax.ray_cluster", None)
+    monkeypatch.delattr(dcmdp_jax, "ray_cluster", raising=False)
     monkeypatch.setattr(launch, "installed_vllm", lambda python: ("0.32.0", "cpu"))
     assert _refusal(address="").startswith("placement: got 'ray', which needs Ray (")
 
 
-@with_ray
+@needs_ray
 def test_an_address_where_nobody_answers():
     for address in ("127.0.0.1:9", "ray://127.0.0.1:9"):
         assert f"address: got {address!r}: Ray" in (said := _refusal(address=address)), said
@@ -72,7 +74,7 @@ def test_an_address_where_nobody_answers():
 @with_ray
 def test_more_replicas_than_the_cluster_has_room_for(nodes):
     said = _refusal(address=nodes.address, replicas=3)
-    assert said.startswith("replicas: got 3 with 1 vllm each, the Ray cluster has room for 2 (")
+    assert said.startswith("replicas: got 3 with 1 vllm each on one node, the Ray cluster has room for 2 (")
 
 
 @with_ray
@@ -87,7 +89,9 @@ def test_resources_that_another_run_holds(nodes):
     ray.get(other.__ray_ready__.remote())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_actors, "_FREE_S", 0.0)
-        assert "the Ray cluster has 1 free: another run holds the rest" in _refusal(address=nodes.address, replicas=2)
+        assert "the Ray cluster has room for 1: another run holds the rest" in _refusal(
+            address=nodes.address, replicas=2
+        )
     ray.kill(other)
     # Ray tells of what is free again after a moment, which the check waits for.
     assert launch.check_machine(_arguments(address=nodes.address, replicas=2)) == "cpu"
@@ -199,6 +203,7 @@ _TRAINER = """
 import sys
 import time
 from pathlib import Path
+import dcmdp_jax
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from tests.support.vllm_tools import TOTAL, random_params, small_model, vllm_settings

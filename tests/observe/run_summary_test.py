@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.observe.metrics_io import without_placeholder
-from dcmdp_jax.observe.run_summary import RecordedRun, describe_multiplier, facts, legs, overlap, warnings
+from dcmdp_jax.observe.run_summary import RecordedRun, describe_multiplier, facts, legs, overlap, read_run, warnings
 
 
 def _series(values, first=1):
@@ -15,7 +15,7 @@ def _series(values, first=1):
 
 
 def _run(series, **config):
-    return RecordedRun("run", series, config, [], [])
+    return RecordedRun("run", series, config, [], [], {})
 
 
 def test_facts_by_hand():
@@ -50,6 +50,26 @@ def test_facts_by_hand():
     before = {name: value for name, value, _ in facts(_run(series).until(10))}
     assert (before["Training steps"], before["Held-out math/avg@4"]) == ("10", "25.0% → 75.0%")
     assert before["Noise floor"] == "0.001"
+
+
+def test_what_each_replica_did_and_where(tmp_path):
+    """A replica that moved is counted over both of its nodes; one that a pushed version did not ask has zeros."""
+    series = {
+        "replica/0/tokens": _series([100, 1900]), "replica/0/seconds": _series([1.0, 60.0]),
+        "replica/0/restarts": _series([0, 0]), "replica/1/tokens": _series([50, 0]),
+        "replica/1/seconds": _series([2.0, 0.0]), "replica/1/restarts": _series([0, 2]),
+    }  # fmt: skip
+    for replica, nodes in enumerate((["10.0.0.2 (ab)"], ["10.0.0.3 (cd)", "10.0.0.3 (cd)", "10.0.0.4 (ef)"])):
+        (tmp_path / "vllm" / str(replica)).mkdir(parents=True)
+        (tmp_path / "vllm" / str(replica) / "nodes.txt").write_text("".join(f"{node}\n" for node in nodes))
+    run = read_run(tmp_path, without_metrics=True)._replace(series=series)
+    assert [fact for fact in facts(run) if fact.name.startswith("Replica")] == [
+        ("Replica 0", "2,000 tokens", "1:01 at work, 0 restarts; on 10.0.0.2 (ab)"),
+        ("Replica 1", "50 tokens", "0:02 at work, 2 restarts; on 10.0.0.3 (cd), 10.0.0.4 (ef)"),
+    ]
+    (tmp_path / "one" / "vllm").mkdir(parents=True)
+    (tmp_path / "one" / "vllm" / "nodes.txt").write_text("here (ab)\n")
+    assert read_run(tmp_path / "one", without_metrics=True).nodes == {"0": ["here (ab)"]}
 
 
 def test_share_over_tolerance_compares_the_same_steps():

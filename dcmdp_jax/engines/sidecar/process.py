@@ -84,7 +84,7 @@ class EngineProcess:
         last_lines: the end of its log, whole once it is killed.
         node: the node of a cluster that it runs on; "" for this machine.
         started: whether its engine is there.
-        tokens, seconds: what it sampled, and how long it was at work.
+        work: tokens that it sampled, and seconds that it was at work.
     """
 
     def __init__(self, name: str, log: str, connection: Any) -> None:
@@ -92,7 +92,7 @@ class EngineProcess:
         self.name, self.log, self.connection = name, log, connection
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self.serial: int | None = None
-        self.node, self.started, self.tokens, self.seconds = "", False, 0, 0.0
+        self.node, self.started, self.work = "", False, collections.Counter()
 
     def request(
         self,
@@ -142,7 +142,7 @@ class EngineProcess:
                 broken = SidecarBroken(f"{broken}; its log, {self.log}, ends with: {last}")
             raise broken from error
         finally:
-            self.seconds += time.monotonic() - began
+            self.work["seconds"] += time.monotonic() - began
 
     def _checked(self, message: wire.Message, op: str, answer: str) -> wire.Message:
         """The answer, if it is the one that was asked for."""

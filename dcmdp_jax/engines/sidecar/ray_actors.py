@@ -6,19 +6,47 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node as _free
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dcmdp_jax.engines.sidecar import wire
 from dcmdp_jax.engines.sidecar.process import EngineProcess
 from dcmdp_jax.errors import ArgumentError, EngineError
-from dcmdp_jax.ray_cluster import check_head, nodes
+from dcmdp_jax.ray_cluster import reach
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S, _FREE_S = 120.0, 15.0
+# The head is looked for so often, and lost when nobody answered for so long.
+_HEAD_S, _LOST_S = 5.0, 30.0
+# When it was looked for, and since when nobody answers; 0: it answered.
+_seen = [0.0, 0.0]
+
+
+def check_head() -> None:
+    """Look every few seconds whether the head of the cluster is there.
+
+    Raises:
+        EngineError: in one line, if it is gone.
+    """
+    if (now := time.monotonic()) - _seen[0] > _HEAD_S:
+        _seen[0] = now
+        try:
+            reach(address := ray.get_runtime_context().gcs_address)
+            _seen[1] = 0.0
+        except OSError as error:
+            _seen[1] = _seen[1] or now
+            if now - _seen[1] > _LOST_S:
+                raise EngineError(f"the head of the Ray cluster, {address}, is gone ({error})") from None
+
+
+def _nodes() -> dict[str, dict[str, Any]]:
+    """The living nodes, as Ray describes them, by address and the first digits of the identifier."""
+    return {f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})": node for node in ray.nodes() if node["Alive"]}
 
 
 def check_room(replicas: int, name: str, amount: float, store_bytes: int = 0) -> None:
@@ -33,18 +61,18 @@ def check_room(replicas: int, name: str, amount: float, store_bytes: int = 0) ->
         UserError: in one line, saying which resource, or which size is needed.
     """
     there = {}
-    for label, node in nodes().items():
+    for label, node in _nodes().items():
         there[label], room = node["Resources"].get(name, 0), node["Resources"].get("object_store_memory", 0)
         if room < store_bytes:
             what = f"the object store of {label} has {room / 2**30:.2f} GiB, the weights need {store_bytes / 2**30:.2f}"
             raise ArgumentError("address", f"{what}: ray start --object-store-memory={store_bytes}")
-    what = f"got {replicas} with {amount:g} {name} each, the Ray cluster"
+    what = f"got {replicas} with {amount:g} {name} each on one node, the Ray cluster"
     if replicas > (most := sum(int(count // amount) for count in there.values())):
         raise ArgumentError("replicas", f"{what} has room for {most} ({name} by node: {there})")
     deadline = time.monotonic() + _FREE_S
-    while (free := ray.available_resources().get(name, 0)) < replicas * amount:
+    while (free := sum(int(node.get(name, 0) // amount) for node in _free().values())) < replicas:
         if time.monotonic() > deadline:
-            raise ArgumentError("replicas", f"{what} has {free:g} free: another run holds the rest; wait for its end")
+            raise ArgumentError("replicas", f"{what} has room for {free}: another run holds the rest; wait for its end")
         time.sleep(0.5)
 
 
@@ -55,7 +83,7 @@ def ask_nodes(call: Callable[[], Any], python: str, resources: set[str]) -> dict
         UserError: if it does not answer on each.
     """
     asked = {}
-    for name, node in nodes().items():
+    for name, node in _nodes().items():
         if node["Resources"].keys() & resources:
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             task = ray.remote(call).options(num_cpus=0, scheduling_strategy=there, max_retries=0, **interpreter(python))
@@ -112,7 +140,7 @@ class ActorProcess(EngineProcess):
         pid: its process on its node; 0 before it has a place.
     """
 
-    def __init__(self, name: str, actor: type, options: Mapping[str, Any], start: Any) -> None:
+    def __init__(self, name: str, actor: type, options: Mapping[str, Any], start: Any, places: Path) -> None:
         """Ask Ray for a place, and the actor to build its engine; waits for neither.
 
         Args:
@@ -120,10 +148,11 @@ class ActorProcess(EngineProcess):
             actor: its class.
             options: Ray's, such as resources.
             start: fields of the request "start".
+            places: a line is added with the node, once it is ready.
         """
         self._actor = ray.remote(actor).options(**options, num_cpus=0, scheduling_strategy="SPREAD").remote()
         super().__init__(name, "in Ray's directory on its node", ActorConnection(self._actor))
-        self.pid = 0
+        self.pid, self._places = 0, places
         self.connection.send("start", start)
 
     def ready(self) -> bool:
@@ -135,8 +164,9 @@ class ActorProcess(EngineProcess):
         try:
             if not self.started and ray.wait([self.connection.call], timeout=0)[0]:
                 found = self._checked(self.connection.receive(), "start", "ready").header
-                self.started, self.pid, place = True, found["pid"], found["node"]
-                self.node = next((name for name, node in nodes().items() if node["NodeID"] == place), place)
+                self.started, self.pid, self.node = True, found["pid"], found["node"]
+                with open(self._places, "a", encoding="utf-8") as places:
+                    places.write(f"{self.node}\n")
                 logger.info("%s %s ready on %s, process %d", self.name, found["version"], self.node, self.pid)
         except (EngineError, wire.WireError) as error:
             raise self._broken(f"start: {error}") from error

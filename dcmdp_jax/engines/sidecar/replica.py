@@ -169,7 +169,7 @@ class Replica:
             if frame.header.get("policy_version") != version:
                 raise SidecarBroken(f"generate: sampled with version {frame.header.get('policy_version')}")
             trust.check([completion.logprobs for completion in completions])
-            sidecar.tokens += sum(completion.token_ids.size for completion in completions)
+            sidecar.work["tokens"] += sum(completion.token_ids.size for completion in completions)
             if again := [completion.row for completion in completions if completion.row in rows]:
                 raise SidecarBroken(f"generate: completion {again[0]} arrived twice")
             rows.update(completion.row for completion in completions)

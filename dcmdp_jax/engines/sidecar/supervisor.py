@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -104,7 +105,7 @@ class Supervisor:
         name: name of its engine, in errors and logs.
         sidecar: the one that works; None before it is ready, and while a new one is started.
         max_restarts: Restarts in a row without success, after which the run ends.
-        restarts: restarts until now.
+        work: restarts, and tokens and seconds of the sidecars that broke, since the last `take_work`.
     """
 
     max_restarts = 5
@@ -118,7 +119,8 @@ class Supervisor:
         """
         self.name, self._start = name, start
         self.sidecar: EngineProcess | None = None
-        self.restarts = self._failures = 0
+        self.work: collections.Counter[str] = collections.Counter()
+        self._failures = 0
         self._not_before = 0.0
 
     def start(self, calls: Calls) -> None:
@@ -172,10 +174,11 @@ class Supervisor:
     def _recover(self, error: SidecarBroken) -> None:
         """Clear away what is broken, and say when the next one starts, or give up."""
         self._failures += 1
-        self.restarts += 1
+        self.work["restarts"] += 1
         lines = ""
         if self.sidecar is not None:
             self.sidecar.kill()
+            self.work += self.sidecar.work
             lines = "\n".join(self.sidecar.last_lines)
             self.sidecar = None
         if (failures := self._failures) > self.max_restarts:
@@ -189,11 +192,11 @@ class Supervisor:
         self._not_before = time.monotonic() + pause
 
     def take_work(self) -> dict[str, float]:
-        """Count what the sidecar did since the last such call, and the restarts."""
-        done, self.restarts = {"restarts": self.restarts, "tokens": 0, "seconds": 0.0}, 0
+        """Count what the sidecars did since the last such call, also those that broke, and the restarts."""
+        done, self.work = self.work, collections.Counter()
         if one := self.sidecar:
-            done, one.tokens, one.seconds = done | {"tokens": one.tokens, "seconds": one.seconds}, 0, 0.0
-        return done
+            done, one.work = done + one.work, collections.Counter()
+        return {name: done[name] for name in ("restarts", "tokens", "seconds")}
 
     def close(self) -> None:
         """Stop the sidecar. Safe to call twice."""

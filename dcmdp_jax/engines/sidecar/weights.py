@@ -61,7 +61,7 @@ class SharedWeights:
         config: the model.
         bridge: writes a segment.
         num_bytes: size of a segment.
-        left_bytes: free memory when both are allocated.
+        left_bytes: free memory when all copies are allocated.
         probe: the trainer's own log-probs of fixed sequences; None: no probe.
         probe_ids: those sequences, random tokens, the same for the same vocabulary.
         segments: both, or the one.
@@ -76,7 +76,7 @@ class SharedWeights:
             put: copies the bytes into a store, which takes the place of the second segment, and returns their object.
 
         Raises:
-            MemoryError: if shared memory for two copies can't be allocated; it says how much is free.
+            MemoryError: if shared memory for the copies can't be allocated; it says how much is free.
         """
         self.config: ModelConfig = arguments.model
         self._put, self._serial = put, 0
@@ -84,12 +84,14 @@ class SharedWeights:
         int8 = arguments.precision == "int8"
         self.bridge = WeightBridge(self.config, dtype=arguments.compute_dtype, int8=int8)
         self.num_bytes: int = self.bridge.num_bytes
-        if 2 * self.num_bytes > (available := available_bytes()):
+        # The store holds the newest bytes and those before them.
+        copies, said = (3, "three") if put else (2, "two")
+        if copies * self.num_bytes > (available := available_bytes()):
             raise MemoryError(
-                f"two copies of the weights in shared memory need {2 * self.num_bytes / 2**30:.2f} GiB, "
+                f"{said} copies of the weights in shared memory need {copies * self.num_bytes / 2**30:.2f} GiB, "
                 f"{available / 2**30:.2f} GiB are free; free some, or choose a smaller model or `compute_dtype`"
             )
-        self.left_bytes: int = available - 2 * self.num_bytes
+        self.left_bytes: int = available - copies * self.num_bytes
         shape = (_PROBE_ROWS, min(_PROBE_TOKENS, arguments.max_total_tokens))
         self.probe_ids = np.random.default_rng(0).integers(0, self.config.vocab_size, shape, dtype=np.int32)
         self.published: Publication | None = None

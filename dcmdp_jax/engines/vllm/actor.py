@@ -6,7 +6,7 @@ Runs under the actor's own interpreter, which needs Ray, vLLM and msgpack, and i
 from __future__ import annotations
 
 import os
-import shutil
+import subprocess
 import tempfile
 import traceback
 from collections.abc import Generator
@@ -56,12 +56,14 @@ class VllmActor:
         if header["protocol"] != wire.PROTOCOL:
             raise ValueError(f"protocol {header['protocol']!r}, the package here speaks {wire.PROTOCOL}")
         directory = Path(tempfile.mkdtemp(prefix="dcmdp-"))
+        # Nothing is left of it, whatever ends this process: not a child that Ray ends too.
+        script, apart = 'exec 3<&0; { read _ <&3; rm -r "$0"; } &', {"env": {}, "start_new_session": True}
+        removal = subprocess.Popen(["sh", "-c", script, directory], stdin=subprocess.PIPE, **apart)
         tempfile.tempdir = os.environ["TMPDIR"] = os.environ["VLLM_RPC_BASE_PATH"] = str(directory)
         (directory / "config.json").write_text(header["config"], encoding="utf-8")
         self._host = sidecar.EngineHost({**header, "engine": {**header["engine"], "model": str(directory)}})
-        # Nothing is left of it, whatever ends this process.
         sidecar.clear_names()
-        shutil.rmtree(directory)
+        removal.communicate()
         tempfile.tempdir = os.environ.pop("TMPDIR") and None
-        place = {"node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()}
-        return "ready", {"version": self._host.vllm_version, **place}, {}
+        node = f"{ray.util.get_node_ip_address()} ({ray.get_runtime_context().get_node_id()[:6]})"
+        return "ready", {"version": self._host.vllm_version, "node": node, "pid": os.getpid()}, {}

@@ -60,7 +60,7 @@ class VllmEngine:
 
         Raises:
             UserError: see `VllmKind.check_machine` and `check`; before anything is started.
-            MemoryError: if shared memory for two copies of the weights can't be allocated; it says how much is free.
+            MemoryError: if shared memory for the copies of the weights can't be allocated; it says how much is free.
             EngineError: if vLLM does not start.
         """
         if not arguments.platform:
@@ -82,7 +82,7 @@ class VllmEngine:
         manifest = [list(tensor) for tensor in self.weights.bridge.manifest]
         shared = {"protocol": wire.PROTOCOL, "manifest": manifest, "segment_bytes": self.weights.num_bytes}
         self.replicas: list[Replica] = []
-        self._calls, self._starting = Calls([]), None
+        self._calls, self._starting, self._open = Calls([]), None, contextlib.ExitStack()
         try:
             launch.write_model_config(arguments)
             engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
@@ -129,15 +129,17 @@ class VllmEngine:
         store = 2 * self.weights.num_bytes + (80 << 20)  # with room for what is not weights
         own = {} if name == "GPU" else {name: amount * settings.replicas}
         cluster.connect(settings.address, resources=own, object_store_memory=store)
+        self._open.callback(cluster.disconnect)
         ray_actors.check_room(settings.replicas, name, amount, store)
         config = (arguments.directory / "config.json").read_text(encoding="utf-8")
-        fleet = Fleet(settings.min_replicas, settings.start_timeout_s, cluster.check_head)
+        fleet = Fleet(settings.min_replicas, settings.start_timeout_s, ray_actors.check_head)
 
         def start(one: Launch, _: threading.Event) -> EngineProcess:
             options = ray_actors.interpreter(one.python, **one.environment)
             options |= {"num_gpus": amount} if name == "GPU" else {"resources": {name: amount}}
             fields = shared | {"engine": dict(one.engine), "segments": [], "config": config}
-            return ray_actors.ActorProcess(one.name, actor.VllmActor, options, fields)
+            # The run's report reads it.
+            return ray_actors.ActorProcess(one.name, actor.VllmActor, options, fields, one.directory / "nodes.txt")
 
         return lambda one: Member(one.name, functools.partial(start, one), fleet)
 
@@ -266,3 +268,4 @@ class VllmEngine:
         for replica in self.replicas:
             replica.supervisor.close()
         self.weights.close()
+        self._open.close()
