@@ -22,7 +22,7 @@ STEPS, KILLS = 40, 20
 SETTINGS = (
     f"--config.training.steps={STEPS}",
     "--config.evaluation.every_steps=5",
-    "--config.warmup.steps=10",
+    "--config.warmup.steps=200",  # some answers are right, so that there is a gradient
     "--config.rollout.max_completion_tokens=36",
     "--config.training.row_lengths=(100,)",
     "--config.rollout.vllm.replicas=2",
@@ -57,6 +57,7 @@ def whole(tmp_path_factory, vllm_is_installed, run_environment):
     """An undisturbed run, with two sidecars of this machine."""
     run_dir = tmp_path_factory.mktemp("whole")
     finish(start(run_environment, run_dir, *SETTINGS, config="configs/demo_vllm.py:debug"))
+    assert {record.get("reward/mean", 0) > 0 for record in read_records(run_dir).values()} >= {True}
     return _state(run_dir)
 
 
@@ -82,15 +83,18 @@ def test_twenty_kills_change_no_bit(whole, run_environment, tmp_path, record_pro
 
 
 def test_a_run_below_its_least_replicas_ends_and_resumes_to_the_same_state(whole, run_environment, tmp_path):
-    least = ("--config.rollout.vllm.min_replicas=2", "--config.rollout.vllm.start_timeout_s=120")
+    """No node is left; two new ones come after the run has ended."""
+    least = ("--config.rollout.vllm.min_replicas=2", "--config.rollout.vllm.start_timeout_s=100")
     with ray_nodes(2) as nodes:
         run = _start(run_environment, tmp_path, nodes, *least)
         _another_step(run, tmp_path)
-        nodes.remove(nodes.with_replicas()[0])
+        for node in nodes.with_replicas():
+            nodes.remove(node)
         said = finish(run, 1).splitlines()
-        assert any("1 of at least 2 replicas for 120 s (" in line for line in said), said
-        assert "the same command resumes" in said[-1], said
-        nodes.add()
+        assert "0 of at least 2 replicas for 100 s (" in said[-1] and "the same command resumes" in said[-1], said
+        assert max(read_records(tmp_path)) < STEPS
+        for _ in range(2):
+            nodes.add()
         finish(_start(run_environment, tmp_path, nodes, *least))
     assert _state(tmp_path) == whole
 
@@ -101,8 +105,8 @@ def test_a_run_whose_head_is_lost_ends_and_resumes_to_the_same_state(whole, run_
         _another_step(run, tmp_path)
         nodes.kill_head()
         said = finish(run, 1).splitlines()
-        assert any(f"the head of the Ray cluster, {nodes.address}, is gone" in line for line in said), said
-        assert "the same command resumes" in said[-1], said
+        assert f"the head of the Ray cluster, {nodes.address}, is gone" in said[-1], said
+        assert "the same command resumes" in said[-1] and max(read_records(tmp_path)) < STEPS, said
     with ray_nodes(2) as nodes:
         finish(_start(run_environment, tmp_path, nodes))
     assert _state(tmp_path) == whole
