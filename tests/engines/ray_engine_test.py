@@ -147,6 +147,6 @@ def test_too_few_replicas_for_too_long_end_the_run(engine, undisturbed, nodes, m
 def test_a_lost_head_is_said_in_one_line(engine, undisturbed, nodes):
     nodes.kill_head()
     with pytest.raises(EngineError, match=rf"the head of the Ray cluster, {nodes.address}, is gone"):
-        for _ in range(10):
+        for _ in range(1000):
             sample(engine, MANY, SAMPLED, seed=1, step=1)
     engine.close()

@@ -104,6 +104,8 @@ def test_a_run_whose_head_is_lost_ends_and_resumes_to_the_same_state(whole, run_
         run = _start(run_environment, tmp_path, nodes)
         _another_step(run, tmp_path)
         nodes.kill_head()
+        for actor in actors(nodes):
+            actor.kill()  # else the rest of the run takes less time than a lost head is looked for
         said = finish(run, 1).splitlines()
         assert f"the head of the Ray cluster, {nodes.address}, is gone" in said[-1], said
         assert "the same command resumes" in said[-1] and max(read_records(tmp_path)) < STEPS, said

@@ -100,10 +100,10 @@ class VllmEngine:
                     temporary_variables=("VLLM_RPC_BASE_PATH",),
                 )
                 one.directory.mkdir(exist_ok=True)
-                supervisor = Supervisor(one.name, functools.partial(Sidecar, one, shared, self.weights.segments))
+                start = functools.partial(Sidecar, one, shared, self.weights.segments)
                 self.replicas.append(
                     Replica(
-                        actors(one) if actors else supervisor,
+                        actors(one) if actors else Supervisor(one.name, start),
                         self.weights,
                         probe_tolerance=launch.probe_tolerance(arguments),
                         request_seeds=request_seeds,
