@@ -111,7 +111,7 @@ def test_an_object_store_too_small_for_the_weights(nodes):
     from dcmdp_jax.engines.sidecar import ray_actors
 
     with pytest.raises(
-        UserError, match=r"the object store of .* has 0\.16 GiB, the weights need 1\.00: ray start --obj"
+        UserError, match=r"the object store of .* has 0\.08 GiB, the weights need 1\.00: ray start --obj"
     ):
         ray_actors.check_room(1, "vllm", 1, 1 << 30)
 
