@@ -26,9 +26,10 @@ class RolloutSettings:
         engine_args: Settings of an engine of yours as a JSON object, such as {"server": "http://..."}.
         precision: Weights of the engine. float32, bfloat16, float16: rounded to it. exact (local): the training stack
             recomputes the log-probs, so the discrepancy is 0. int8, int4, int3, int2 (in a byte), fp8 of the local
-            engine: weights alone, quantized per output channel at each push; products are in compute_dtype, and a CPU
-            dequantizes all weights in each program, which takes more memory than bfloat16. int8 of vLLM: W8A8, per
-            channel and token. fp8 of vLLM, on GPUs: W8A8, per matrix and token; fp8_per_block: per block of 128.
+            engine: weights alone, quantized per output channel at each push; mxfp8, mxfp4, nvfp4, nf4, int4_g32,
+            int4_g128 in groups (in a byte; docs/remedies.md). On a CPU they take more memory than bfloat16. int8 of
+            vLLM: W8A8, per channel and token. fp8 of vLLM, on GPUs: W8A8, per matrix and token; fp8_per_block: per
+            block of 128.
         compute_dtype: float32, bfloat16 or float16: activations of the engine, and in vLLM all weights that are not
             quantized.
         kv_cache_dtype: Key-value cache. auto: compute_dtype. fp8: float8_e4m3fn; vLLM has fp8_e5m2 too.

@@ -63,8 +63,8 @@ class ModelSettings:
         compute_dtype: Activations and matrix products. float16 has a dynamic loss scale. Source: paper [6.1]: BF16;
             arXiv:2510.26788: float16.
         forward_precision: Products in the trainer's forward pass. full: compute_dtype. Else rounded as the engine
-            rounds them, the same as rollout.precision: int8, int4, int3, int2, fp8 of local, the weights; int8,
-            fp8, fp8_per_block of vllm, weights and activations. Gradients pass straight through to the full weights
+            rounds them, the same as rollout.precision: of local the weights; int8, fp8, fp8_per_block of vllm,
+            weights and activations. Gradients pass straight through to the full weights
             (docs/remedies.md). Source: paper: full; Jet-RL, QaRL.
         forward_cache: Keys and values in the trainer's forward pass. full: compute_dtype. Else rounded as the
             engine's cache rounds them, the same as rollout.kv_cache_dtype. Source: paper: full.

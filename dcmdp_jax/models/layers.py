@@ -16,7 +16,7 @@ from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.families import FAMILIES, Family
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import rms_norm
-from dcmdp_jax.models.quantize import QuantizedKernel, quantized_matmul
+from dcmdp_jax.models.quantize import QuantizedKernel, RoundsInputs, quantized_product, round_inputs
 from dcmdp_jax.models.rope import RopeScaling
 from dcmdp_jax.models.scheme_products import SchemeKernel, scheme_matmul
 
@@ -40,14 +40,20 @@ class LoraKernel:
     scale: float
 
 
-def kernel_matmul(x: jax.Array, kernel: jax.Array | QuantizedKernel | SchemeKernel | LoraKernel) -> jax.Array:
+def kernel_matmul(
+    x: jax.Array, kernel: jax.Array | QuantizedKernel | RoundsInputs | SchemeKernel | LoraKernel
+) -> jax.Array:
     """x W, and with an adapter x W + scale (x A) B, in the dtype of `x` [T, in]."""
     if isinstance(kernel, LoraKernel):
         y = kernel_matmul(x, kernel.base)
         return y + (x @ kernel.a.astype(x.dtype)) @ kernel.b.astype(x.dtype) * kernel.scale
     if isinstance(kernel, SchemeKernel):
         return scheme_matmul(x, kernel)
-    return quantized_matmul(x, kernel) if isinstance(kernel, QuantizedKernel) else x @ kernel.astype(x.dtype)
+    if isinstance(kernel, RoundsInputs):
+        return kernel_matmul(round_inputs(x, kernel.precision), kernel.kernel)
+    if isinstance(kernel, QuantizedKernel):
+        return quantized_product(x, kernel).astype(x.dtype)
+    return x @ kernel.astype(x.dtype)
 
 
 class Linear(nnx.Module):

@@ -21,7 +21,7 @@ from dcmdp_jax.models.declare import Fused, Stack, parameter
 from dcmdp_jax.models.layers import Linear
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import permute
-from dcmdp_jax.models.quantize import QuantizedKernel
+from dcmdp_jax.models.quantize import QuantizedKernel, in_float32
 from dcmdp_jax.parallel.sharding import free_axes, shard_map_over
 
 EXPERT = "expert"
@@ -218,6 +218,8 @@ def _routes(chosen: jax.Array, num_experts: int) -> _Routes:
 
 
 def _linear(x: jax.Array, kernel: jax.Array | QuantizedKernel, routes: _Routes, ops: Ops) -> jax.Array:
+    if isinstance(kernel, QuantizedKernel) and kernel.grouped:
+        kernel = in_float32(kernel).astype(x.dtype)
     if not isinstance(kernel, QuantizedKernel):
         return ops.grouped_matmul(x, kernel, routes.group_sizes)
     product = ops.grouped_matmul(x, kernel.values.astype(x.dtype), routes.group_sizes)

@@ -1,36 +1,60 @@
-"""Weights of an inference engine in 8, 4, 3 or 2 bits, one scale per output channel."""
+"""Weights of an inference engine in 8, 4, 3 or 2 bits, one scale per output channel or per group of its inputs."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dcmdp_jax.models.scheme import GROUPED, Grouped
 from dcmdp_jax.types import Params
 
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn; beyond it a cast gives NaN, not infinity."""
 _LIMITS = {"int8": 127.0, "int4": 7.0, "int3": 3.0, "int2": 1.0, "fp8": FP8_MAX}
-PRECISIONS = tuple(_LIMITS)
+PRECISIONS = (*_LIMITS, *GROUPED)
+_NVFP4_MAX = 6.0 * FP8_MAX
 
 
 class QuantizedKernel(NamedTuple):
     """A matrix stored as W ~ values * scale.
 
     Attributes:
-        values: [in, out] int8 (fewer bits too, a byte each) or float8_e4m3fn.
-        scale: [out] float32, positive.
+        values: [in, out] int8 or float8_e4m3fn (fewer bits too, a byte each), or uint8, places in the table of nf4.
+        scale: [out] float32, positive; [G, out] of `GROUPED`, of G groups of inputs.
     """
 
     values: jax.Array
     scale: jax.Array
 
+    @property
+    def grouped(self) -> bool:
+        """Whether groups of inputs have scales of their own."""
+        return self.scale.ndim == self.values.ndim
 
-def quantized_matmul(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
-    """x (values * scale), the scale applied after the product. Returns the dtype of `x`."""
-    product = jnp.matmul(x, kernel.values.astype(x.dtype), preferred_element_type=jnp.float32)
-    return (product * kernel.scale).astype(x.dtype)
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("kernel",), meta_fields=("precision",))
+@dataclasses.dataclass(frozen=True)
+class RoundsInputs:
+    """A matrix whose inputs are rounded first, see `round_inputs`.
+
+    Attributes:
+        kernel: [in, out], an array or a `QuantizedKernel`.
+        precision: one of `GROUPED`.
+    """
+
+    kernel: jax.Array | QuantizedKernel
+    precision: str
+
+
+def quantized_product(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
+    """x (values * scale) in float32. A scale for each output is applied after the product, scales of groups before."""
+    if kernel.grouped:
+        return jnp.matmul(x, in_float32(kernel).astype(x.dtype), preferred_element_type=jnp.float32)
+    return jnp.matmul(x, kernel.values.astype(x.dtype), preferred_element_type=jnp.float32) * kernel.scale
 
 
 def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = False) -> Params:
@@ -43,12 +67,14 @@ def dequantize(weights: Params, dtype: jnp.dtype, *, keep_quantized: bool = Fals
     XLA on CPU dequantizes a matrix in memory before each product with it, which doubled the time of a [64, 1024] x
     [1024, 3072] product; a loop that uses a matrix again and again wants it dequantized once, before the loop. The
     converter's own speed then matters little: 4M float8 values take 1.6 ms by `astype`, 0.9-1.8 ms by bit operations or
-    a table of 256.
+    a table of 256. Matrices with groups become arrays, rounded to `dtype` with their scales.
     """
 
     def leaf(x: jax.Array | QuantizedKernel) -> jax.Array | QuantizedKernel:
         if not is_quantized(x):
             return x.astype(dtype)
+        if x.grouped and not keep_quantized:
+            return in_float32(x).astype(dtype)
         return x if keep_quantized else QuantizedKernel(x.values.astype(dtype), x.scale)
 
     return jax.tree.map(leaf, weights, is_leaf=is_quantized)
@@ -64,19 +90,26 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
     2^-10 scale where W / scale is below 2^-6.
     A column of zeros, or one too small for its scale to be a normal float32, gets scale 1 and values 0.
 
+    Those of `GROUPED` are the library qwix's: in each group of inputs scale = max |W| / M, with M = 448 (mxfp8), 6
+    (mxfp4, nvfp4), 7.5 (int4) or 1 (nf4). A scale of mxfp8 and mxfp4 is rounded up to a power of two; one of nvfp4 to
+    e4m3 after the matrix is divided by max |W| / (6 x 448), its float32 scale.
+
     Args:
         kernel: [..., in, out], any float dtype; computed in float32.
         precision: one of `PRECISIONS`.
 
     Returns:
-        values [..., in, out] int8 or float8_e4m3fn, scale [..., out] float32. A column with a NaN has a NaN scale.
+        values [..., in, out] and scale [..., out] or [..., G, out], see `QuantizedKernel`. A column or group with a NaN
+        has a NaN scale.
 
     Raises:
-        ValueError: for another precision.
+        ValueError: for another precision, or groups that do not divide the inputs.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision: got {precision!r}, quantized ones are {', '.join(PRECISIONS)}")
     kernel = kernel.astype(jnp.float32)
+    if precision in GROUPED:
+        return _in_groups(kernel, GROUPED[precision])
     limit = _LIMITS[precision]
     scale = jnp.max(jnp.abs(kernel), axis=-2) / limit
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
@@ -84,6 +117,46 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
     scaled = jnp.clip(kernel / scale[..., None, :], -limit, limit)
     values = scaled.astype(jnp.float8_e4m3fn) if precision == "fp8" else jnp.round(scaled).astype(jnp.int8)
     return QuantizedKernel(values, scale)
+
+
+def _in_groups(kernel: jax.Array, form: Grouped) -> QuantizedKernel:
+    import qwix  # an optional extra
+
+    whole = inverse = 1.0
+    if form.qtype == "nvfp4":
+        # Products: where XLA divides by one number for all, and where it multiplies by its inverse, depends on shapes.
+        largest = jnp.max(jnp.abs(kernel), axis=(-2, -1), keepdims=True)
+        whole = largest * (1 / _NVFP4_MAX)
+        small = whole < jnp.finfo(jnp.float32).tiny
+        whole, inverse = (jnp.where(small, 1.0, x) for x in (whole, _NVFP4_MAX / largest))
+    inputs = kernel.ndim - 2
+    others = [axis for axis in range(kernel.ndim) if axis != inputs]
+    found = qwix.quantize(kernel * inverse, form.qtype, channelwise_axes=others, tiled_axes={inputs: form.size})
+    dtype = {"int4": jnp.int8, "nf4": jnp.uint8}.get(form.qtype, jnp.float8_e4m3fn)
+    return QuantizedKernel(found.qvalue.astype(dtype), found.scale * whole)
+
+
+def round_inputs(x: jax.Array, precision: str) -> jax.Array:
+    """Inputs [T, in] of a product, each token rounded like a matrix of one column; gradients pass straight through.
+
+    Args:
+        x: in any float dtype, which the result has too.
+        precision: one of `GROUPED`.
+    """
+    exact = jax.lax.stop_gradient(x)
+    rounded = in_float32(quantize_kernel(exact[..., None], precision))[..., 0].astype(x.dtype)
+    return rounded + (x - exact)  # the difference is exactly 0
+
+
+def with_rounded_inputs(layer_params: Params, precision: str) -> Params:
+    """Parameters of dense layers, kernels as `RoundsInputs` if the precision rounds inputs, see `Grouped`."""
+    if precision not in GROUPED or not GROUPED[precision].rounds_inputs:
+        return layer_params
+
+    def leaf(path: tuple, x: jax.Array | QuantizedKernel) -> jax.Array | QuantizedKernel | RoundsInputs:
+        return RoundsInputs(x, precision) if path[-1].key == "kernel" else x
+
+    return jax.tree_util.tree_map_with_path(leaf, layer_params, is_leaf=is_quantized)
 
 
 def stored(w: jax.Array, precision: str) -> jax.Array | QuantizedKernel:
@@ -94,7 +167,8 @@ def stored(w: jax.Array, precision: str) -> jax.Array | QuantizedKernel:
         precision: a dtype, "exact", or one of `PRECISIONS`, for each column; of another name (blocks of fp8, a server's
             own) the first of these that it begins with, else bfloat16.
     """
-    name = next((each for each in (*PRECISIONS, "float16", "float32") if precision.startswith(each)), "bfloat16")
+    name = next((each for each in (*_LIMITS, "float16", "float32") if precision.startswith(each)), "bfloat16")
+    name = precision if precision in GROUPED else name
     if name in PRECISIONS:
         return quantize_kernel(w, name)
     # XLA removes a cast there and back.
@@ -105,6 +179,10 @@ def stored(w: jax.Array, precision: str) -> jax.Array | QuantizedKernel:
 def in_float32(x: jax.Array | QuantizedKernel) -> jax.Array:
     """The numbers that a matrix stands for."""
     if is_quantized(x):
+        if x.grouped:
+            import qwix  # an optional extra
+
+            return qwix.dequantize(qwix.QArray(*x, qtype="nf4" if x.values.dtype == jnp.uint8 else None))
         return x.values.astype(jnp.float32) * x.scale[..., None, :]
     return x.astype(jnp.float32)
 

@@ -3,7 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
 
+from dcmdp_jax.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from dcmdp_jax.models.config import ModelConfig
+
+
+class Grouped(NamedTuple):
+    """A format of weights with a scale for each group of inputs of an output.
+
+    Attributes:
+        qtype: its name in the library qwix.
+        size: inputs of a group.
+        rounds_inputs: the layers' linears round their inputs too, each token by itself; the output layer does not.
+    """
+
+    qtype: str
+    size: int
+    rounds_inputs: bool = False
+
+
+GROUPED = {
+    "mxfp8": Grouped("mxfp8", 32),
+    "mxfp4": Grouped("mxfp4", 32),
+    "nvfp4": Grouped("nvfp4", 16),
+    "nf4": Grouped("nf4", 64),
+    "int4_g32": Grouped("int4", 32),
+    "int4_g128": Grouped("int4", 128),
+    "mxfp8_w8a8": Grouped("mxfp8", 32, rounds_inputs=True),
+    "nvfp4_w4a4": Grouped("nvfp4", 16, rounds_inputs=True),
+}
 PRODUCTS = ("int8", "fp8", "fp8_per_block", "fp8_weights_per_block")
 CACHES = ("fp8", "fp8_e5m2", "fp8_truncated", "fp8_e5m2_truncated")
 
@@ -13,8 +45,8 @@ class Scheme:
     """The roundings of one engine. Imports no JAX, so that engines' records can name them.
 
     Attributes:
-        weights: precision that matrices are rounded to, the output matrix too, one of `quantize.PRECISIONS`; "" for
-            none.
+        weights: precision that matrices are rounded to, the output matrix too, one of `quantize.PRECISIONS`, some of
+            which round inputs too, see `Grouped`; "" for none.
         products: rounding of the linear layers' products, one of `PRODUCTS`, see `scheme_products`; the output layer,
             embedding, norms and attention stay in the compute dtype. "" for none. Not together with `weights`.
         skip_qkv: products of the q, k and v projections are not rounded.
@@ -46,3 +78,31 @@ def weights_alone(precision: str, cache: str) -> Scheme:
         cache: "full" or "fp8".
     """
     return Scheme(weights="" if precision == "full" else precision, cache="" if cache == "full" else cache)
+
+
+def check_grouped(precision: str, model: ModelConfig | None, tensor: int) -> None:
+    """Refuse one of `GROUPED` without its library, or with groups that do not divide the inputs of a matrix.
+
+    Args:
+        precision: of any kind; others than these are fine.
+        model: None: unknown yet.
+        tensor: devices that heads and MLP are split over.
+
+    Raises:
+        UserError: naming the precision, and the extra or the size.
+    """
+    if (form := GROUPED.get(precision)) is None:
+        return
+    wrong = ""
+    if find_spec("qwix") is None:
+        wrong = "which needs qwix: pip install 'dcmdp-jax[qwix]'"
+    elif model is not None:
+        inner = "moe_intermediate_size" if model.num_experts else "intermediate_size"
+        sizes = {"hidden_size": model.hidden_size, "num_heads x head_dim": model.num_heads * model.head_dim // tensor}
+        sizes |= {inner: getattr(model, inner) // tensor}
+        if odd := [f"{name}={size}" for name, size in sizes.items() if size % form.size]:
+            wrong = f"whose groups of {form.size} do not divide {odd[0]}" + " of each device" * (tensor > 1)
+        elif form.rounds_inputs and model.num_experts:
+            wrong = f"which rounds inputs of dense layers alone; choose {form.qtype}"
+    if wrong:
+        raise ArgumentError("precision", f"got {precision!r}, {wrong}")

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.models.products import PRECISE
-from dcmdp_jax.models.quantize import FP8_MAX, quantize_kernel
+from dcmdp_jax.models.quantize import FP8_MAX, quantize_kernel, with_rounded_inputs
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.types import Params
 
@@ -53,10 +53,10 @@ def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
 
     Args:
         layer_params: parameters of one layer, also after `decoder.fuse_projections`; of a dense model.
-        scheme: with `products`; without, the parameters come back.
+        scheme: with `products`, or `weights` whose inputs are rounded; without, the parameters come back.
     """
     if not scheme.products:
-        return layer_params
+        return with_rounded_inputs(layer_params, scheme.weights)
     attention, mlp = dict(layer_params["attention"]), dict(layer_params["mlp"])
     together = [(attention, ("o",)), (mlp, ("gate", "up")), (mlp, ("down",))]
     if not scheme.skip_qkv:

@@ -7,13 +7,13 @@ import pytest
 from dcmdp_jax.engines.local.weights import in_precision
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.layers import kernel_matmul
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.quantize import (
     PRECISIONS,
     QuantizedKernel,
     dequantize,
     quantize_kernel,
-    quantized_matmul,
 )
 
 CONFIG = ModelConfig(
@@ -108,7 +108,7 @@ def test_matmul_equals_that_of_dequantized_weights(kernel, precision, dtype):
     expected = np.asarray(x).astype(np.float64) @ wide
     size = np.abs(np.asarray(x).astype(np.float64)) @ np.abs(wide)
     for weights in (quantized, dequantize({"kernel": quantized}, dtype)["kernel"]):
-        product = quantized_matmul(x, weights)
+        product = kernel_matmul(x, weights)
         assert product.dtype == dtype
         bound = 1e-5 * size + (2.0**-8 * np.abs(expected) if dtype == jnp.bfloat16 else 0)
         assert (np.abs(np.asarray(product, np.float64) - expected) <= bound).all()

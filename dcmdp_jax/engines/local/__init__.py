@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, EnginePlan, Workload
 from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting
+from dcmdp_jax.models.scheme import GROUPED, check_grouped
 
 if TYPE_CHECKING:
     from dcmdp_jax.engines.machine import Machine, MemoryPart
     from dcmdp_jax.engines.protocol import Engine
 
 # Precisions of `models.quantize`, which imports JAX.
-_QUANTIZED = ("int8", "int4", "int3", "int2", "fp8")
+_BY_CHANNEL = ("int8", "int4", "int3", "int2", "fp8")
+_QUANTIZED = (*_BY_CHANNEL, *GROUPED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +44,13 @@ class LocalKind(EngineKind):
     routes, own_process, most_top_logprobs = True, False, math.inf
 
     def check(self, arguments: EngineArguments) -> None:
-        if arguments.compute_dtype == "float16" and arguments.precision in _QUANTIZED:
+        if arguments.compute_dtype == "float16" and arguments.precision in _BY_CHANNEL:
             raise ArgumentError(
                 "compute_dtype",
                 f"got 'float16' with `precision`={arguments.precision!r}, whose products before scaling "
                 "leave float16's range; choose bfloat16 or float32",
             )
+        check_grouped(arguments.precision, arguments.model, arguments.settings.tensor)
         if arguments.model is not None:
             from dcmdp_jax.engines.local.layout import check_mesh
 

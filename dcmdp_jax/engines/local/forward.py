@@ -21,7 +21,7 @@ from dcmdp_jax.models.decoder import block_of, final_norm, output_kernel
 from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
 from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.products import in_compute_dtype
-from dcmdp_jax.models.quantize import QuantizedKernel
+from dcmdp_jax.models.quantize import QuantizedKernel, quantized_product
 from dcmdp_jax.types import Params
 
 _SCORE_CHUNK = 1024
@@ -109,9 +109,9 @@ def embed(weights: Params, tokens: jax.Array, program: Program) -> jax.Array:
 def logits(weights: Params, hidden: jax.Array) -> jax.Array:
     """Compute logits of the device's part of the vocabulary, [..., V] float32."""
     kernel = output_kernel(weights)
-    values = kernel.values if isinstance(kernel, QuantizedKernel) else kernel
-    logits = jnp.matmul(hidden, values.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return logits * kernel.scale if isinstance(kernel, QuantizedKernel) else logits
+    if isinstance(kernel, QuantizedKernel):
+        return quantized_product(hidden, kernel)
+    return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
 def sample_tokens(

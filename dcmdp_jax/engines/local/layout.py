@@ -26,7 +26,7 @@ from dcmdp_jax.models.declare import declarations
 from dcmdp_jax.models.decoder import Block, Reduce
 from dcmdp_jax.models.ops import Ops, choose_ops
 from dcmdp_jax.models.params import model_declarations
-from dcmdp_jax.models.quantize import QuantizedKernel, dequantize
+from dcmdp_jax.models.quantize import QuantizedKernel, dequantize, is_quantized, with_rounded_inputs
 from dcmdp_jax.parallel.mesh import AXES
 from dcmdp_jax.parallel.sharding import ACTIVATION_AXES, PARAM_AXES, Axes, partition_spec
 from dcmdp_jax.types import Params
@@ -51,6 +51,7 @@ class Program:
         mesh: engine mesh, see `engine_mesh`.
         routed_experts: also return the experts that each token was sent to.
         top_logprobs: also return the likeliest tokens and their log-probs, this many; see `listed`.
+        precision: of the weights; some round inputs too, see `scheme.Grouped`.
     """
 
     config: ModelConfig
@@ -59,6 +60,7 @@ class Program:
     mesh: Mesh
     routed_experts: bool = False
     top_logprobs: int = 0
+    precision: str = ""
 
     def listed(self, mode: str) -> int:
         """Number of likeliest tokens to return: none of a greedy draw, whose log-probs are another distribution's."""
@@ -68,7 +70,7 @@ class Program:
     def of(cls, arguments: EngineArguments, mesh: Mesh) -> Program:
         """The static arguments of an engine."""
         cache = FLOAT8 if arguments.kv_cache_dtype == "fp8" else arguments.compute_dtype
-        more = arguments.routed_experts, arguments.top_logprobs
+        more = arguments.routed_experts, arguments.top_logprobs, arguments.precision
         return cls(arguments.model, arguments.compute_dtype, cache, mesh, *more)
 
     @property
@@ -144,6 +146,7 @@ class Program:
         """
         looked_up = {name: weights[name] for name in ("embedding",) if name in weights}
         weights = dequantize(weights, jnp.dtype(self.compute_dtype), keep_quantized=self.keeps_quantized) | looked_up
+        weights = with_rounded_inputs(weights, self.precision)
         if self.tensor == 1 or "bias" not in weights["layers"][0]["attention"]["o"]:
             return weights
         once = jax.lax.axis_index(TENSOR) == 0
@@ -214,12 +217,11 @@ def weight_specs(weights: Params, config: ModelConfig, mesh: Mesh) -> Params:
         if config.vocab_size % mesh.shape[TENSOR]:
             axes = tuple(None if axis == "vocab" else axis for axis in axes)
         if isinstance(leaf, QuantizedKernel):
-            # One scale for each output channel.
-            scales = partition_spec((*axes[:-2], axes[-1]), _WEIGHT_AXES)
+            scales = partition_spec(axes if leaf.grouped else (*axes[:-2], axes[-1]), _WEIGHT_AXES)
             return QuantizedKernel(partition_spec(axes, _WEIGHT_AXES), scales)
         return partition_spec(axes, _WEIGHT_AXES)
 
-    return jax.tree_util.tree_map_with_path(spec, weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    return jax.tree_util.tree_map_with_path(spec, weights, is_leaf=is_quantized)
 
 
 def convert_late(weights: Params, x: jax.Array, program: Program) -> tuple[Params, jax.Array]:
@@ -232,9 +234,6 @@ def convert_late(weights: Params, x: jax.Array, program: Program) -> tuple[Param
         x: [R, T, D], what the matrices are multiplied with.
         program: static arguments.
     """
-    if not program.keeps_quantized or not any(
-        isinstance(leaf, QuantizedKernel)
-        for leaf in jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
-    ):
+    if not program.keeps_quantized or not any(map(is_quantized, jax.tree.leaves(weights, is_leaf=is_quantized))):
         return weights, x
     return jax.lax.optimization_barrier((weights, x))
