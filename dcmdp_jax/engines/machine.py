@@ -1,7 +1,5 @@
 """Memory of a run, the capacity of a machine and the parts of its use."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp

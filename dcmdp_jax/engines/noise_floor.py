@@ -1,7 +1,5 @@
 """The noise floor of an engine: its discrepancy with itself in another batch shape."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Memory of a command's process: unneeded libraries, freed heap. Imports nothing large, so it can come first."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The protocol that every inference engine implements."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Protocol

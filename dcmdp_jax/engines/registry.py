@@ -1,7 +1,5 @@
 """The inference engines by name, and one that a user brings."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

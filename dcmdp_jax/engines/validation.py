@@ -1,7 +1,5 @@
 """Validation of engine inputs and outputs, shared by all engines."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol

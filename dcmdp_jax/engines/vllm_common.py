@@ -1,7 +1,5 @@
 """Facts of vLLM, in a sidecar and as a server: versions, temperatures, and one seed for each request."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

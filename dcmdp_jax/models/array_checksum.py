@@ -1,7 +1,5 @@
 """A checksum of an array that is the same for every sharding."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Causal grouped-query attention over packed rows, by the best kernel of the platform."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The shape of a model of one of `families.FAMILIES`, and of its adapters."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from dcmdp_jax.errors import UserError

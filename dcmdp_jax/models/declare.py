@@ -4,8 +4,6 @@ A module built from declarations holds shapes and no arrays: a model of any size
 walks it and derives shapes, initial values, shardings, Hugging Face tensors and what an engine quantizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ Parameters are a plain nested dict with the layers stacked on the leading axis, 
 table understand; `params.py` derives everything about them from the modules' declarations.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -3,8 +3,6 @@
 Every switch is one that a layer has in place of another. A family that needs more is named in `MISSING`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

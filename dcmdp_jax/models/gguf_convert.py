@@ -1,7 +1,5 @@
 """A GGUF file, or the one in a Python package, as a Hugging Face directory: weights, tokenizer, chat template."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

@@ -1,7 +1,5 @@
 """Models in GGUF files, llama.cpp's format: their shape, and their tensors dequantized under Hugging Face's names."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """config.json in and out: a `ModelConfig` from the fields that transformers writes, and the fields of one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fields of a config.json: numbers in range, and flags."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from dcmdp_jax.errors import UserError

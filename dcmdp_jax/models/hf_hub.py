@@ -3,8 +3,6 @@
 Only safetensors, JSON, tokenizer and GGUF files; no code.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

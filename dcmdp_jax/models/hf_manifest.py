@@ -1,7 +1,5 @@
 """Checks of a Hugging Face directory: tensors against config.json by their headers, and values that must be finite."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -1,7 +1,5 @@
 """Parameters from Hugging Face directories and back: safetensors in, config.json, safetensors and tokenizer out."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

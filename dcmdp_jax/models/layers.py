@@ -1,7 +1,5 @@
 """Linear layer, RMS norm, MLP and rotary frequencies of a decoder."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

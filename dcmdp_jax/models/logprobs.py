@@ -3,8 +3,6 @@
 The one place where the shift by one happens: `logprobs[t]` belongs to token t and comes from hidden state t - 1.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

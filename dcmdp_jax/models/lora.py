@@ -5,8 +5,6 @@
 Adapters are declared, drawn, sharded and saved like any parameters. The base holds W, in float32, bfloat16 or int8.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from pathlib import Path

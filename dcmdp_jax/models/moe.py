@@ -3,8 +3,6 @@
 No token is dropped: the rows of each expert are computed together, however many they are.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

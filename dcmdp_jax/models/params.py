@@ -1,7 +1,5 @@
 """Tables derived from the declarations of a model's parameters: shapes, initial values, axes, Hugging Face tensors."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

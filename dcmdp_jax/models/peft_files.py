@@ -1,7 +1,5 @@
 """Adapters as PEFT's directories: adapter_config.json and adapter_model.safetensors."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Weights of an inference engine in 8, 4, 3 or 2 bits, one scale per output channel or per group of its inputs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Base and scaling of the rotary embedding, from and to the fields of a config.json."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Log-probs of packed rows by the training stack's forward pass."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

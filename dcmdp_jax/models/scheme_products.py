@@ -13,8 +13,6 @@ the plain product at the rounded factors, d y / d x = Q(W), d y / d W = Q(x) (Be
 A maximum over an axis that a mesh splits is that of all devices: arrays here are global, the compiler reduces.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """A vLLM server reached over HTTP: completions of token ids, many at a time, each with a time limit."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Client of a vLLM server with its own weights, an engine for evaluation and scoring."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -4,8 +4,6 @@ Keys are stored transposed, [R, K, h, S]; values are [R, K, S, h]. With these la
 memory sequentially on XLA:CPU (keys stored like values cost 2 to 7 times as much). `decode.decode` describes the slots.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

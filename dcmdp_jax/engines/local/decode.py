@@ -1,7 +1,5 @@
 """Compiled programs of the embedded engine that sample: prefill, first_tokens and decode."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

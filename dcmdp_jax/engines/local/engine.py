@@ -1,7 +1,5 @@
 """The embedded inference engine: samples completions in JAX, in the trainer's process."""
 
-from __future__ import annotations
-
 import logging
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Sequence

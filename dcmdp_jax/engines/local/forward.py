@@ -3,8 +3,6 @@
 All but `score` runs inside a `shard_map`; a tensor group may have split the vocabulary.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

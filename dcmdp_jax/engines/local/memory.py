@@ -1,7 +1,5 @@
 """Memory of the embedded engine, by the scheduler's own arithmetic."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """The embedded engine's programs with abstract arguments: for any mesh, and compiled ahead of the calls."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

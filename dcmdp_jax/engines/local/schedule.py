@@ -1,7 +1,5 @@
 """Scheduling of rows into batches: batches are refilled, and caches grow only as long as their rows need."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import deque

@@ -1,7 +1,5 @@
 """The scheduler's arithmetic: shapes of batches and caches. The memory plan and `dcmdp plan` ask it too."""
 
-from __future__ import annotations
-
 # Max attention scores in memory during a forward pass over whole rows: 1 GiB in float32.
 ATTENTION_ELEMENTS = 2**28
 PREEMPTED_CACHES = 2

@@ -4,8 +4,6 @@ One layer at a time: parts of a leaf are cast or quantized where the trainer has
 and arrive where the engine wants them. No device and no host holds more of the trainer's tree than its own part.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A sidecar process that runs an inference engine: start it, ask it, watch it."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

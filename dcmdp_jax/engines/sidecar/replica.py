@@ -1,7 +1,5 @@
 """One sidecar of an engine. Loads the published weights, samples and scores, also after a restart."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Weight segments, on both sides: anonymous shared memory, the layout of the tensors in it, and their checksums."""
 
-from __future__ import annotations
-
 import math
 import os
 import zlib

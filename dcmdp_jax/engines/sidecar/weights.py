@@ -3,8 +3,6 @@
 One copy serves all replicas of an engine; a second one is being written.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -7,8 +7,6 @@ No pickle. Weights do not travel in frames, see `segments`. Both sides import th
 only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

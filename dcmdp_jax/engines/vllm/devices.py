@@ -1,7 +1,5 @@
 """The GPUs of the sidecars, and the memory of GPUs that the trainer has too."""
 
-from __future__ import annotations
-
 import os
 
 from dcmdp_jax.engines.engine_kind import DeviceShare

@@ -1,7 +1,5 @@
 """The trainer's side of vLLM: the `Engine` protocol over one sidecar, or over several."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """vLLM's arguments and environment from a run's settings: fixed ones, and further ones that a user may add."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Memory of the sidecars: shared weights, and what vLLM's CPU build allocates."""
 
-from __future__ import annotations
-
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.machine import Machine, MemoryPart, exact
 from dcmdp_jax.engines.sidecar.weights import WeightBridge

@@ -4,8 +4,6 @@ Every version computes what `reference` computes, up to rounding. Other attentio
 a setting of their own: `attention.choose_kernel`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The product of rows with the matrices of their groups, block by block: for CPU and GPU."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

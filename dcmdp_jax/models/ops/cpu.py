@@ -3,8 +3,6 @@
 benchmarks/README.md has the figures. None of them was measured on another platform.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

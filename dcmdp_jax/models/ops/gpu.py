@@ -6,8 +6,6 @@ refused with the way out, `training.segments_per_row=1`. Another, on Python 3.12
 gave the plain version's values and gradients on a CPU to 1.5e-6; its GPU kernels were not tried.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

@@ -1,7 +1,5 @@
 """The operations of a decoder in plain `jax.numpy`, differentiated by JAX: what tests compare other versions with."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

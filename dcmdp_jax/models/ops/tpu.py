@@ -1,7 +1,5 @@
 """Kernels of TPUs: splash attention, which skips blocks of other segments, and the grouped product of megablox."""
 
-from __future__ import annotations
-
 import math
 
 import jax
