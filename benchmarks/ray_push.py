@@ -3,8 +3,9 @@
     python -m benchmarks.ray_push --replicas 1,2,4 --repeats 5
 
 Parameters and weights in bfloat16, without the probe. A row for each number of replicas: median and spread of pushes
-after the first, and sampled tokens a second of 64 prompts. A bandwidth between hosts is not measured. On two busy cores,
-67 MB: 0.108 s by sidecars and 0.189 s by Ray with one replica, 0.175 and 0.333 s with two, 0.178 and 0.357 s with four.
+after the first, and sampled tokens a second of 64 prompts. A bandwidth between hosts is not measured.
+67 MB on two busy cores: 0.108 s by sidecars and 0.189 s by Ray with one replica, 0.175 and 0.333 s with two,
+0.178 and 0.357 s with four.
 """
 
 from __future__ import annotations
