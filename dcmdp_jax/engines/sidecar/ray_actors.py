@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S, _FREE_S = 120.0, 15.0
 # The head is looked for so often, and lost when nobody answered for so long.
-_HEAD_S, _LOST_S = 5.0, 30.0
+_HEAD_S, _LOST_S = 5.0, 20.0
 # When it was looked for, and since when nobody answers; 0: it answered.
 _seen = [0.0, 0.0]
 
@@ -149,7 +149,16 @@ class ActorProcess(EngineProcess):
             options: Ray's, such as resources.
             start: fields of the request "start".
             places: a line is added with the node, once it is ready.
+
+        Raises:
+            EngineError: see `check_head`.
         """
+        # Without the head the next call would block, and Ray end this process after a minute of it.
+        _seen[0] = 0.0
+        check_head()
+        while _seen[1]:
+            time.sleep(1.0)
+            check_head()
         self._actor = ray.remote(actor).options(**options, num_cpus=0, scheduling_strategy="SPREAD").remote()
         super().__init__(name, "in Ray's directory on its node", ActorConnection(self._actor))
         self.pid, self._places = 0, places
