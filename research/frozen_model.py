@@ -1,6 +1,6 @@
 """Mismatch of several engines on a model that nobody trains: each samples, the training stack scores in float32.
 
-    python -m research.frozen_model --out=runs/frozen                                  the seven engines and a control
+    python -m research.frozen_model --out=runs/frozen                                  fourteen engines and a control
     python -m research.frozen_model --out=runs/frozen --completions=2 --engine=local:int4         one of them, smaller
     python -m research.frozen_model --out=runs/frozen --json=research/kept/frozen.json                  only sums up
 
@@ -30,7 +30,8 @@ from dcmdp_jax.errors import EngineError, UserError
 CONTROL = "local:float32"
 ENGINES = (
     CONTROL, "local:int4", "local:int8", "vllm:bfloat16", "local:float32,cache=fp8", "vllm:bfloat16,cache=fp8",
-    "local:int3", "local:int2",
+    "local:int3", "local:int2", "local:mxfp8", "local:nvfp4", "local:mxfp4", "local:nf4", "local:int4_g32",
+    "local:mxfp8_w8a8", "local:nvfp4_w4a4",
 )  # fmt: skip
 AGAIN = 4
 """Completions that are scored again for the noise floors."""

@@ -78,12 +78,12 @@ def answer(kept: Kept) -> str:
     lines = []
     for said in ("afraid", "watch", "calm"):
         each = [
-            f"`{name}` (k3 {mean(real[name], 'k3')[0]:.2g}, {1e4 * mean(real[name], 'large')[0]:.3g} large deltas of "
-            "10,000)"
+            f"`{name}` ({mean(real[name], 'k3')[0]:.2g}, {1e4 * mean(real[name], 'large')[0]:.3g})"
             for name, found in verdicts.items()
             if found == said
         ]
-        lines.append(f"- **{said.capitalize()}**: {', '.join(each) or 'none'}.")
+        unit = " (k3, large deltas of 10,000)" * (said == "afraid")
+        lines.append(f"- **{said.capitalize()}**{unit}: {', '.join(each) or 'none'}.")
     if missing := [f"`{name}`" for name in ENGINES if name not in real]:
         lines.append(f"- Not run to the end yet: {', '.join(missing)}.")
     if _FIRST in real:
@@ -228,9 +228,10 @@ def tables(kept: Kept) -> dict[str, str]:
 def draw(kept: Kept) -> Figure:
     """Plot the tails of delta and |eps|, and the mean and 99.9th percentile of |eps| and delta by p."""
     kept = {name: one for name, one in kept.items() if name != _DEMO + CONTROL}
-    figure, places = make_figure(11.5, 8.2, "Seven engines on a frozen SmolLM2-135M-Instruct", rows=2, columns=2)
+    figure, places = make_figure(11.5, 8.2, "Engines on a frozen SmolLM2-135M-Instruct", rows=2, columns=2)
     lines = {
         name: {"color": "#999999" if number == 0 else COLORS[(number - 1) % len(COLORS)], "linewidth": 1.6}
+        | ({"linestyle": ":"} if number > len(COLORS) else {})
         | ({"linestyle": "--", "color": "#222222"} if name.startswith(_DEMO) else {})
         for number, name in enumerate(kept)
     }

@@ -93,7 +93,7 @@ def test_the_verdicts_are_those_of_the_rule():
     assert [tail_like(_engine(0, 0, tail), demo)[0] for tail in (0.3, 0.1, 0.015)] == ["yes", "open", "no"]
     assert [tail_like(_engine(0, large, 0.3), other)[0] for large in (2, 1, 0)] == ["yes", "open", "no"]
     found = answer({"local:int4": afraid, "vllm:bfloat16": calm, "the demo's policy, local:int4": demo})
-    assert "- **Afraid**: `local:int4` (k3 0, 20 large deltas of 10,000)." in found and "**Watch**: none." in found
+    assert "- **Afraid** (k3, large deltas of 10,000): `local:int4` (0, 20)." in found and "**Watch**: none." in found
     assert "yet: `local:float32`, `local:int8`," in found
 
 
