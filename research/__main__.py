@@ -71,11 +71,15 @@ def _charge_in_a_real_model() -> str:
     return charge_in_a_real_model.table(json.loads(charge_in_a_real_model.KEPT.read_text(encoding="utf-8")))
 
 
+def _regime(name: str) -> str:
+    return paper_regime.text(paper_regime.read_kept(name))
+
+
 def _charge_gradients() -> str:
     return charge_gradients.gradient_table(json.loads((KEPT / "charge_gradients.json").read_text(encoding="utf-8")))
 
 
-_REGIME = paper_regime.KEPT.exists()
+_REGIMES = [name for name in STUDIES if name.startswith("paper_regime")]
 TEXTS: Mapping[str, Callable[[], str]] = {
     "arms": kept_studies.arms_text,
     "ascents": ascents.text,
@@ -88,7 +92,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "theory": theory_tables.text,
     "charge_gradients": _charge_gradients,
     **({"charge_in_a_real_model": _charge_in_a_real_model} if charge_in_a_real_model.KEPT.exists() else {}),
-    **({"paper_regime": lambda: paper_regime.text(long_tables.read(paper_regime.KEPT))} if _REGIME else {}),
+    **{name: functools.partial(_regime, name) for name in _REGIMES},
 }
 """Name -> the text of tables/NAME.txt."""
 _STEMS = {name: "smollm2_int4" if name == "smollm2" else name for name in long_tables.STUDIES}
@@ -96,7 +100,7 @@ FIGURES: Mapping[str, Callable[[], Mapping[str, Figure]]] = {
     **{name: functools.partial(_drawn, name, stem) for name, stem in _STEMS.items()},
     "dose_response_vllm": lambda: dose_tables.figures(long_tables.read(_kept("dose_response_vllm"))),
     "dose_response": lambda: dose_tables.figures(long_tables.read(_kept("dose_response")), KEPT / "oracle.json"),
-    **({"paper_regime": lambda: paper_regime.figures(long_tables.read(paper_regime.KEPT))} if _REGIME else {}),
+    "paper_regime": lambda: paper_regime.figures(paper_regime.read_kept("paper_regime")),
     "frozen": lambda: {"frozen": frozen_tables.draw(frozen_tables.read_kept())},
 }
 """Name -> figures by the stem of their file in images/."""

@@ -24,9 +24,9 @@ from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import make_figure, style_axes
 from research.dose_tables import holm
-from research.long_tables import BASELINE, CONTROLS, RESPONSES, ended, pooled, yardstick
+from research.long_tables import BASELINE, CONTROLS, RESPONSES, ended, pooled, read, yardstick
 
-KEPT = Path(__file__).parent / "kept" / "paper_regime.jsonl.gz"
+KEPT = Path(__file__).parent / "kept"
 SMALLEST = 17.0
 """Points of score below which a difference is said not to matter."""
 _WINDOW = 4
@@ -47,6 +47,15 @@ class Difference:
     high: float
     p: float
     held: bool = False
+
+
+def read_kept(name: str) -> Table:
+    """Runs of `paper_regime`, `paper_regime_readings` (beside the main study's GRPO and replicate) or `..._calm`."""
+    runs = read(KEPT / f"{name}.jsonl.gz")
+    if name != "paper_regime_readings":
+        return runs
+    main = read(KEPT / "paper_regime.jsonl.gz")
+    return {arm: main[arm] for arm in (BASELINE, CONTROLS[-1])} | {arm: runs[arm] for arm in runs if arm != BASELINE}
 
 
 EXACTLY, OWN = "held-out, exact engine, %", "held-out, own engine, %"
