@@ -152,6 +152,8 @@ def draw(runs: Table, name: str) -> Figure:
             for series in runs[of].values():
                 axes.plot(*FIGURES[name](series), color=color, linewidth=0.9)
         style_axes(axes, arm, x="training step")
+    for axes in places[len(arms) :]:
+        axes.set_visible(False)
     return figure
 
 
