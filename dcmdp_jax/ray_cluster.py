@@ -90,4 +90,4 @@ def disconnect() -> None:
     _open.pop()
     if not _open:
         ray.shutdown()
-        shutil.rmtree(_own[0] if _own else "", ignore_errors=True)
+        shutil.rmtree(_own[0] if _own else "", ignore_errors=True)  # what is in use yet, the reaper removes

@@ -13,7 +13,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -24,9 +23,9 @@ from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import make_figure, style_axes
 from research.dose_tables import holm
+from research.kept_studies import KEPT
 from research.long_tables import BASELINE, CONTROLS, RESPONSES, ended, pooled, read, yardstick
 
-KEPT = Path(__file__).parent / "kept"
 SMALLEST = 17.0
 """Points of score below which a difference is said not to matter."""
 _WINDOW = 4

@@ -20,6 +20,7 @@ from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
 from dcmdp_jax.lab.studies.results import tables
 from research import paper_regime
 from research.ascents import ascents, fixed
+from research.charge_in_a_real_model import ENGINES, MEANS
 from research.dose_tables import (
     holm,
     measure_doses,
@@ -622,7 +623,8 @@ def test_what_the_page_says_of_other_readings_is_what_the_kept_runs_did():
         assert f"{text} {ends[0][arm]} and {ends[1][arm]}" in page, arm
     assert len(calm["charge_centered"]) == 5
     said = f"with score centering {ends[1]['charge_centered']} of the latter (the token's: {ends[1]['token_1']})"
-    assert said in page and round(fisher_exact([[0, 5], [4, 1]]).pvalue, 2) == 0.05  # the rule's difference
+    five = [[ends[1][arm], 5 - ends[1][arm]] for arm in ("charge_centered", "token_1")]
+    assert said in page and round(fisher_exact(five).pvalue, 2) == 0.05  # the rule's difference
     found = paper_regime.differences(late, paper_regime.EXACTLY)
     assert {arm for arm in found if found[arm].held} == {"threshold"}
 
@@ -630,15 +632,13 @@ def test_what_the_page_says_of_other_readings_is_what_the_kept_runs_did():
 def test_what_the_first_screens_say_of_a_real_model_is_what_was_measured():
     """Geometric means over 16 batches of |charge| / |advantages| at lambda 0.1, the mean over completions."""
     kept = json.loads((_KEPT / "charge_in_a_real_model.json").read_text())
-    assert {engine: len(batches) for engine, batches in kept.items()} == dict.fromkeys(kept, 16) and len(kept) == 3
+    assert {engine: len(batches) for engine, batches in kept.items()} == dict.fromkeys(ENGINES, 16)
     ratios = {}
     for engine, batches in kept.items():
-        for mean in ("seq_mean_token_mean", "token_mean"):
+        for mean in MEANS:
             each = [batch[f"{mean} charge"] / batch[f"{mean} advantages"] for batch in batches]
             ratios[engine, mean] = 100 * math.exp(np.mean(np.log(each)))
-    bf16, cache, int8 = (
-        ratios[engine, "seq_mean_token_mean"] for engine in ("vllm:bfloat16", "vllm:bfloat16,cache=fp8", "local:int8")
-    )
+    bf16, cache, int8 = (ratios[engine, MEANS[0]] for engine in ENGINES)
     page, readme = (" ".join(path.read_text().split()) for path in (_PAGE, _ROOT / "README.md"))
     assert f"{bf16:.2g}% of the advantages' (vLLM's BF16), {cache:.2g}% (FP8 cache), {int8:.2g}% (INT8)" in page
     assert f"the charge's gradient is {min(ratios.values()):.1f} to {max(ratios.values()):.1f}% of the adv" in readme
