@@ -106,7 +106,12 @@ def log_ratio_squared(
     return losses + tau * clamped_log_ratio(tokens.train_logprobs, tokens.rollout_logprobs) ** 2, statistics
 
 
-LOSSES: Mapping[str, Function] = {"surrogate": surrogate, "log_ratio_squared": log_ratio_squared}
+def likelihood(tokens: Tokens, *, trust_region: Function = clip) -> tuple[Float[jax.Array, "R L"], Statistics]:
+    """-log pi of each token, whatever its advantage and trust region: supervised fine-tuning (`dcmdp sft`)."""
+    return -tokens.train_logprobs, {}
+
+
+LOSSES: Mapping[str, Function] = {each.__name__: each for each in (surrogate, log_ratio_squared, likelihood)}
 """Name -> loss around a trust region, a remedy (`remedies`): from the tokens to token losses [R, L]."""
 
 

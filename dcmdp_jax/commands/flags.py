@@ -39,12 +39,13 @@ _NO_PRESETS = ("__init__", "base")
 _OVERRIDE = "config."
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str], command: str = "train") -> argparse.Namespace:
     """Read the command line of a run.
 
     Args:
         argv: list like `sys.argv`: the program's name, then `--config=FILE[:ARGUMENT]`, overrides
             `--config.section.name=value`, `--dry_run` and `--print_config`.
+        command: the command, "train" or "sft".
 
     Returns:
         `config`, the checked `Config`; `dry_run`, print the plan and stop; `print_config`, print the config and stop.
@@ -53,10 +54,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         UserError: in one line, for a misspelled or ill-typed flag, a config file that is missing or fails, or a
             setting that `from_config_dict` refuses.
     """
-    about = (
-        "Train a policy; the same command resumes a run. dcmdp settings lists settings, --config.section.name=value."
-    )
-    parser = Parser("train", description=about)
+    what = "Train a policy" if command == "train" else "Learn from the conversations of task.train"
+    about = f"{what}; the same command resumes a run. dcmdp settings lists settings, --config.section.name=value."
+    parser = Parser(command, description=about)
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the plan, and stop")
     parser.add_argument("--print_config", action="store_true", help="print every setting, mark what differs, and stop")
     return parse_with(parser, argv)

@@ -15,6 +15,7 @@ from dcmdp_jax.errors import UserError
 
 COMMANDS = {
     "train": "train a policy; the same command resumes a run",
+    "sft": "supervised fine-tuning on conversations",
     "evaluate": "avg@K and pass@K of a model, and tables over runs",
     "report": "plots and a page of one run, or of several",
     "view": "completions and curves on one page",

@@ -18,7 +18,7 @@ from dcmdp_jax.activity import COMPILING, activity
 from dcmdp_jax.commands.cli import keep_tracebacks_in
 from dcmdp_jax.commands.flags import load_config, parse
 from dcmdp_jax.config.arguments import HOSTS, as_settings
-from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.config.load import for_supervision, from_config_dict
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.config.text import print_config
 from dcmdp_jax.engines.protocol import EngineError
@@ -35,10 +35,12 @@ EXPECTED = (EngineError, MemoryError, TrainingStopped)
 """Failures whose message is enough."""
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], *, supervised: bool = False) -> int:
     """Check everything, print the plan, train, write the report."""
-    arguments = parse(argv)
+    arguments = parse(argv, "sft" if supervised else "train")
     config = arguments.config
+    if supervised or config.supervised:
+        config = for_supervision(config)
     if arguments.print_config:
         print(print_config(config))
         return 0
@@ -78,7 +80,7 @@ def train(config: Config | ConfigDict | Mapping[str, Any] | str, *, show: Callab
         config = from_config_dict(config)
     if not isinstance(config, Config):
         raise UserError(f"config: got {shorten(config)}, must be a Config, a ConfigDict or a preset's name")
-    _run(config, show or (lambda line: None))
+    _run(for_supervision(config) if config.supervised else config, show or (lambda line: None))
     return Path(config.run_dir)
 
 

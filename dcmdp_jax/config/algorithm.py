@@ -85,8 +85,8 @@ class AlgorithmSettings:
             shift in probability, dppo_kl the binary KL in nats, drpo smoothly the shift. Source: paper [6.1]: clip,
             high 0.24; low is ours.
         loss: Loss of a token: surrogate, the negated objective of trust_region, log_ratio_squared(tau=0.001), which
-            adds tau (log pi - log q)^2, or a function of yours as path.py:function(parameter=value)
-            (docs/remedies.md). Source: paper: surrogate.
+            adds tau (log pi - log q)^2, likelihood (dcmdp sft), or a function of yours as
+            path.py:function(parameter=value) (docs/remedies.md). Source: paper: surrogate.
         ratio_level: Importance ratio of each token, or one of each completion, the geometric mean of its tokens'
             (GSPO). Source: paper: token.
         ratio_denominator: Denominator of the importance ratio. train: the training stack. rollout: the inference

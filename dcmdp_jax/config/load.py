@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from dcmdp_jax.config.algorithm import canonical, spelled_out
+from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, spelled_out
 from dcmdp_jax.config.checks import validate, validate_sampling
 from dcmdp_jax.config.engine import check_name
-from dcmdp_jax.config.settings import Config, setting_names, to_dict
+from dcmdp_jax.config.rollout import RolloutSettings
+from dcmdp_jax.config.settings import Config, WarmupSettings, setting_names, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import build, declared, flatten, nearest_name, parse_text, replace_value
 from dcmdp_jax.inputs import shorten
@@ -71,6 +72,7 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
     alone = {"rollout.lag": 0, "rollout.router_replay": False, "mesh.cpu_devices": 0}
     # Of the engine and the functions that the run had.
     alone |= {"rollout.engine_args": ""} if overrides.get("rollout.engine", engine) != engine else {}
+    alone |= {"algorithm.loss": "surrogate"} if config.supervised else {}
     alone |= {"rewards.weights": ()} if "rewards.functions" in overrides else {}
     values["rollout"]["local"] = {}
     for name, value in {**alone, **overrides}.items():
@@ -80,6 +82,15 @@ def for_sampling(config: Config, overrides: Mapping[str, Any]) -> Config:
     alone = {"rollout.temperature": 0, "rollout.group_size": 1}
     validate_sampling(made, {name for name, value in overrides.items() if value != alone.get(name)})
     return made
+
+
+def for_supervision(config: Config) -> Config:
+    """A config to learn from conversations: nothing is sampled, a prompt has one completion, the loss is likelihood."""
+    rollout = RolloutSettings(group_size=1, max_completion_tokens=config.rollout.max_completion_tokens)
+    names = {"method": "grpo", "loss": "likelihood", "aggregation": "token_mean"}
+    algorithm = AlgorithmSettings(**names, router_aux_loss=config.algorithm.router_aux_loss)
+    changed = {"observe": dataclasses.replace(config.observe, samples=0, rollouts_every_steps=0)}
+    return dataclasses.replace(config, rollout=rollout, algorithm=algorithm, warmup=WarmupSettings(), **changed)
 
 
 def parse_value(name: str, text: str) -> Any:

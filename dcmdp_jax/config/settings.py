@@ -391,6 +391,11 @@ class Config:
     observe: ObserveSettings = ObserveSettings()
 
     @property
+    def supervised(self) -> bool:
+        """Whether the run learns from conversations (`dcmdp sft`), without an engine and rewards."""
+        return self.algorithm.loss == "likelihood"
+
+    @property
     def mini_batches(self) -> int:
         """Optimizer updates in a step."""
         return self.training.prompts_per_step // self.training.prompts_per_mini_batch

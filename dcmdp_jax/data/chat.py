@@ -80,15 +80,7 @@ def render_chat(
     Raises:
         Exception: any exception of the template; ValueError if it writes far more than the chat.
     """
-    given, tools = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
-    most = _TEMPLATE_CHARACTERS + 8 * len(str((given, tools)))
-
-    def write(chat: Sequence[Message], **end: bool) -> str:
-        text = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **end, **variables)
-        if len(text) > most:
-            raise ValueError(f"it writes {len(text):,} characters, at most {most:,} are taken for this chat")
-        return text
-
+    given, write = list(messages), functools.partial(write_chat, tokenizer, tools=tools, **variables)
     if given[-1]["role"] != "assistant":
         return write(given, add_generation_prompt=generation)
     if len(given) == 1:
@@ -98,6 +90,22 @@ def render_chat(
     space = whole[len(prompt) :].partition(begun.strip() or "\0")[0] if whole.startswith(prompt) else ""
     prompt = _THOUGHT.sub("", prompt) if begun.startswith("<think>") else prompt
     return prompt + ("" if space.strip() else space) + begun
+
+
+def write_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Sequence[Any] = (), **options: Any
+) -> Any:
+    """Messages as the template writes them, by `apply_chat_template` with these options.
+
+    Raises:
+        Exception: any exception of the template; ValueError if it writes far more than the chat.
+    """
+    given, described = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
+    most = _TEMPLATE_CHARACTERS + 8 * len(str((given, described)))
+    text = tokenizer.apply_chat_template(given, tools=described, **{"tokenize": False, **options})
+    if len(text) > most:
+        raise ValueError(f"it writes {len(text):,} characters, at most {most:,} are taken for this chat")
+    return text
 
 
 def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:
@@ -113,7 +121,7 @@ def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:
 
 def problem_texts(problem: Problem) -> list[str]:
     """The problem's own texts."""
-    return [problem.prompt, *(message["content"] for message in problem.messages)]
+    return [problem.prompt, *(message["content"] for message in (*problem.messages, *problem.completion))]
 
 
 def with_suffix(problem: Problem, prompt_suffix: str) -> str:

@@ -109,7 +109,8 @@ def _content(problem: Problem) -> tuple[Any, ...]:
     """All that makes a row another problem. pandas numbers rows in a column of its own, which does not."""
     columns = {name: value for name, value in problem.columns.items() if name != PANDAS_INDEX}
     described = json.dumps(columns, sort_keys=True, default=repr) if columns else ""
-    chat = json.dumps([problem.messages, problem.tools], sort_keys=True, default=repr) if problem.messages else ""
+    messages = problem.messages, problem.completion, problem.tools
+    chat = json.dumps(messages, sort_keys=True, default=repr) if problem.messages or problem.completion else ""
     return chat, problem.prompt, problem.answer, problem.solution, described
 
 

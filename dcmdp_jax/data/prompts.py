@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.data.chat import chat_messages, problem_texts, render_checked, template_variables, with_suffix
+from dcmdp_jax.data import chat
 from dcmdp_jax.data.tokenizer import check_tokenizer, encode_texts
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.rewards.protocol import Problem
+from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.inputs import shorten_name
+from dcmdp_jax.rewards.protocol import Message, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOG = logging.getLogger(__name__)
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class EncodedPrompts(NamedTuple):
@@ -29,12 +33,14 @@ class EncodedPrompts(NamedTuple):
         token_ids: for each, [P_i] int32, from the template's first token to the start of the assistant's turn.
         dropped: number of problems left out because their prompts are over the limit.
         with_control_tokens: number of the problems asked for, kept or not, whose own text holds a control token.
+        targets: for each conversation to learn from, [P_i] bool, the tokens that are learned; empty for prompts.
     """
 
     problems: list[Problem]
     token_ids: list[np.ndarray]
     dropped: int
     with_control_tokens: int
+    targets: Sequence[np.ndarray] = ()
 
     def select(self, places: slice) -> EncodedPrompts:
         """The problems at these places, and their prompts."""
@@ -48,6 +54,7 @@ def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:
         token_ids=[ids for part in parts for ids in part.token_ids],
         dropped=sum(part.dropped for part in parts),
         with_control_tokens=sum(part.with_control_tokens for part in parts),
+        targets=[targets for part in parts for targets in part.targets],
     )
 
 
@@ -58,6 +65,7 @@ def encode_prompts(
     prompt_suffix: str = "",
     max_prompt_tokens: int,
     chat_template_kwargs: str = "",
+    learned: bool = False,
 ) -> EncodedPrompts:
     r"""Turn problems into prompts. Prompts over the length limit are left out, counted and logged.
 
@@ -69,12 +77,19 @@ def encode_prompts(
 
     The ids encode the rendered template, which contains its special tokens: the tokenizer adds no others.
 
+    With `learned` they are whole conversations. A completion that is text follows its prompt as a policy would sample
+    it, the end token behind it; these are the targets. Of messages the targets are the assistant's turns: what the
+    template's `{% generation %}` marks, or without marks what the chat up to a turn has more than the chat before it
+    with its generation prompt, both of which must be prefixes of the whole, token by token. Space behind a turn is no
+    target, and the end token follows the last one where the template writes no special token there.
+
     Args:
         problems: the problems to ask.
         tokenizer: with a chat template and an end-of-sequence token.
         prompt_suffix: appended to the user's message unchanged; include a line break if you want one.
-        max_prompt_tokens: longest prompt kept, template included, at least 1.
+        max_prompt_tokens: longest prompt kept, template included, at least 1; with `learned` longest conversation.
         chat_template_kwargs: variables of the template as a JSON object, `{"enable_thinking": false}` say.
+        learned: the problems have completions, which are learned; the result has `targets`.
 
     Raises:
         UserError: if the tokenizer is refused (`check_tokenizer`), the template does not know one of its variables or
@@ -83,36 +98,87 @@ def encode_prompts(
     if max_prompt_tokens < 1:
         raise UserError(f"max_prompt_tokens = {max_prompt_tokens}: must be at least 1")
     check_tokenizer(tokenizer)
-    variables = template_variables(chat_template_kwargs, tokenizer)
+    variables = chat.template_variables(chat_template_kwargs, tokenizer)
+    asked = [chat.chat_messages(problem, prompt_suffix) if problem.prompt else [] for problem in problems]
     texts = []
     instructed = 0
-    for problem in problems:
-        instructed += bool(prompt_suffix) and with_suffix(problem, prompt_suffix) == problem.prompt
-        what = f"problem {problem.index} of {problem.source}"
-        messages = chat_messages(problem, prompt_suffix)
-        texts.append(render_checked(tokenizer, messages, "the chat template", what, variables, problem.tools))
+    for problem, messages in zip(problems, asked, strict=True):
+        instructed += bool(prompt_suffix and messages) and chat.with_suffix(problem, prompt_suffix) == problem.prompt
+        given = messages, "the chat template", _name(problem), variables, problem.tools
+        texts.append(chat.render_checked(tokenizer, *given) if messages else "")
     with_control_tokens = _count_control_tokens(problems, tokenizer)
     if instructed:
         _LOG.warning(
             "%d of %d prompts say themselves how to write the answer, and get no prompt_suffix", instructed, len(texts)
         )
-    encoded = encode_texts(tokenizer, texts, "the prompts")
+    encoded, targets = encode_texts(tokenizer, texts, "the prompts"), []
+    nouns, limit = ("conversations", "max_total_tokens") if learned else ("prompts", "max_prompt_tokens")
+    if learned:
+        completions = encode_texts(tokenizer, [problem.solution for problem in problems], "the completions")
+        rows = zip(problems, asked, encoded, completions, strict=True)
+        encoded, targets = zip(*(_learned(tokenizer, variables, *row) for row in rows), strict=True)
     fits = [len(ids) <= max_prompt_tokens for ids in encoded]
     if dropped := fits.count(False):
+        lengths = [*map(len, encoded)]
         _LOG.warning(
-            "%d of %d prompts are over max_prompt_tokens = %d (the longest has %d) and left out",
-            *(dropped, len(fits), max_prompt_tokens, max(map(len, encoded))),
+            "%d of %d %s are over %s = %d (the longest has %d) and left out",
+            *(dropped, len(fits), nouns, limit, max_prompt_tokens, max(lengths)),
         )
         if dropped == len(fits):
-            raise UserError(
-                f"max_prompt_tokens = {max_prompt_tokens} leaves no prompt: the shortest has {min(map(len, encoded))}"
-            )
+            raise UserError(f"{limit} = {max_prompt_tokens} leaves no {nouns[:-1]}: the shortest has {min(lengths)}")
     return EncodedPrompts(
-        problems=[problem for problem, fit in zip(problems, fits, strict=True) if fit],
-        token_ids=[np.asarray(ids, dtype=np.int32) for ids, fit in zip(encoded, fits, strict=True) if fit],
+        problems=[*itertools.compress(problems, fits)],
+        token_ids=[np.asarray(ids, dtype=np.int32) for ids in itertools.compress(encoded, fits)],
         dropped=dropped,
         with_control_tokens=with_control_tokens,
+        targets=[*itertools.compress(targets, fits)],
     )
+
+
+def _name(problem: Problem) -> str:
+    return f"problem {problem.index} of {problem.source}"
+
+
+def _learned(
+    tokenizer: PreTrainedTokenizerBase,
+    variables: Mapping[str, Any],
+    problem: Problem,
+    asked: Sequence[Message],
+    prompt: list[int],
+    completion: list[int],
+) -> tuple[list[int], np.ndarray]:
+    """The token ids of a problem with its completion, and which of them are targets: never the first."""
+    if not problem.completion:
+        ids = [*prompt, *completion, tokenizer.eos_token_id]
+        return ids, np.arange(len(ids)) >= len(prompt)
+    messages, name = [*asked, *problem.completion], _name(problem)
+    turns = [place for place in range(len(asked), len(messages)) if messages[place]["role"] == "assistant"]
+    write = functools.partial(chat.write_chat, tokenizer, tools=problem.tools, **variables)
+    try:
+        before = [write(messages[:place], add_generation_prompt=True) if place else "" for place in turns]
+        texts = [write(messages), *before, *(write(messages[: place + 1]) for place in turns)]
+        whole, *parts = encode_texts(tokenizer, texts, name)
+        if marked := _MARKS.search(str(tokenizer.chat_template)):
+            made = write(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    except Exception as error:  # any that a template raises
+        raise UserError(f"the chat template can't render {name}: {shorten_name(one_line(error))}") from error
+    learned = np.array(made["assistant_masks"] if marked else [False] * len(whole), bool)
+    learned[: max(1, len(parts[0]))] = False
+    for start, end in () if marked else zip(parts[: len(turns)], parts[len(turns) :], strict=True):
+        if whole[: len(start)] != start or whole[: len(end)] != end:
+            raise UserError(
+                f"the chat template writes the start of {name} otherwise once the chat goes on; mark the assistant's "
+                "turns in it with {% generation %}, or give each turn a row of its own"
+            )
+        last = len(end)
+        while last > len(start) and not tokenizer.decode(whole[last - 1 : last]).strip():
+            last -= 1
+        learned[max(1, len(start)) : last] = True
+    if not marked and end == whole and whole[last - 1] not in tokenizer.all_special_ids:
+        whole, learned = [*whole[:last], tokenizer.eos_token_id], np.append(learned[:last], True)
+    if not learned.any():
+        raise UserError(f"the chat template marks nothing of the assistant's turns in {name}")
+    return whole, learned
 
 
 def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> int:
@@ -121,7 +187,7 @@ def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedToke
     # Some models do not call theirs special (<think>); other added tokens are plain text, such as runs of spaces.
     names = [token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)]
     pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
-    found = [(problem, set(pattern.findall("\0".join(problem_texts(problem))))) for problem in problems]
+    found = [(problem, set(pattern.findall("\0".join(chat.problem_texts(problem))))) for problem in problems]
     counts = Counter(name for _, held in found for name in held)
     if holding := [problem for problem, held in found if held]:
         _LOG.warning(

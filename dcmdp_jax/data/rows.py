@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import html
 import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -15,6 +12,7 @@ from dcmdp_jax.inputs import shorten, shorten_name
 from dcmdp_jax.rewards.math.answers import answer_defect
 from dcmdp_jax.rewards.math.notation import last_boxed, split_elements, unwrap_text
 from dcmdp_jax.rewards.math.numbers import parse_number
+from dcmdp_jax.rewards.math.references import NoAnswer, answer_text, literal
 from dcmdp_jax.rewards.protocol import ARGUMENTS, Message, Problem
 
 _PROMPT_FIELDS = ("prompt", "problem", "question")
@@ -22,29 +20,21 @@ _PROMPT_FIELDS = ("prompt", "problem", "question")
 _NO_COLUMNS = ("prompt", "completion", *ARGUMENTS)
 # A label may be the number of a class, so it comes last; a solution counts if it has a box.
 _ANSWER_FIELDS = ("reward_model", "final_answer", "expected_answer", "ground_truth", "answer", "solution", "label")
+# What is learned where a row has a prompt: a worked solution, or an answer as GSM8K writes it.
+_COMPLETION_FIELDS = ("completion", "solution", "answer")
 # What datasets write where they have no answer (NuminaMath-1.5: a quarter of its rows); a policy could write it too.
 _NO_ANSWERS = ("proof", "notfound", "not found", "n/a", "na", "nan", "null", "unknown", "not available", "no answer")
 _LAST_ROLES = ("user", "tool", "assistant")
 _CHAT_AS_TEXT = re.compile(r"""\s*+\[?\s*+\{\s*+["'](?:role|content)["']""")
-# What stands around an answer, and is dropped: entities of HTML, tags, a sentence that only states it.
-_ENTITY = re.compile(r"&(?:#[0-9]{1,6}|[a-zA-Z]{2,8});")
-_TAGGED = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL | re.IGNORECASE)
-_STATED = re.compile(
-    r"(?:(?:so|thus|hence|therefore),?\s++)?+(?:(?:the|my|our|final|correct|right)\s++)*+answer\s*+(?:is\b|[:=])[\s:]*+(.*)",
-    re.DOTALL | re.IGNORECASE,
-)
 # Python's numbers take the digits of every script; models, other verifiers and most readers do not.
 _FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 PANDAS_INDEX = "__index_level_0__"
 """The column in which pandas numbers rows."""
 
-Answers = Literal["required", "optional", "unused"]
+Answers = Literal["required", "optional", "unused", "learned"]
 """What becomes of a row whose answer the verifier can't use: "required", it is refused; "optional", it is a problem
-without answer if the row has none that is text or a number, and refused if it has; "unused", it is one in any case."""
-
-
-class _NoAnswer(UserError):
-    """The row has no answer that is text or a number."""
+without answer if the row has none that is text or a number, and refused if it has; "unused", it is one in any case.
+"learned": no answer is read, and the row must have a completion to learn from."""
 
 
 def problem_from_row(
@@ -66,18 +56,24 @@ def problem_from_row(
 
     Raises:
         UserError: if the row is not a JSON object, its schema is unknown, its prompt is empty, or it has no answer and
-            needs one, or one that nothing could match.
+            needs one, or one that nothing could match; or no completion, or an empty one, where it is learned.
     """
     if not isinstance(row, Mapping):
         row = _parse_json(row)
-    prompt, messages = _prompt(row)
-    try:
-        answer, solution = _checked_answer(row)
-    except UserError as error:
-        if answers == "required" or (answers == "optional" and not isinstance(error, _NoAnswer)):
-            raise
-        answer, solution = None, _solution(row).strip()
-    texts = [prompt, answer or "", *(message["content"] for message in messages)]
+    answer, completion = None, ()
+    learned = answers == "learned"
+    prompt, messages = ("", ()) if learned and row.get("messages") is not None else _prompt(row)
+    if learned:
+        solution, completion = _completion(row)
+    else:
+        try:
+            answer, solution = _checked_answer(row)
+        except UserError as error:
+            if answers == "required" or (answers == "optional" and not isinstance(error, NoAnswer)):
+                raise
+            solution = _solution(row).strip()
+    texts = [prompt, answer or "", solution * learned]
+    texts += [message["content"] for message in (*messages, *completion)]
     if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
         raise UserError("holds half of a surrogate pair, which is not a character")
     if row.get("context") and not messages:
@@ -89,8 +85,9 @@ def problem_from_row(
         source=data_source if isinstance(data_source, str) and data_source else source,
         index=index,
         messages=messages,
-        tools=_tools(row) if messages else (),
+        tools=_tools(row) if messages or completion else (),
         solution=solution,
+        completion=completion,
         columns={name: row[name] for name in row if name not in _NO_COLUMNS} if keep_columns else {},
     )
 
@@ -116,15 +113,10 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     field = next((name for name in _PROMPT_FIELDS if row.get(name) is not None), None)
     if field is None:
         raise UserError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}; {_describe_fields(row)}")
-    value = row[field]
-    if isinstance(value, str) and _CHAT_AS_TEXT.match(value):
-        value = _literal(value)
-        if value is None:
-            raise UserError(f"field {field!r} starts as a chat written as text, but is not valid JSON")
-        value = [value] if isinstance(value, dict) else value
+    value = _chat_or_text(row[field], field)
     messages: tuple[Message, ...] = ()
-    if isinstance(value, list):
-        messages = tuple(_message(message, field) for message in value)
+    if isinstance(value, tuple):
+        messages = value
         if not messages or messages[-1]["role"] not in _LAST_ROLES:
             raise UserError(
                 f"field {field!r}: the last message must be the user's or a tool's, or the assistant's to continue"
@@ -136,6 +128,35 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     if not value.strip():
         raise UserError("the prompt is empty")
     return value, messages
+
+
+def _completion(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
+    """What is learned of a row: the text after its prompt, or messages, of which the assistant's are."""
+    names = ("messages", *_COMPLETION_FIELDS)
+    field = next((name for name in names if row.get(name) is not None), None)
+    if field is None:
+        raise UserError(f"no completion in any of the fields {', '.join(names)}; {_describe_fields(row)}")
+    value = _chat_or_text(row[field], field)
+    if isinstance(value, str) and field != "messages":
+        if not value.strip():
+            raise UserError(f"field {field!r}: the completion is empty")
+        return value if field == "completion" else value.strip(), ()
+    if not isinstance(value, tuple):
+        raise UserError(f"field {field!r} is {type(value).__name__}, not a list of messages or, after a prompt, text")
+    turns = [message for message in value if message["role"] == "assistant"]
+    if not turns or not all(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
+        raise UserError(f"field {field!r} has {'an empty' if turns else 'no'} turn of the assistant")
+    return "", value
+
+
+def _chat_or_text(value: Any, field: str) -> Any:
+    """A field's messages, also where they are written as text; any other value as it is."""
+    if isinstance(value, str) and _CHAT_AS_TEXT.match(value):
+        value = literal(value)
+        if value is None:
+            raise UserError(f"field {field!r} starts as a chat written as text, but is not valid JSON")
+        value = [value] if isinstance(value, dict) else value
+    return tuple(_message(message, field) for message in value) if isinstance(value, list) else value
 
 
 def _message(message: Any, field: str) -> Message:
@@ -173,9 +194,9 @@ def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
     """The result of `_answer`, if the verifier can use the answer."""
     answer, solution = _answer(row)
     if not answer:
-        raise _NoAnswer(f"the answer {answer_defect(answer)}")
+        raise NoAnswer(f"the answer {answer_defect(answer)}")
     if unwrap_text(answer.strip("$. ")).strip().lower() in _NO_ANSWERS:
-        raise _NoAnswer(f"the answer is {shorten(answer)}, which says that there is none")
+        raise NoAnswer(f"the answer is {shorten(answer)}, which says that there is none")
     if defect := answer_defect(answer):
         raise UserError(f"the answer {defect}: {shorten(answer)}")
     if digit := _FOREIGN_DIGIT.search(answer):
@@ -187,23 +208,23 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     """The reference answer and, where the row has one, a worked solution."""
     fields = [name for name in _ANSWER_FIELDS if row.get(name) is not None]
     if not fields:
-        raise _NoAnswer(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}; {_describe_fields(row)}")
+        raise NoAnswer(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}; {_describe_fields(row)}")
     solution = _solution(row)
     field = fields[1] if fields == ["solution", "label"] and last_boxed(solution) is None else fields[0]
     value = row[field]
     if field == "reward_model":
         if not isinstance(value, Mapping) or value.get("ground_truth") is None:
-            raise _NoAnswer("field 'reward_model' has no ground_truth")
+            raise NoAnswer("field 'reward_model' has no ground_truth")
         value = value["ground_truth"]
     elif field == "final_answer" and isinstance(value, list):
         value = _olympiad_answer(row)
     elif field == "solution":
         value = last_boxed(solution)
         if value is None:
-            raise _NoAnswer(r"no answer field, and no \boxed{} in the solution")
+            raise NoAnswer(r"no answer field, and no \boxed{} in the solution")
     elif field == "answer" and isinstance(value, str) and "####" in value:
         solution, _, value = value.rpartition("####")
-    answer, choices = _answer_text(value, field), row.get("choices") or row.get("options")
+    answer, choices = answer_text(value, field), row.get("choices") or row.get("options")
     choices = choices.get("text") if isinstance(choices, Mapping) else choices
     indexed = answer.isdecimal() and (isinstance(value, int) or answer not in map(str, choices or ()))
     if indexed and choices and isinstance(choices, list):
@@ -224,40 +245,6 @@ def _solution(row: Mapping[str, Any]) -> str:
     value = row.get("solution") or row.get("reference_solution") or ""
     value = value[0] if isinstance(value, list) and value else value
     return value if isinstance(value, str) else ""
-
-
-def _answer_text(value: Any, field: str) -> str:
-    """An answer without what stands around it: `["42"]`, `<answer>42</answer>`, `42&nbsp;`, `The answer is 42.`"""
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    if isinstance(value, str):
-        text = _ENTITY.sub(lambda entity: html.unescape(entity[0]), value)
-        text = ([text] + _TAGGED.findall(text))[-1].strip()
-        inner = _literal(text) if text[:1] in ("[", "{", '"', "'") else None
-        texts = [isinstance(item, str) for item in inner] if isinstance(inner, list) else []
-        if isinstance(inner, dict) or (len(texts) > 1 and any(texts)):
-            raise _NoAnswer(f"field {field!r}: an answer must be one text or number, not {shorten(text)}")
-        if isinstance(inner, str) or len(texts) == 1:
-            return _answer_text(inner, field)
-        stated = _STATED.fullmatch(text)
-        return stated[1].removesuffix(".").strip() if stated else text
-    if isinstance(value, float) and math.isfinite(value):
-        return str(int(value)) if value.is_integer() else repr(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    raise _NoAnswer(f"field {field!r}: an answer must be text or a finite number, not {shorten(value)}")
-
-
-def _literal(text: str) -> Any:
-    """The value of a text in JSON, or as Python prints it; None for anything else."""
-    if re.search(r"(?<!\\)\\[a-zA-Z]{2}", text):  # the backslashes of LaTeX, not escaped
-        text = text.replace("\\", r"\\")
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return read(text.strip())
-        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-            continue
-    return None
 
 
 def _olympiad_answer(row: Mapping[str, Any]) -> Any:

@@ -164,6 +164,8 @@ policy/ratio_min | ratio | smallest importance ratio
 policy/loss | advantage | the minimized loss, mean of the updates that were made
 optimizer/grad_norm | norm | global gradient norm before clipping
 optimizer/skipped_updates | updates | updates skipped: gradient, loss or advantage not finite
+@training/loop.py:SupervisedTrainer._evaluate
+eval/{task}/loss | nats | dcmdp sft: mean negative log-likelihood of the targets of held-out {task}
 @training/loss_terms.py:SURROGATE
 policy/surrogate | advantage | its first term, recorded where the loss has others too
 policy/kl | nats | its divergence from the initial policy, before algorithm.kl_coefficient
@@ -227,11 +229,11 @@ def form_of_score(name: str, values: Iterable[float], recorded: Iterable[str]) -
     """Return how to write a held-out score: `percent` for a share; `number` for a sum of rewards or outside 0 .. 1.
 
     Args:
-        name: of the metric, `eval/<task>/avg@K` or `eval/<task>/pass@K`.
+        name: of the metric, `eval/<task>/avg@K`, `eval/<task>/pass@K`, or `eval/<task>/loss`, which is no share.
         values: all its values.
         recorded: names of the run's metrics; a run whose reward is a sum has `eval_reward/`.
     """
-    summed = "/avg@" in name and any(other.startswith("eval_reward/") for other in recorded)
+    summed = name.endswith("/loss") or "/avg@" in name and any(each.startswith("eval_reward/") for each in recorded)
     return number if summed or any(value < 0 or value > 1 for value in values) else percent
 
 

@@ -79,10 +79,11 @@ class Progress(Activity):
             refresh()
             return
         due = now - self._last_line_at >= _PLAIN_INTERVAL_SECONDS or self.done == self.total
-        if "reward/mean" in metrics and (due or self.done == self._first):
+        trained = "reward/mean" in metrics or _UPDATE["loss"] in metrics
+        if trained and (due or self.done == self._first):
             say(f"step {self.done}/{self.total}  {'  '.join(self._fields())}")
             self._last_line_at = now
-        elif "reward/mean" not in metrics and (evaluation := self._evaluation()):
+        elif not trained and (evaluation := self._evaluation()):
             say(f"step {self.done}/{self.total}  {evaluation}")
 
     def close(self) -> None:
@@ -105,10 +106,14 @@ class Progress(Activity):
         values = collections.defaultdict(lambda: math.nan, self._values)
         known = not math.isnan(values["dual/tolerance"]) and self.done > self._measured
         c = f" (c {number(values['dual/tolerance'], '.5f')})" if known else ""
-        return [
+        rewarded = [
             f"reward {number(values['reward/mean'], '.3f')}",
             f"discrepancy {number(values[bounded_metric(self._values)], '.5f')}{c}",
             f"lambda {number(values['dual/multiplier'], '.4f')}",
+        ]
+        learns = "reward/mean" not in values and _UPDATE["loss"] in values
+        return [
+            *(() if learns else rewarded),
             *(f"{word} {number(values[name], '.3g')}" for word, name in _UPDATE.items() if name in self._values),
             f"{number(values['throughput/tokens_per_second'], ',.0f')} tokens/s",
             f"left {duration(self.seconds_left())}",
@@ -118,7 +123,7 @@ class Progress(Activity):
         return "  ".join(
             f"{name.removeprefix('eval/').replace('/', ' ')} {form_of_score(name, [value], self._values)(value)}"
             for name, value in sorted(self._values.items())
-            if name.startswith("eval/") and "/avg@" in name
+            if name.startswith("eval/") and ("/avg@" in name or name.endswith("/loss"))
         )
 
     def lines(self, columns: int, now: float) -> list[str]:

@@ -74,7 +74,9 @@ class Problem:
         messages: the chat, where the row's prompt is messages; each has `role` and `content`, both text, and what else
             its template reads, such as `tool_calls`. Empty where the prompt is text.
         tools: the tools that the chat template describes, as JSON schemas.
-        solution: a worked solution where the row has one, else empty; supervised warm-up learns from it.
+        solution: a worked solution where the row has one, else empty. Where completions are learned, the text of one.
+        completion: messages after the prompt, of which the assistant's are learned; then `solution` is empty. They are
+            the whole chat of a row that has `messages` in place of a prompt.
         columns: the row's fields for reward functions, without the prompt; empty unless they were asked for.
     """
 
@@ -85,6 +87,7 @@ class Problem:
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     solution: str = ""
+    completion: tuple[Message, ...] = ()
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property

@@ -27,7 +27,8 @@ def describe(run: Run, *, whole: bool = True) -> str:
         f"{r} x {length}" for r, length in zip(packing.rows_per_micro_batch, packing.row_lengths, strict=True)
     )
     limit = config.rollout.max_completion_tokens
-    expected = expected_step(packing, np.array([*map(len, task.train.token_ids)]), typical_lengths(limit))
+    lengths, learns = np.array([*map(len, task.train.token_ids)]), config.supervised
+    expected = expected_step(packing, lengths - learns, typical_lengths(1 if learns else limit))
     resumes = (Path(config.run_dir) / "checkpoints").is_dir()
     mesh = ", ".join(f"{name} {count}" for name, count in place.mesh.shape.items())
     train, method = task.train, config.algorithm
@@ -72,4 +73,14 @@ def describe(run: Run, *, whole: bool = True) -> str:
         "lag": ahead if lag else "",
         "memory": ("\n" + " " * 13).join(place.engine.memory.lines(whole=whole)),
     }
+    if learns:
+        targets, held = sum(int(each.sum()) for each in train.targets), held.rpartition(" x ")[0]
+        counted = f"{len(lengths):,} to learn from ({train.dropped} dropped: too long), {targets:,} of "
+        parts |= {
+            "problems": f"{counted}{lengths.sum():,} tokens are the assistant's{held}",
+            "method": "",
+            "engine": "",
+        }
+        parts["step"] = f"{completions} conversations, {packing.mini_batches} update(s)"
+        parts |= {"rows": parts["rows"].partition(" of completions")[0], "warm-up": ""}
     return "\n".join(f"{label:13}{text}" for label, text in parts.items() if text)

@@ -108,7 +108,8 @@ def place(
     check_own_remedies(config.algorithm)
     if hosts.count > 1:
         connect_devices(mesh)
-    found = {"shortest_prompt": min(map(len, task.train.token_ids)), "hosts": hosts, "fitted_rows": fitted_rows}
+    shortest = min(map(len, task.train.token_ids)) - config.supervised
+    found = {"shortest_prompt": shortest, "hosts": hosts, "fitted_rows": fitted_rows}
     return placed(config, kind, engine, mesh, scheme, task.requests, task.lora, **found)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dcmdp_jax.config.settings import Config
+from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.observe.jsonl import rewards_log
 from dcmdp_jax.observe.trackers import require_tracker
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
@@ -46,7 +47,7 @@ class Run(NamedTuple):
             if project := getattr(config.observe, f"{kind}_project"):
                 require_tracker(kind, project)
         rows = fitted_rows(config)
-        engine = trainable_engine(config)
+        engine = (EngineKind(), "") if config.supervised else trainable_engine(config)
         task = read_task(config)
         placement = place(task, *engine, hosts, fitted_rows=rows)
         placement.engine.memory.check()

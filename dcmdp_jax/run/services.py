@@ -25,7 +25,7 @@ class Services(contextlib.AbstractContextManager["Services"]):
     """What samples and scores, started; a context manager that closes it.
 
     Attributes:
-        engine: the inference engine, ready for weights.
+        engine: the inference engine, ready for weights. Nothing is started for a supervised run: all are None.
         verifier: the judge of answers, for the reward `math` and for evaluation.
         scorer: scores completions, with the reward functions.
         turns: samples in turns with the environment of `task.environment`; None without one.
@@ -60,6 +60,8 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
     stop_on_error = config.rewards.on_error == "error"
     with contextlib.ExitStack() as stack:
         setup.memory.check()
+        if config.supervised:
+            return Services(None, None, None, None, task.tokenizer, stack.pop_all())
         with activity(f"starting the engine {config.rollout.engine}"), as_settings(of_engine(setup.kind)):
             engine = setup.kind.start(setup.arguments)
         stack.callback(engine.close)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
@@ -17,7 +18,7 @@ from dcmdp_jax.data.chat import template_variables
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, join_prompts
-from dcmdp_jax.data.tokenizer import encode_texts, end_token_ids, load_tokenizer
+from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
@@ -34,6 +35,8 @@ from dcmdp_jax.models.peft_files import Adapter, read_adapter
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
 
+_DIGITS = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -49,7 +52,7 @@ class Task:
         columns: names of the data's columns that reward functions and the environment get.
         longest_prompt: maximum number of tokens of a prompt.
         train, stream: the encoded problems to train on and the order they are asked in; none in an evaluation.
-        worked_solutions: prompts and solutions of the warm-up, token ids; None without one.
+        worked_solutions: conversations of the warm-up; None without one.
         adapter: the adapters of `model.adapter`; None without.
         lora: shape of the adapters that are trained; None trains all parameters.
     """
@@ -64,7 +67,7 @@ class Task:
     longest_prompt: int
     train: EncodedPrompts = EncodedPrompts([], [], 0, 0)
     stream: PromptStream = PromptStream(())
-    worked_solutions: tuple[list[np.ndarray], list[np.ndarray]] | None = None
+    worked_solutions: EncodedPrompts | None = None
     adapter: Adapter | None = None
     lora: Lora | None = None
 
@@ -102,7 +105,7 @@ def read_task(config: Config) -> Task:
         train, stream = _train_prompts(config, tokenizer)
         held = held_out(config, tokenizer) if config.evaluation.every_steps else ()
         problems = [problem for prompts in (train, *(one for _, one in held)) for problem in prompts.problems]
-        rewards, columns = checked_rewards(config, problems, tokenizer)
+        rewards, columns = ((), ()) if config.supervised else checked_rewards(config, problems, tokenizer)
         solutions = _worked_solutions(config, tokenizer) if config.warmup.steps else None
         read = config, model, tokenizer, stop_token_ids, held, rewards, columns, config.task.max_prompt_tokens
         return Task(*read, train, stream, solutions, adapter, lora)
@@ -262,29 +265,29 @@ def _load_prompts(
 ) -> EncodedPrompts:
     """Problems of a location that a setting names, as token ids under the config's template, suffix and limit.
 
-    All but the warm-up's are rewarded: they have answers if a reward needs them, each where no other reward is there.
+    Prompts are rewarded: they have answers if a reward needs them, each where no other reward is there. The warm-up's
+    and those of a supervised run have completions to learn from.
     """
     needed = [reward in NEED_ANSWERS for reward in config.rewards.names]
-    held, rewarded = setting == "evaluation.task", setting != "warmup.task"
+    held, learned = setting == "evaluation.task", setting == "warmup.task" or config.supervised
+    answers = "unused" if not any(needed) else "required" if all(needed) else "optional"
     try:
         problems = load_problems(
             location,
             split="test" if held else "train",
             limit=config.evaluation.max_problems or None if held else None,
             on_bad_row=config.task.on_bad_row,
-            keep_columns=rewarded and needs_columns(config),
-            answers="unused" if not rewarded or not any(needed) else "required" if all(needed) else "optional",
+            keep_columns=not learned and needs_columns(config),
+            answers="learned" if learned else answers,
             name=name,
         )
         return encode_prompts(
             problems,
             tokenizer,
             prompt_suffix=config.task.prompt_suffix,
-            # A worked solution of a later turn has a prompt with the turns before it.
-            max_prompt_tokens=config.task.max_prompt_tokens
-            if rewarded or not config.task.environment
-            else config.max_total_tokens,
+            max_prompt_tokens=config.max_total_tokens if learned else config.task.max_prompt_tokens,
             chat_template_kwargs=config.task.chat_template_kwargs,
+            learned=learned,
         )
     except UserError as error:
         where = "task." if str(error).startswith("chat_template_kwargs:") else f"{setting}: "
@@ -298,12 +301,26 @@ def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
     return tuple((task, _load_prompts(config, tokenizer, "evaluation.task", task.location)) for task in tasks)
 
 
-def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Prompts and worked solutions of `warmup.task` as token ids, the end token after each solution."""
+def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> EncodedPrompts:
+    """The conversations of `warmup.task`."""
     places = split_locations(config.warmup.task)
-    encoded = join_prompts([_load_prompts(config, tokenizer, "warmup.task", place) for place in places])
-    if bare := [problem.index for problem in encoded.problems if not problem.solution]:
-        raise UserError(f"config.warmup.task: row {bare[0]} of {config.warmup.task} has no worked solution")
-    texts = [problem.solution for problem in encoded.problems]
-    solutions = encode_texts(tokenizer, texts, "the worked solutions of warmup.task")
-    return encoded.token_ids, [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in solutions]
+    return join_prompts([_load_prompts(config, tokenizer, "warmup.task", place) for place in places])
+
+
+def digest_of(problems: EncodedPrompts) -> str:
+    """Number of problems, and a digest of prompts, answers and columns in their order."""
+
+    def parts() -> Iterable[bytes]:
+        for ids, problem in zip(problems.token_ids, problems.problems, strict=True):
+            yield ids.tobytes()
+            yield json.dumps([problem.answer, problem.columns], sort_keys=True, default=str).encode()
+
+    return f"{len(problems.problems)}, {digest(parts())}"
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """Digest of parts, of their lengths too."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()[:_DIGITS]

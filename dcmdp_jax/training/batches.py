@@ -21,17 +21,21 @@ import numpy as np
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.dual import QUANTILES
 from dcmdp_jax.config.arguments import PACKING, in_settings
+from dcmdp_jax.data.episode import COLUMNS, Episode
 from dcmdp_jax.data.lengths import padding_advice
 from dcmdp_jax.data.packing import pack, staleness_metrics
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.noise_floor import NOISE_FLOOR_STEPS, noise_floor
 from dcmdp_jax.engines.validation import check_versions
 from dcmdp_jax.parallel.sharding import to_global
+from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.training.build import StepPrograms
 from dcmdp_jax.training.loss_terms import measure_of
 from dcmdp_jax.training.phase_timer import PhaseTimer
+from dcmdp_jax.training.rescore import OLD_LOGPROBS
 from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
 from dcmdp_jax.training.state import batch_shardings
 from dcmdp_jax.training.stopping import CollectiveExit, ThreadExit
@@ -205,7 +209,7 @@ class Batches:
                 future = self._pool.submit(self._sample, *arguments)
             self._in_flight[self._next] = future
             self._next += 1
-        if self._pool is None:
+        if self._pool is None and self._engine:
             # Before the step, whose peak they would add to; the next push brings new ones in any case.
             self._engine.release_weights()
 
@@ -271,3 +275,39 @@ class Batches:
         oldest = max(0, step + 1 - self._lag)
         self._kept = {version: kept for version, kept in self._kept.items() if version >= oldest}
         self._kept[step] = self._copy(params)
+
+
+class ConversationBatches(Batches):
+    """The batches of a supervised run: the conversations of the data, in place of what an engine samples."""
+
+    def push(self, params: Params, step: int, timer: PhaseTimer) -> dict[str, float]:
+        """No engine gets the policy."""
+        return {}
+
+    def _sample(self, step: int, version: int, timer: PhaseTimer) -> Sampled:
+        """The next conversations of the stream."""
+        count, seed = self._config.training.prompts_per_step, self._config.training.seed
+        chosen = self._task.stream.at(seed=seed, first=step * count, count=count)
+        return Sampled(self._conversations(self._task.train, chosen), None, {}, timer)
+
+    def loss(self, params: Params, held: EncodedPrompts) -> float:
+        """The mean negative log-likelihood of all targets, in nats."""
+        params, total = self._programs.policy(params, self._frozen), 0.0
+        size, count = self._config.training.prompts_per_step, len(held.token_ids)
+        for first in range(0, count, size):
+            batch, *_ = self._pack(self._conversations(held, np.arange(first, min(first + size, count))), 0)
+            for rows in self._programs.old_logprobs(params, batch).rows:
+                total -= float(jnp.sum(rows.columns[OLD_LOGPROBS]))
+        return total / sum(int(targets.sum()) for targets in held.targets)
+
+    def _conversations(self, given: EncodedPrompts, chosen: np.ndarray) -> StepRollout:
+        """Conversations as completions; what is missing to a whole step is dropped."""
+        with self._exit.scope():
+            self._exit.check()
+        count, episodes = self._config.training.prompts_per_step, []
+        for place, number in enumerate(np.resize(chosen, count)):
+            targets = given.targets[number]
+            columns = {name: np.zeros(len(targets), COLUMNS[name].dtype) for name in self._placement.columns}
+            episodes.append(Episode(given.token_ids[number], targets, place, 0, "stop", columns))
+        scores, dropped = BatchScores(np.zeros(count, np.float32), {}, {}, None), np.arange(count) >= len(chosen)
+        return StepRollout(np.resize(chosen, count), episodes, [], scores, dropped, count, taken=count)

@@ -53,7 +53,8 @@ class StepPrograms(NamedTuple):
         shardings: shardings of the state.
         train_step: (state, batch, frozen parameters) -> (state, metrics), compiled at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the sampler's; else None.
-        old_logprobs: with rollout.lag, adds the log-probs under the weights that sampled; else None.
+        old_logprobs: with rollout.lag, adds the log-probs under the weights that sampled; in a supervised run those
+            under any, for its evaluation; else None.
         policy: (trained, frozen parameters) -> parameters of the training stack's forward pass.
         watched, arrival: programs of `arrival`, (trained parameters) and (watched, trained parameters) -> metrics; of
             adapters nothing is watched, `merged` measures them.
@@ -133,7 +134,7 @@ def make_step_programs(
         shardings,
         make_train_step(parts, shardings),
         make_rescore(row_logprobs, mesh=mesh) if exact else None,
-        make_old_logprobs(row_logprobs, mesh=mesh) if config.rollout.lag else None,
+        make_old_logprobs(row_logprobs, mesh=mesh) if config.rollout.lag or config.supervised else None,
         policy=parts.policy,
         **_engine_programs(config, model, lora),
     )
@@ -233,7 +234,7 @@ def _warm_up(
 
     with activity("warming up (it compiles first)", settings.steps, "steps") as doing:
         return warm_up(
-            params, *task.worked_solutions, row_logprobs, settings, seed=task.config.training.seed, mesh=mesh,
+            params, task.worked_solutions, row_logprobs, settings, seed=task.config.training.seed, mesh=mesh,
             length_multiple=128 if compute.attention == "splash" else 8, on_step=on_step,
         )  # fmt: skip
 

@@ -27,10 +27,10 @@ from dcmdp_jax.run.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.run.directory import claimed, record_config
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
-from dcmdp_jax.run.task import Task
+from dcmdp_jax.run.task import Task, digest_of
 from dcmdp_jax.run.weights import Weights
-from dcmdp_jax.training.across_hosts import data_facts, digest_of
-from dcmdp_jax.training.batches import Batches
+from dcmdp_jax.training.across_hosts import data_facts
+from dcmdp_jax.training.batches import Batches, ConversationBatches
 from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, start
 from dcmdp_jax.training.phase_timer import KEPT_BYTES, PhaseTimer
 from dcmdp_jax.training.rollout_metrics import leg_metrics, rollout_metrics
@@ -42,6 +42,9 @@ from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, CollectiveExit, 
 from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
+
+_OF_LEARNING = (*"policy/loss policy/entropy optimizer/ moe/ rollout/pad completion/length time/ throughput/".split(),)
+"""Beginnings of the names of the step's metrics that a supervised run has."""
 
 # Held-out sampling must not repeat the draws of training.
 _EVALUATION_SEED_OFFSET = 1_000_003
@@ -83,7 +86,8 @@ class Trainer:
         self._prompts_taken = taken
         self._exit = CollectiveExit(self.hosts, stop, functools.partial(self._save, wait=True))
         made_of = services, placement, task, programs, checkpoints.behind, self._exit
-        self.batches = Batches(*made_of, taken=taken, frozen=frozen if task.lora else None)
+        kind = ConversationBatches if self.config.supervised else Batches
+        self.batches = kind(*made_of, taken=taken, frozen=frozen if task.lora else None)
 
     def _nothing_to_lose(self, first: int) -> bool:
         """Whether this process may leave at once: nothing was finished since the step it began at, which is on disk.
@@ -160,8 +164,10 @@ class Trainer:
             completions = metrics.pop("completions/discrepancy")
             metrics |= pushed | made.metrics | timer.metrics(rollout.episodes, lags=config.rollout.lag > 0)
             metrics |= rollout_metrics(rollout, completions, refills=config.algorithm.refill_rounds > 0)
+            if config.supervised:
+                metrics = {name: value for name, value in metrics.items() if name.startswith(_OF_LEARNING)}
             metrics |= skipped.record(step, metrics)
-            metrics |= alarms.record(step, metrics, completions)
+            metrics |= {} if config.supervised else alarms.record(step, metrics, completions)
             if writer.records(step):
                 exact = self.programs.rescore is not None
                 given = rollout, self.task.train.problems, made.rows, jax.device_get(recorded)
@@ -202,9 +208,17 @@ class Trainer:
     def _evaluate(self, writer: MetricsWriter) -> None:
         """Score the inference engine's policy on every held-out task: avg@K; their mean is kept with its checkpoint.
 
-        The policy is saved already. The record of all tasks comes last: it says that nothing is left to do.
+        A supervised run's score is minus the mean loss of its held-out conversations. The policy is saved already.
+        The record of all tasks comes last: it says that nothing is left to do.
         """
         state, step = self._finished
+        if self.config.supervised:
+            held = self.task.held_out
+            losses = {f"eval/{task.name}/loss": self.batches.loss(state.params, each) for task, each in held}
+            name = " ".join(f"loss of {task.location} ({digest_of(each)})" for task, each in held)
+            self.checkpoints.add_score(step, PolicyScore(name, -float(np.mean([*losses.values()]))))
+            writer.write(step, losses)
+            return
         self.batches.push(state.params, step, PhaseTimer())
         results, samples, name, metrics = [], [], "", {}
         for task, prompts in self.task.held_out:

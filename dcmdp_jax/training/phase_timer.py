@@ -61,8 +61,9 @@ class PhaseTimer:
         metrics = self.seconds | {
             "time/total": total,
             "throughput/tokens_per_second": tokens / total,
-            "throughput/sampled_tokens_per_second": sampled / self.seconds["time/generate"],
         }
+        if generated := self.seconds.get("time/generate"):
+            metrics["throughput/sampled_tokens_per_second"] = sampled / generated
         if lags:
             metrics["time/overlap"] = sum(self.seconds[PHASES[phase][0]] for phase in STEP_PHASES) - total
         return metrics

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,9 @@ from jax.sharding import Mesh
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.stats import Sum
 from dcmdp_jax.config.settings import WarmupSettings
+from dcmdp_jax.data.mixtures import prompt_order
 from dcmdp_jax.data.packing import one_a_row
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.row_logprobs import RowLogprobs
 from dcmdp_jax.parallel.backend import MAX_IN_FLIGHT_PROGRAMS, compiler_options
@@ -30,8 +31,7 @@ _LOSS_SCALE = 2.0**10
 
 def warm_up(
     params: Params,
-    prompts: Sequence[np.ndarray],
-    solutions: Sequence[np.ndarray],
+    examples: EncodedPrompts,
     row_logprobs: RowLogprobs,
     settings: WarmupSettings,
     *,
@@ -40,15 +40,14 @@ def warm_up(
     length_multiple: int,
     on_step: Callable[[int, float], None],
 ) -> Params:
-    """Minimize the mean negative log-likelihood of the solutions' tokens given their prompts.
+    """Minimize the mean negative log-likelihood of the targets.
 
     AdamW (b2 0.98, gradient norm 1) with a linear rise over 5% and a cosine decay to 0. Batches are drawn without
     replacement within an epoch, as a function of the seed: the same call gives the same parameters.
 
     Args:
         params: initial parameters; donated.
-        prompts: token ids of each prompt, int32.
-        solutions: token ids of each worked solution, the end token included.
+        examples: conversations with their targets.
         row_logprobs: the training stack's forward pass, at temperature 1, for this mesh.
         settings: steps, batch size, peak learning rate.
         seed: random seed of the order of examples.
@@ -62,34 +61,37 @@ def warm_up(
     Raises:
         ValueError: if a loss is not finite, or there are fewer examples in a batch than rows are split over.
     """
-    shards = 1 if mesh is None else row_shards(mesh)
-    size = min(settings.batch_size, len(prompts)) // shards * shards
+    shards, count = 1 if mesh is None else row_shards(mesh), len(examples.token_ids)
+    size = min(settings.batch_size, count) // shards * shards
     if not size:
         raise UserError(
-            f"config.warmup.batch_size: got {settings.batch_size}, with {len(prompts)} worked solutions; the mesh "
+            f"config.warmup.batch_size: got {settings.batch_size}, with {count} worked solutions; the mesh "
             f"splits rows over {shards} devices, so both must be at least that"
         )
-    longest = max(len(p) + len(s) for p, s in zip(prompts, solutions, strict=True))
-    rows = one_a_row(prompts, solutions, -(-longest // length_multiple) * length_multiple)
+    ids, longest = examples.token_ids, max(map(len, examples.token_ids))
+    rows = one_a_row(ids, [each[:0] for each in ids], -(-longest // length_multiple) * length_multiple)
+    for mask, targets in zip(rows.completion_mask, examples.targets, strict=True):
+        mask[: len(targets)] = targets
     rise = max(settings.steps // 20, 1)
     schedule = optax.warmup_cosine_decay_schedule(0.0, settings.learning_rate, rise, max(settings.steps, rise + 1))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.0))
-    placed = _placement(params, optimizer, mesh)
-    opt_state = jax.jit(optimizer.init, out_shardings=placed[1])(params)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, params)
+    counters = jax.tree.leaves(placed)[0] if mesh is None else replicated(mesh)
+    # Moments are sharded like their parameters.
+    given = optimizer, lambda _, sharding: sharding, jax.eval_shape(optimizer.init, params), placed
+    moments = optax.tree.map_params(*given, transform_non_params=lambda _: counters)
+    opt_state = jax.jit(optimizer.init, out_shardings=moments)(params)
     step = jax.jit(
-        functools.partial(_step, row_logprobs=row_logprobs, optimizer=optimizer, mesh=mesh),
+        functools.partial(_step, (row_logprobs, optimizer, mesh)),
         donate_argnums=(0, 1),
         # With the shardings of the input, or the second step would be another program.
-        out_shardings=(*placed, None),
+        out_shardings=(placed, moments, None),
         compiler_options=compiler_options(jax.default_backend()),
     )
-    order, position, epoch = np.arange(0), 0, -1
     for done in range(1, settings.steps + 1):
-        if position + size > len(order):
-            position, epoch = 0, epoch + 1
-            order = np.random.default_rng([seed, epoch]).permutation(len(prompts))
-        batch = jax.tree.map(lambda x: x[order[position : position + size]], rows)  # noqa: B023 - used at once
-        position += size
+        epoch, place = divmod(done - 1, count // size)
+        chosen = prompt_order(count, seed=seed, first=epoch * count + place * size, count=size)
+        batch = jax.tree.map(lambda x: x[chosen], rows)  # noqa: B023 - used at once
         params, opt_state, loss = step(params, opt_state, batch)
         if done % MAX_IN_FLIGHT_PROGRAMS == 0:
             jax.block_until_ready(loss)
@@ -100,26 +102,11 @@ def warm_up(
     return params
 
 
-def _placement(params: Params, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> tuple[Any, Any]:
-    """Shardings of the parameters and of the optimizer's state: moments are sharded like their parameters."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-    counters = jax.tree.leaves(shardings)[0] if mesh is None else replicated(mesh)
-    shapes = jax.eval_shape(optimizer.init, params)
-    state = optax.tree.map_params(
-        optimizer, lambda _, sharding: sharding, shapes, shardings, transform_non_params=lambda _: counters
-    )
-    return shardings, state
-
-
 def _step(
-    params: Params,
-    opt_state: optax.OptState,
-    rows: Rows,
-    *,
-    row_logprobs: RowLogprobs,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh | None,
+    parts: tuple[RowLogprobs, optax.GradientTransformation, Mesh | None], params: Params, opt_state: tuple, rows: Rows
 ) -> tuple[Params, optax.OptState, jax.Array]:
+    row_logprobs, optimizer, mesh = parts
+
     def gradient(shared: tuple[Params, jax.Array], rows: Rows) -> tuple[dict[str, Sum], tuple[()]]:
         params, tokens = shared
 

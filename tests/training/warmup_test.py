@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.config.settings import WarmupSettings
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params
@@ -19,8 +20,11 @@ from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.warmup import warm_up
 from tests.support.waiting import HANGS_S
 
-_PROMPTS = [np.array([1, 2], np.int32), np.array([1, 3], np.int32), np.array([4], np.int32)]
-_SOLUTIONS = [np.array([5, 7], np.int32), np.array([6, 6, 7], np.int32), np.array([7], np.int32)]
+_PROMPTS = [[1, 2], [1, 3], [4]]
+_SOLUTIONS = [[5, 7], [6, 6, 7], [7]]
+_IDS = [np.array(prompt + solution, np.int32) for prompt, solution in zip(_PROMPTS, _SOLUTIONS, strict=True)]
+_TARGETS = [np.arange(len(ids)) >= len(prompt) for ids, prompt in zip(_IDS, _PROMPTS, strict=True)]
+_EXAMPLES = EncodedPrompts([], _IDS, 0, 0, _TARGETS)
 
 
 def _table_logprobs(params, rows):
@@ -41,7 +45,7 @@ def _train(settings, *, seed=0, start=None, logprobs=_table_logprobs, mesh=None)
     if mesh is not None:
         params = jax.device_put(params, replicated(mesh))
     trained = warm_up(
-        *(params, _PROMPTS, _SOLUTIONS, logprobs, settings),
+        *(params, _EXAMPLES, logprobs, settings),
         **dict(seed=seed, mesh=mesh, length_multiple=8, on_step=lambda *values: seen.append(values)),
     )
     return np.asarray(trained["table"]), seen
@@ -128,7 +132,7 @@ def test_the_callback_may_stop_it():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        given = ({"table": jnp.zeros((8, 8))}, _PROMPTS, _SOLUTIONS, _table_logprobs, _settings(100))
+        given = ({"table": jnp.zeros((8, 8))}, _EXAMPLES, _table_logprobs, _settings(100))
         warm_up(*given, seed=0, mesh=None, length_multiple=8, on_step=stop)
 
 
@@ -138,8 +142,7 @@ def test_a_decoder_learns_by_the_training_stacks_own_forward():
     seen = []
     warm_up(
         params,
-        _PROMPTS,
-        _SOLUTIONS,
+        _EXAMPLES,
         make_row_logprobs(model, Compute(one_segment=True), temperature=1.0, mesh=None),
         _settings(100, learning_rate=0.02),
         seed=0,
@@ -154,6 +157,7 @@ def test_a_decoder_learns_by_the_training_stacks_own_forward():
 _MANY = """
 import jax, jax.numpy as jnp, numpy as np
 from dcmdp_jax.config.settings import WarmupSettings
+from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.warmup import warm_up
@@ -168,8 +172,9 @@ def logprobs(params, rows):
 mesh = make_mesh(2)
 params = jax.device_put({"table": jnp.eye(256)}, replicated(mesh))
 settings = WarmupSettings(task="x", steps=2000, batch_size=2, learning_rate=1e-6)
-ids = [np.array([1, 2, 3], np.int32)] * 4
-warm_up(params, ids, ids, logprobs, settings, seed=0, mesh=mesh, length_multiple=8, on_step=lambda *_: None)
+ids = [np.array([1, 2, 3, 1, 2, 3], np.int32)] * 4
+examples = EncodedPrompts([], ids, 0, 0, [np.arange(6) > 2] * 4)
+warm_up(params, examples, logprobs, settings, seed=0, mesh=mesh, length_multiple=8, on_step=lambda *_: None)
 print("done")
 """
 

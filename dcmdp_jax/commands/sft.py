@@ -1,0 +1,12 @@
+"""Learn from conversations: dcmdp sft --config=FILE [--config.section.name=value ...] [--dry_run]."""
+
+from __future__ import annotations
+
+from dcmdp_jax.commands import train
+
+EXPECTED = train.EXPECTED
+
+
+def main(argv: list[str]) -> int:
+    """Check everything, print the plan, train on conversations, write the report."""
+    return train.main(argv, supervised=True)

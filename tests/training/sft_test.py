@@ -1,0 +1,152 @@
+"""Supervised fine-tuning: the loss of transformers, however conversations lie in rows; killed runs go on exactly."""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from dcmdp_jax.commands.flags import load_config
+from dcmdp_jax.config.load import for_supervision
+from dcmdp_jax.data.arithmetic import build_tokenizer
+from dcmdp_jax.parallel.hosts import ONE_PROCESS
+from dcmdp_jax.run.run import Run
+from dcmdp_jax.training.batches import ConversationBatches
+from dcmdp_jax.training.build import make_step_programs
+from dcmdp_jax.training.state import initial_dual
+from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
+from tests.support.runs import finish, read_digests, read_records, start
+from tests.support.small_task import small_services
+
+_TALK = [
+    {"role": "user", "content": "1+1=?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "+2?"},
+]
+_ROWS = [
+    {"prompt": "1+2=?", "completion": "1+2=3;\\boxed{3}"},
+    {"messages": [*_TALK, {"role": "assistant", "content": "it is 4"}]},
+    {"question": "2+2=?", "answer": "2+2=4;\n#### 4"},
+    {"prompt": _TALK[:1], "completion": [{"role": "assistant", "content": "two, as one and one is two"}]},
+    {"prompt": "9-3=?", "completion": "6"},
+    {"prompt": "3-3=?", "completion": "0"},
+]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
+    return path
+
+
+def _model(directory, kind):
+    """A random model of transformers with the built-in tokenizer, written to a directory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3)
+    ends = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=None)
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), tie_word_embeddings=False, **sizes, **ends)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return model
+
+
+def _batches(rows, directory, segments):
+    """The batches of a run of one update a step on all rows, its programs and its state."""
+    settings = {
+        "model.path": str(directory), "model.compute_dtype": "float32", "task.train": str(rows),
+        "run_dir": str(rows.parent / "run"), "training.prompts_per_step": 6, "training.prompts_per_mini_batch": 6,
+        "training.segments_per_row": segments, "training.row_lengths": (200,), "training.micro_batch_tokens": 400,
+        "mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 4, "evaluation.every_steps": 0,
+    }  # fmt: skip
+    config = for_supervision(load_config("demo:debug", settings))
+    task, placement, weights = Run.check(config)
+    programs = make_step_programs(config, task.model, placement)
+    leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
+    batches = ConversationBatches(small_services(None), placement, task, programs, {}, leave, taken=0)
+    return batches, task, programs, programs.create(weights.initial(), initial_dual(config.algorithm))
+
+
+def _trained(batches, programs, state):
+    """Loss, gradient norm and parameters of one step, and how many rows hold something."""
+    from dcmdp_jax.training.phase_timer import PhaseTimer
+
+    batches.push(state.params, 0, PhaseTimer())
+    made = batches.make(state, 0, PhaseTimer())
+    after, metrics = programs.train_step(state, made.batch, None)
+    used = sum(int(np.any(bucket.completion_mask, axis=-1).sum()) for bucket in made.rows)
+    return float(metrics["policy/loss"]), float(metrics["optimizer/grad_norm"]), jax.device_get(after.params), used
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_the_loss_is_that_of_transformers_packed_or_not(rows, tmp_path, kind):
+    import torch
+
+    model = _model(tmp_path / "model", kind)
+    results = {}
+    for segments in (1, 6):
+        batches, task, programs, state = _batches(rows, tmp_path / "model", segments)
+        held = batches.loss(state.params, task.train)
+        results[segments] = held, *_trained(batches, programs, state)
+    total, count = 0.0, 0
+    for ids, targets in zip(task.train.token_ids, task.train.targets, strict=True):
+        labels = torch.tensor(np.where(targets, ids, -100))[None].long()
+        with torch.no_grad():
+            found = model(torch.tensor(ids)[None].long(), labels=labels).loss
+        total, count = total + float(found) * int(targets.sum()), count + int(targets.sum())
+    assert count == sum(int(targets.sum()) for targets in task.train.targets) and count > 60
+    for held, loss, *_ in results.values():
+        # A mean of the conversations' means would give the answers of one digit a third of the weight.
+        assert held == pytest.approx(total / count, abs=1e-5) and loss == pytest.approx(total / count, abs=1e-5)
+    (_, _, alone, one, used), (_, _, packed, other, fewer) = results.values()
+    assert used == 6 and fewer < 6 and packed == pytest.approx(alone, rel=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), one, other)
+
+
+# dcmdp sft; dies as it writes the metrics of step 3.
+_KILLED = """
+import os, signal, sys
+from dcmdp_jax.commands import cli, sft
+from dcmdp_jax.observe.metrics_io import MetricsWriter
+
+write = MetricsWriter.write
+MetricsWriter.write = lambda self, step, metrics: (
+    os.kill(os.getpid(), signal.SIGKILL) if step == 3 else write(self, step, metrics)
+)
+cli.run_main(sft.main)
+"""
+
+
+@pytest.mark.parametrize("settings", [(), ("model.lora_rank=2",)], ids=["all", "lora"])
+def test_a_killed_run_goes_on_to_the_same_bits(run_environment, tmp_path, rows, settings):
+    given = [f"task.train={rows}", f"evaluation.task={rows}", "evaluation.every_steps=2", "training.steps=4"]
+    given += ["checkpoint.every_steps=1", "optimizer.learning_rate=1e-3", "mesh.cpu_devices=1", *settings]
+    words = [f"--config.{one}" for one in given]
+    said = finish(start(run_environment, tmp_path / "whole", *words, program=("-m", "bin.sft")))
+    assert "6 to learn from (0 dropped: too long)" in said and "4 conversations, 2 update(s)" in said
+    finish(start(run_environment, tmp_path / "run", *words, program=("-c", _KILLED)), code=-signal.SIGKILL)
+    said = finish(start(run_environment, tmp_path / "run", *words, program=("-m", "bin.sft")))
+    assert f"resuming {tmp_path / 'run'} after step 2" in said
+    assert read_digests(tmp_path / "run", 4) == read_digests(tmp_path / "whole", 4)
+    records = read_records(tmp_path / "whole")
+    assert read_records(tmp_path / "run") == records
+    losses = [records[step]["eval/rows/loss"] for step in (0, 2, 4)]
+    assert losses == sorted(losses, reverse=True) and losses[0] > 4 and "reward/mean" not in records[1]
+    # Another run's settings are refused: training by rewards would go on from these weights.
+    refused = finish(start(run_environment, tmp_path / "run", *words), code=2)
+    assert "holds a run with" in refused
+
+
+def test_a_row_without_an_assistants_turn_is_one_line_before_any_device_starts(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(_ROWS[0]) + "\n" + json.dumps({"messages": _TALK[:1]}) + "\n")
+    config = for_supervision(load_config("demo:debug", {"task.train": str(path), "run_dir": str(tmp_path / "run")}))
+    with pytest.raises(ValueError, match=r"^config\.task\.train: .*rows\.jsonl:2: field 'messages' has no turn of"):
+        Run.check(config)
