@@ -124,7 +124,9 @@ cli.run_main(sft.main)
 """
 
 
-@pytest.mark.parametrize("settings", [(), ("model.lora_rank=2",)], ids=["all", "lora"])
+@pytest.mark.parametrize(
+    "settings", [(), pytest.param(("model.lora_rank=2",), marks=pytest.mark.long)], ids=["all", "lora"]
+)
 def test_a_killed_run_goes_on_to_the_same_bits(run_environment, tmp_path, rows, settings):
     given = [f"task.train={rows}", f"evaluation.task={rows}", "evaluation.every_steps=2", "training.steps=4"]
     given += ["checkpoint.every_steps=1", "optimizer.learning_rate=1e-3", "mesh.cpu_devices=1", *settings]
