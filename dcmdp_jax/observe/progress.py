@@ -106,14 +106,14 @@ class Progress(Activity):
         values = collections.defaultdict(lambda: math.nan, self._values)
         known = not math.isnan(values["dual/tolerance"]) and self.done > self._measured
         c = f" (c {number(values['dual/tolerance'], '.5f')})" if known else ""
+        learns = "reward/mean" not in self._values and _UPDATE["loss"] in self._values
         rewarded = [
             f"reward {number(values['reward/mean'], '.3f')}",
             f"discrepancy {number(values[bounded_metric(self._values)], '.5f')}{c}",
             f"lambda {number(values['dual/multiplier'], '.4f')}",
         ]
-        learns = "reward/mean" not in values and _UPDATE["loss"] in values
         return [
-            *(() if learns else rewarded),
+            *rewarded[: 0 if learns else 3],
             *(f"{word} {number(values[name], '.3g')}" for word, name in _UPDATE.items() if name in self._values),
             f"{number(values['throughput/tokens_per_second'], ',.0f')} tokens/s",
             f"left {duration(self.seconds_left())}",

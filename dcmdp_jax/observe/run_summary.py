@@ -133,17 +133,18 @@ def facts(run: RecordedRun) -> list[Fact]:
         more = f"{duration(float(seconds))} at work, {restarts:.0f} restarts; on {', '.join(dict.fromkeys(nodes))}"
         found.append(Fact(f"Replica {replica}", f"{number(float(tokens), ',.0f')} tokens", more))
     engine = ", ".join(f"{name.rpartition('.')[2]} {config[name]}" for name in _ENGINE if config.get(name) is not None)
-    settings = {"Engine": engine, "Training data": config.get("task.train")}
+    settings = {"Engine": engine * (not _learns(run)), "Training data": config.get("task.train")}
     settings |= {"Started from": config.get("model.path") or "a fresh model"} if config else {}
     return found + [Fact(name, str(value)) for name, value in settings.items() if value]
 
 
 def verdict(run: RecordedRun) -> str:
     """One sentence on what happened in a run."""
-    first, said = f"{_steps(run.series)} training steps", []
+    learns, said = _learns(run), []
+    first = f"{_steps(run.series)} {'supervised' if learns else 'training'} steps"
     if model := run.config.get("model.path"):
         engine = f"the engine {run.config.get('rollout.engine')} in {run.config.get('rollout.precision')}"
-        first += f" of {model} against {engine}"
+        first += f" of {model}" + f" against {engine}" * (not learns)
     if scores := _scores(run.series):
         name, steps, values, form = scores[0]
         ends = (f"{form(values[place])}{_interval(run, name, steps[place], form)}" for place in (0, -1))
@@ -153,6 +154,11 @@ def verdict(run: RecordedRun) -> str:
     if story := describe_multiplier(run.series):
         said.append(story + "; lambda began at its cap" * _begins_at_cap(run))
     return f"{first}: {'; '.join(said)}." if said else f"{first}."
+
+
+def _learns(run: RecordedRun) -> bool:
+    """Whether the run learned from conversations, without an engine."""
+    return run.config.get("algorithm.loss") == "likelihood"
 
 
 def provenance(run: RecordedRun) -> dict[str, str]:
@@ -244,7 +250,8 @@ def warnings(series: Series) -> list[str]:
 
 def _steps(series: Series) -> int:
     """The last training step; 0 where only evaluations were recorded."""
-    return int(series["reward/mean"][0][-1]) if "reward/mean" in series else 0
+    found = series.get("reward/mean", series.get("policy/loss"))
+    return int(found[0][-1]) if found else 0
 
 
 def _ends(values: np.ndarray) -> tuple[float, float, str]:

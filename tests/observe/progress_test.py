@@ -170,3 +170,16 @@ def test_close_twice_and_bad_totals():
     progress.close()
     with pytest.raises(ValueError, match="start_step is 4; allowed: 0 to total_steps = 3"):
         Progress(3, start_step=4)
+
+
+def test_a_supervised_run_shows_its_loss_and_no_rewards(said):
+    progress = Progress(1)
+    progress.update(0, {"eval/rows/loss": 1.511})
+    progress.update(1, {"policy/loss": 1.25, "optimizer/grad_norm": 2, "throughput/tokens_per_second": 40.0})
+    # A loss below 1 is no share: never 51%.
+    progress.update(1, {"eval/rows/loss": 0.511})
+    assert said() == [
+        "step 0/1  rows loss 1.511",
+        "step 1/1  loss 1.25  gradient 2  40 tokens/s  left 0:00",
+        "step 1/1  rows loss 0.511",
+    ]

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.observe.metrics_io import without_placeholder
-from dcmdp_jax.observe.run_summary import RecordedRun, describe_multiplier, facts, legs, overlap, read_run, warnings
+from dcmdp_jax.observe.run_summary import (
+    RecordedRun,
+    describe_multiplier,
+    facts,
+    legs,
+    overlap,
+    read_run,
+    verdict,
+    warnings,
+)
 
 
 def _series(values, first=1):
@@ -168,3 +177,17 @@ def test_where_the_gap_lies_is_of_the_last_step_that_looked():
     assert share == "25.0% while the engine decodes"
     assert more == "step 17: mean |dp| 0.001 to the engine's own scores in one pass, 0.003 from there to the trainer"
     assert legs({}) is None
+
+
+def test_the_sentence_of_a_supervised_run_names_no_engine():
+    series = {"policy/loss": ([1, 2], [1.5, 1.25]), "eval/rows/loss": ([0, 2], [0.75, 0.5])}
+    series = {name: tuple(map(np.array, both)) for name, both in series.items()}
+    config = {
+        "algorithm.loss": "likelihood",
+        "model.path": "m",
+        "rollout.engine": "local",
+        "rollout.precision": "exact",
+    }
+    said = verdict(RecordedRun("run", series, config, [], [], {}))
+    # A loss is no share: not "from 75% to 50%".
+    assert said == "2 supervised steps of m: held-out rows/loss went from 0.75 to 0.5."
