@@ -1,7 +1,5 @@
 """Learn from conversations: dcmdp sft --config=FILE [--config.section.name=value ...] [--dry_run]."""
 
-from __future__ import annotations
-
 from dcmdp_jax.commands import train
 
 EXPECTED = train.EXPECTED

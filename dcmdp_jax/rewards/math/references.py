@@ -1,7 +1,5 @@
 """Reference answers as datasets write them: what stands around an answer is dropped."""
 
-from __future__ import annotations
-
 import ast
 import html
 import json
