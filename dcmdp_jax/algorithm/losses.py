@@ -108,6 +108,7 @@ def log_ratio_squared(
 
 def likelihood(tokens: Tokens, *, trust_region: Function = clip) -> tuple[Float[jax.Array, "R L"], Statistics]:
     """-log pi of each token, whatever its advantage and trust region: supervised fine-tuning (`dcmdp sft`)."""
+    require_tokens(tokens)
     return -tokens.train_logprobs, {}
 
 

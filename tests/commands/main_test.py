@@ -101,10 +101,10 @@ def test_a_preset_trains_and_a_copied_file_means_the_same(dcmdp, tmp_path):
     [
         (
             (),
-            "a command is missing; there are train, evaluate, report, view, probe, sweep, plan, convert, toy, settings",
+            "a command is missing; there are train, sft, evaluate, report, view, probe, sweep, plan, convert, toy, settings",
         ),
         (("trian", "--config=demo"), "trian: no such command; did you mean train?"),
-        (("--config=demo",), "--config=demo: no such command; there are train, evaluate, "),
+        (("--config=demo",), "--config=demo: no such command; there are train, sft, evaluate, "),
         (("train", "--debug"), "--config is missing; for example --config=demo"),
     ],
 )
