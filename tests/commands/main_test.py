@@ -101,7 +101,7 @@ def test_a_preset_trains_and_a_copied_file_means_the_same(dcmdp, tmp_path):
     [
         (
             (),
-            "a command is missing; there are train, sft, evaluate, report, view, probe, sweep, plan, convert, toy, settings",
+            "a command is missing; there are train, sft, evaluate, report, view, probe, sweep, plan, convert, toy,",
         ),
         (("trian", "--config=demo"), "trian: no such command; did you mean train?"),
         (("--config=demo",), "--config=demo: no such command; there are train, sft, evaluate, "),
