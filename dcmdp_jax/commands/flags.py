@@ -55,8 +55,8 @@ def parse(argv: Sequence[str], command: str = "train") -> argparse.Namespace:
             setting that `from_config_dict` refuses.
     """
     what = "Train a policy" if command == "train" else "Learn from the conversations of task.train"
-    about = f"{what}; the same command resumes a run. dcmdp settings lists settings, --config.section.name=value."
-    parser = Parser(command, description=about)
+    rest = "the same command resumes a run. dcmdp settings lists settings, --config.section.name=value."
+    parser = Parser(command, description=f"{what}; {rest}")
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the plan, and stop")
     parser.add_argument("--print_config", action="store_true", help="print every setting, mark what differs, and stop")
     return parse_with(parser, argv)

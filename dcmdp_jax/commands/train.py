@@ -38,9 +38,7 @@ EXPECTED = (EngineError, MemoryError, TrainingStopped)
 def main(argv: list[str], *, supervised: bool = False) -> int:
     """Check everything, print the plan, train, write the report."""
     arguments = parse(argv, "sft" if supervised else "train")
-    config = arguments.config
-    if supervised or config.supervised:
-        config = for_supervision(config)
+    config = for_supervision(arguments.config) if supervised else arguments.config
     if arguments.print_config:
         print(print_config(config))
         return 0
@@ -80,12 +78,13 @@ def train(config: Config | ConfigDict | Mapping[str, Any] | str, *, show: Callab
         config = from_config_dict(config)
     if not isinstance(config, Config):
         raise UserError(f"config: got {shorten(config)}, must be a Config, a ConfigDict or a preset's name")
-    _run(for_supervision(config) if config.supervised else config, show or (lambda line: None))
+    _run(config, show or (lambda line: None))
     return Path(config.run_dir)
 
 
 def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) -> None:
     """Each process of a run on several hosts calls this; the first one speaks."""
+    config = for_supervision(config) if config.supervised else config
     with contextlib.ExitStack() as stack:
         with as_settings(HOSTS):
             hosts = stack.enter_context(join_hosts(**dataclasses.asdict(config.hosts)))

@@ -20,8 +20,8 @@ _PROMPT_FIELDS = ("prompt", "problem", "question")
 _NO_COLUMNS = ("prompt", "completion", *ARGUMENTS)
 # A label may be the number of a class, so it comes last; a solution counts if it has a box.
 _ANSWER_FIELDS = ("reward_model", "final_answer", "expected_answer", "ground_truth", "answer", "solution", "label")
-# What is learned where a row has a prompt: a worked solution, or an answer as GSM8K writes it.
-_COMPLETION_FIELDS = ("completion", "solution", "answer")
+# What is learned: a whole chat, or behind a prompt also a worked solution, or an answer as GSM8K writes it.
+_COMPLETION_FIELDS = ("messages", "completion", "solution", "answer")
 # What datasets write where they have no answer (NuminaMath-1.5: a quarter of its rows); a policy could write it too.
 _NO_ANSWERS = ("proof", "notfound", "not found", "n/a", "na", "nan", "null", "unknown", "not available", "no answer")
 _LAST_ROLES = ("user", "tool", "assistant")
@@ -132,10 +132,9 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
 
 def _completion(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     """What is learned of a row: the text after its prompt, or messages, of which the assistant's are."""
-    names = ("messages", *_COMPLETION_FIELDS)
-    field = next((name for name in names if row.get(name) is not None), None)
+    field = next((name for name in _COMPLETION_FIELDS if row.get(name) is not None), None)
     if field is None:
-        raise UserError(f"no completion in any of the fields {', '.join(names)}; {_describe_fields(row)}")
+        raise UserError(f"no completion in any of the fields {', '.join(_COMPLETION_FIELDS)}; {_describe_fields(row)}")
     value = _chat_or_text(row[field], field)
     if isinstance(value, str) and field != "messages":
         if not value.strip():

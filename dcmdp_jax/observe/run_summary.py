@@ -133,14 +133,17 @@ def facts(run: RecordedRun) -> list[Fact]:
         more = f"{duration(float(seconds))} at work, {restarts:.0f} restarts; on {', '.join(dict.fromkeys(nodes))}"
         found.append(Fact(f"Replica {replica}", f"{number(float(tokens), ',.0f')} tokens", more))
     engine = ", ".join(f"{name.rpartition('.')[2]} {config[name]}" for name in _ENGINE if config.get(name) is not None)
-    settings = {"Engine": engine * (not _learns(run)), "Training data": config.get("task.train")}
+    settings = {
+        "Engine": engine * (config.get("algorithm.loss") != "likelihood"),
+        "Training data": config.get("task.train"),
+    }
     settings |= {"Started from": config.get("model.path") or "a fresh model"} if config else {}
     return found + [Fact(name, str(value)) for name, value in settings.items() if value]
 
 
 def verdict(run: RecordedRun) -> str:
     """One sentence on what happened in a run."""
-    learns, said = _learns(run), []
+    learns, said = run.config.get("algorithm.loss") == "likelihood", []
     first = f"{_steps(run.series)} {'supervised' if learns else 'training'} steps"
     if model := run.config.get("model.path"):
         engine = f"the engine {run.config.get('rollout.engine')} in {run.config.get('rollout.precision')}"
@@ -154,11 +157,6 @@ def verdict(run: RecordedRun) -> str:
     if story := describe_multiplier(run.series):
         said.append(story + "; lambda began at its cap" * _begins_at_cap(run))
     return f"{first}: {'; '.join(said)}." if said else f"{first}."
-
-
-def _learns(run: RecordedRun) -> bool:
-    """Whether the run learned from conversations, without an engine."""
-    return run.config.get("algorithm.loss") == "likelihood"
 
 
 def provenance(run: RecordedRun) -> dict[str, str]:

@@ -35,8 +35,6 @@ from dcmdp_jax.models.peft_files import Adapter, read_adapter
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
 
-_DIGITS = 16
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -106,9 +104,10 @@ def read_task(config: Config) -> Task:
         held = held_out(config, tokenizer) if config.evaluation.every_steps else ()
         problems = [problem for prompts in (train, *(one for _, one in held)) for problem in prompts.problems]
         rewards, columns = ((), ()) if config.supervised else checked_rewards(config, problems, tokenizer)
-        solutions = _worked_solutions(config, tokenizer) if config.warmup.steps else None
+        places = split_locations(config.warmup.task) if config.warmup.steps else ()
+        solutions = [_load_prompts(config, tokenizer, "warmup.task", place) for place in places]
         read = config, model, tokenizer, stop_token_ids, held, rewards, columns, config.task.max_prompt_tokens
-        return Task(*read, train, stream, solutions, adapter, lora)
+        return Task(*read, train, stream, join_prompts(solutions) if solutions else None, adapter, lora)
 
 
 def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
@@ -301,12 +300,6 @@ def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
     return tuple((task, _load_prompts(config, tokenizer, "evaluation.task", task.location)) for task in tasks)
 
 
-def _worked_solutions(config: Config, tokenizer: PreTrainedTokenizerBase) -> EncodedPrompts:
-    """The conversations of `warmup.task`."""
-    places = split_locations(config.warmup.task)
-    return join_prompts([_load_prompts(config, tokenizer, "warmup.task", place) for place in places])
-
-
 def digest_of(problems: EncodedPrompts) -> str:
     """Number of problems, and a digest of prompts, answers and columns in their order."""
 
@@ -323,4 +316,4 @@ def digest(parts: Iterable[bytes]) -> str:
     found = hashlib.sha256()
     for part in parts:
         found.update(len(part).to_bytes(8, "little") + part)
-    return found.hexdigest()[:_DIGITS]
+    return found.hexdigest()[:16]
