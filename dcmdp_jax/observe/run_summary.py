@@ -133,10 +133,8 @@ def facts(run: RecordedRun) -> list[Fact]:
         more = f"{duration(float(seconds))} at work, {restarts:.0f} restarts; on {', '.join(dict.fromkeys(nodes))}"
         found.append(Fact(f"Replica {replica}", f"{number(float(tokens), ',.0f')} tokens", more))
     engine = ", ".join(f"{name.rpartition('.')[2]} {config[name]}" for name in _ENGINE if config.get(name) is not None)
-    settings = {
-        "Engine": engine * (config.get("algorithm.loss") != "likelihood"),
-        "Training data": config.get("task.train"),
-    }
+    engine *= config.get("algorithm.loss") != "likelihood"
+    settings = {"Engine": engine, "Training data": config.get("task.train")}
     settings |= {"Started from": config.get("model.path") or "a fresh model"} if config else {}
     return found + [Fact(name, str(value)) for name, value in settings.items() if value]
 
