@@ -74,7 +74,8 @@ def _check(directory: Path) -> None:
     stored = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
     print(_describe(config))
     files = {place.path for place in manifest.tensors.values()}
-    print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(files)} file(s)")
+    left = f"; {manifest.left_out} of {', '.join(config.family.left_out)} left out" if manifest.left_out else ""
+    print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(files)} file(s){left}")
     print(f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 {_gib(2 * num_params(config))}")
     print(f"tokenizer    {len(tokenizer):,} tokens; a completion ends with {', '.join(map(str, ends))}")
     if beyond := config.vocab_size - len(tokenizer):

@@ -7,6 +7,12 @@ from dcmdp_jax.models.families import FAMILIES, Family
 from dcmdp_jax.models.hf_fields import RANGES
 from dcmdp_jax.models.rope import RopeScaling
 
+RECURRENT_SIZES = (
+    "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim",
+)  # fmt: skip
+"""Fields of recurrent layers, in config.json too."""
+
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear layer of the decoder layers."""
 
@@ -54,6 +60,11 @@ class ModelConfig:
         sliding_layers: their indices.
         sliding_rope_theta: base of their rotary embedding, which is not scaled; 0: theirs is that of other layers.
         rope_free_layers: indices of layers without rotary embedding.
+        recurrent_layers: indices of the layers that are `gated_delta.GatedDeltaNet` in place of attention.
+        linear_conv_kernel_dim: tokens that their convolution sees, itself included; 0 without such layers.
+        linear_num_key_heads, linear_num_value_heads: their heads; each key head serves as many value heads.
+        linear_key_head_dim, linear_value_head_dim: sizes of these heads.
+        partial_rotary_factor: share of a head's dimensions, from the first on, that the rotary embedding turns.
         query_pre_attn_scalar: scores are divided by its square root; 0: by that of head_dim.
     """
 
@@ -81,11 +92,18 @@ class ModelConfig:
     sliding_rope_theta: float = 0.0
     rope_free_layers: tuple[int, ...] = ()
     query_pre_attn_scalar: int = 0
+    recurrent_layers: tuple[int, ...] = ()
+    linear_conv_kernel_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.model_type not in FAMILIES:
             raise UserError(f"model_type: got {self.model_type!r}, supported are {', '.join(sorted(FAMILIES))}")
-        for name in ("sliding_layers", "rope_free_layers"):  # lists in a saved record
+        for name in ("sliding_layers", "rope_free_layers", "recurrent_layers"):  # lists in a saved record
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             if getattr(self, name) < 1:
@@ -98,6 +116,17 @@ class ModelConfig:
             _, low, high = RANGES[name]
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"{name}: got {getattr(self, name)}, must be in [{low:g}, {high:g}]")
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            share = f"got {self.partial_rotary_factor:g}, must be an even number of head_dim={self.head_dim}"
+            raise UserError(f"partial_rotary_factor: {share}")
+        if self.family.full_attention_every:
+            recurrent, keys = len(self.recurrent_layers), self.linear_num_key_heads
+            if not 0 < recurrent < self.num_layers:
+                said = f"{recurrent} of {self.num_layers} layers are linear_attention, must be some and not all"
+                raise UserError(f"layer_types: {said}")
+            if (values := self.linear_num_value_heads) % keys:
+                said = f"got {values}, must be a multiple of linear_num_key_heads={keys}"
+                raise UserError(f"linear_num_value_heads: {said}")
         if not self.family.experts:
             if self.num_experts:
                 raise UserError(f"num_experts: got {self.num_experts}, must be 0 for model_type={self.model_type}")
@@ -111,6 +140,37 @@ class ModelConfig:
             raise UserError(
                 f"num_experts_per_tok: got {self.num_experts_per_tok}, must be at most num_experts={self.num_experts}"
             )
+
+    @property
+    def layer_kinds(self) -> tuple[tuple[str, int], ...]:
+        """Kind of each layer, "" where all have the same parameters, and its place among the layers of that kind."""
+        kinds = ["recurrent" if index in self.recurrent_layers else "full" for index in range(self.num_layers)]
+        kinds = kinds if self.recurrent_layers else [""] * self.num_layers
+        return tuple((kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds))
+
+    @property
+    def kinds(self) -> dict[str, tuple[int, ...]]:
+        """Kind of layers -> their indices. Parameters of each kind are stacked by themselves, see `declare.of_kind`."""
+        kinds = [kind for kind, _ in self.layer_kinds]
+        return {kind: tuple(at for at, of in enumerate(kinds) if of == kind) for kind in dict.fromkeys(kinds)}
+
+    @property
+    def period(self) -> int:
+        """Fewest layers after which the kinds of layers repeat; it divides `num_layers`."""
+        kinds = [kind for kind, _ in self.layer_kinds]
+        divisors = (size for size in range(1, self.num_layers + 1) if self.num_layers % size == 0)
+        return next(size for size in divisors if kinds == kinds[:size] * (self.num_layers // size))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that the rotary embedding turns."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def mixed_width(self) -> int:
+        """Channels of a recurrent layer's convolution: queries, keys and values together."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
     def family(self) -> Family:

@@ -4,8 +4,8 @@ A module built from declarations holds shapes and no arrays: a model of any size
 walks it and derives shapes, initial values, shardings, Hugging Face tensors and what an engine quantizes.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,17 @@ class Stack(NamedTuple):
     Attributes:
         axis: the logical name of the axis, "layers" or "experts".
         size: how many there are.
+        numbers: the number of each in Hugging Face's names; None: from 0 on.
     """
 
     axis: str
     size: int
+    numbers: tuple[int, ...] | None = None
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The number of each."""
+        return range(self.size) if self.numbers is None else self.numbers
 
 
 class Fused(NamedTuple):
@@ -101,3 +108,8 @@ def declarations(module: nnx.Module, prefix: tuple[str, ...] = ()) -> Iterator[D
             yield Declaration(path, *(metadata[field] for field in Declaration._fields[1:]))
         elif isinstance(value, nnx.Module):
             yield from declarations(value, path)
+
+
+def of_kind(layers: Any, kind: str) -> Any:
+    """The stacked layers of one kind of `ModelConfig.kinds`."""
+    return layers[kind] if kind else layers

@@ -19,11 +19,13 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.declare import Stack, parameter
+from dcmdp_jax.models.declare import Stack, of_kind, parameter
+from dcmdp_jax.models.gated_delta import GatedDeltaNet, Recur, rows
 from dcmdp_jax.models.layers import MLP, Linear, LoraKernel, RMSNorm, all_rotary_tables, embedding_scale
 from dcmdp_jax.models.logprobs import KernelAxes
 from dcmdp_jax.models.moe import Aux, MoE, router_sums
 from dcmdp_jax.models.ops import Ops, choose_ops
+from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.models.scheme_products import round_cache, with_scheme
 from dcmdp_jax.types import Array, Params
@@ -90,15 +92,16 @@ class Attention(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = (), fused: bool = False
     ) -> None:
-        self.config, self.fused = config, fused
+        self.config, self.fused, self.gated = config, fused, config.family.output_gate
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        queries = width * (1 + self.gated)
         embed, bias, eps = config.hidden_size, config.attention_bias, config.rms_norm_eps
         options = {"std": config.initializer_range, "stacks": stacks}
         if fused:
-            self.qkv = Linear((embed, width + 2 * kv_width), ("embed", "heads"), hf_name=None, bias=bias, **options)
+            self.qkv = Linear((embed, queries + 2 * kv_width), ("embed", "heads"), hf_name=None, bias=bias, **options)
         else:
             query, shared = ("embed", "heads"), ("embed", "kv_heads")
-            self.q = Linear((embed, width), query, hf_name=f"{hf_name}.q_proj", bias=bias, **options)
+            self.q = Linear((embed, queries), query, hf_name=f"{hf_name}.q_proj", bias=bias, **options)
             self.k = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.k_proj", bias=bias, **options)
             self.v = Linear((embed, kv_width), shared, hf_name=f"{hf_name}.v_proj", bias=bias, **options)
         if config.family.qk_norm:
@@ -116,7 +119,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         config = self.config
         heads = (*x.shape[:2], -1, config.head_dim)
-        widths = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        widths = config.num_heads * config.head_dim * (1 + self.gated), config.num_kv_heads * config.head_dim
         scales: list[jax.Array | None] = [None, None]
         if config.family.qk_norm == "head":
             counts = config.num_heads, config.num_kv_heads
@@ -126,12 +129,14 @@ class Attention(nnx.Module):
             ]
         if self.fused:
             both, value = ops.split(self.qkv(x), sum(widths), 2)
-        if self.fused and config.family.qk_norm != "width":
+        if self.fused and config.family.qk_norm != "width" and not self.gated:
             # Norm and rotation are the same for queries and keys, so they take them as one array.
             scale = None if scales[0] is None else jnp.concatenate(scales)
             query, key = ops.split(self._rotated(both.reshape(heads), scale, rotary, ops), config.num_heads, 2)
         else:
             query, key = ops.split(both, widths[0], 2) if self.fused else (self.q(x), self.k(x))
+            if self.gated:
+                query, gate = jnp.moveaxis(query.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim), 3, 0)
             if config.family.qk_norm == "width":
                 query, key = self.q_norm(query), self.k_norm(key)
             query, key = (
@@ -144,6 +149,8 @@ class Attention(nnx.Module):
             # Kernels divide by sqrt(h).
             query = query * jnp.asarray(math.sqrt(config.head_dim / config.query_pre_attn_scalar), query.dtype)
         attended, cache = attend(query, key, value.reshape(heads))
+        if self.gated:
+            attended = attended * jax.nn.sigmoid(gate)
         return self.o(attended.reshape(*x.shape[:2], -1)), cache
 
     def _rotated(
@@ -151,6 +158,9 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         if scale is None:
             return ops.rotate(x, rotary)
+        if (turned := self.config.rotary_dim) < self.config.head_dim:
+            normed = rms_norm(self.q_norm.read(x), scale, self.config.rms_norm_eps).astype(x.dtype)
+            return jnp.concatenate([ops.rotate(normed[..., :turned], rotary), normed[..., turned:]], axis=-1)
         return ops.norm_and_rotate(self.q_norm.read(x), scale, rotary, self.config.rms_norm_eps).astype(x.dtype)
 
 
@@ -167,6 +177,7 @@ class Block(nnx.Module):
         config: ModelConfig,
         *,
         stacks: tuple[Stack, ...] = (),
+        kind: str = "",
         fused_attention: bool = False,
         fused_mlp: bool = False,
     ) -> None:
@@ -178,7 +189,10 @@ class Block(nnx.Module):
             return name and RMSNorm(config.hidden_size, hf_name=f"{prefix}.{name}", **options)
 
         self.attention_norm = norm("attention_norm")
-        self.attention = Attention(config, hf_name=f"{prefix}.self_attn", stacks=stacks, fused=fused_attention)
+        if kind == "recurrent":
+            self.attention = GatedDeltaNet(config, hf_name=f"{prefix}.linear_attn", stacks=stacks)
+        else:
+            self.attention = Attention(config, hf_name=f"{prefix}.self_attn", stacks=stacks, fused=fused_attention)
         self.attention_out_norm, self.mlp_norm = norm("attention_out_norm"), norm("mlp_norm")
         feed_forward = MoE if config.num_experts else MLP
         self.mlp = feed_forward(config, hf_name=f"{prefix}.mlp", stacks=stacks, fused=fused_mlp)
@@ -188,7 +202,7 @@ class Block(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         rotary: tuple[jax.Array, jax.Array],
-        attend: Attend,
+        attend: Attend | Recur,
         ops: Ops,
         *,
         mesh: Mesh | None = None,
@@ -201,7 +215,8 @@ class Block(nnx.Module):
         Args:
             x: residual stream.
             rotary: `rotary_tables` of the layer.
-            attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None.
+            attend: gets rotated queries and keys and the values, returns the attended heads and a cache, or None; of a
+                recurrent layer a `Recur`.
             ops: the platform's operations.
             mesh, replayed: see `moe.MoE`.
             reduce: adds up the outputs of attention and MLP, for a caller whose `shard_map` gives each device its own
@@ -228,6 +243,14 @@ class Block(nnx.Module):
         return x + normed("mlp_out_norm", reduce(y)), cache, aux
 
 
+class Layers(nnx.Module):
+    """The blocks of a decoder with more than one kind of layers: each kind's are stacked by themselves."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        for kind, numbers in config.kinds.items():
+            setattr(self, kind, Block(config, stacks=(Stack("layers", len(numbers), numbers),), kind=kind))
+
+
 class Decoder(nnx.Module):
     """Embedding, stacked blocks, final norm and, when untied, the output matrix [D, V].
 
@@ -236,8 +259,9 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         normal, shape = jax.nn.initializers.normal(config.initializer_range), (config.vocab_size, config.hidden_size)
+        stack = Stack("layers", config.num_layers)
         self.embedding = parameter(shape, ("vocab", "embed"), init=normal, hf_name=HF_EMBEDDING)
-        self.layers = Block(config, stacks=(Stack("layers", config.num_layers),))
+        self.layers = Layers(config) if config.recurrent_layers else Block(config, stacks=(stack,))
         self.norm = _last_norm(config)
         if not config.tie_word_embeddings:
             self.output = parameter(shape[::-1], ("embed", "vocab"), init=normal, hf_name=HF_OUTPUT, transposed=True)
@@ -248,8 +272,8 @@ def _last_norm(config: ModelConfig) -> RMSNorm:
 
 
 @functools.lru_cache(maxsize=32)
-def _block_graph(config: ModelConfig, fused_attention: bool, fused_mlp: bool) -> nnx.GraphDef:
-    return nnx.graphdef(Block(config, fused_attention=fused_attention, fused_mlp=fused_mlp))
+def _block_graph(config: ModelConfig, kind: str, fused_attention: bool, fused_mlp: bool) -> nnx.GraphDef:
+    return nnx.graphdef(Block(config, kind=kind, fused_attention=fused_attention, fused_mlp=fused_mlp))
 
 
 def hidden_states_and_aux(
@@ -316,7 +340,8 @@ def hidden_states_and_aux(
 
         used = fuse_projections(layer_params, mlp=False) if fuse else layer_params
         used = with_scheme(used, scheme)
-        x, _, aux = block_of(used, config)(x, rotary, attend, ops, mesh=mesh, replayed=replayed)
+        mix = functools.partial(rows, config, segment_ids) if is_recurrent(used) else attend
+        x, _, aux = block_of(used, config)(x, rotary, mix, ops, mesh=mesh, replayed=replayed)
         return constrain(x, axes), router_sums(aux, counted) if config.num_experts else {}
 
     if compute.remat == "full":
@@ -330,7 +355,19 @@ def hidden_states_and_aux(
     found = look_up(table, input_ids) if look_up else constrain(table.astype(dtype), ("vocab", "hidden"))[input_ids]
     x = constrain(embedding_scale(config, found), axes)
     replayed = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
-    x, aux = jax.lax.scan(layer, x, (params["layers"], replayed, own), unroll=compute.scan_unroll)
+    if not config.recurrent_layers:
+        x, aux = jax.lax.scan(layer, x, (params["layers"], replayed, own), unroll=compute.scan_unroll)
+        return final_norm(params, config, x), aux
+    # One iteration of the scan is a period of the layers' kinds.
+    count = config.num_layers // config.period
+    periods = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), params["layers"])
+
+    def period(x: jax.Array, part: Params) -> tuple[jax.Array, Aux]:
+        for index in range(config.period):
+            x, aux = layer(x, (layer_of(part, config, index), None, own))
+        return x, aux
+
+    x, aux = jax.lax.scan(period, x, periods, unroll=max(1, compute.scan_unroll // config.period))
     return final_norm(params, config, x), aux
 
 
@@ -403,13 +440,31 @@ def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *linears)
 
     attention, feed_forward = dict(layer_params["attention"]), dict(layer_params["mlp"])
-    attention["qkv"] = fused(*(attention.pop(name) for name in "qkv"))
+    if not is_recurrent(layer_params):
+        attention["qkv"] = fused(*(attention.pop(name) for name in "qkv"))
     if mlp:
         gated = feed_forward
         if "experts" in feed_forward:
             gated = feed_forward["experts"] = dict(feed_forward["experts"])
         gated["gate_up"] = fused(*(gated.pop(name) for name in ("gate", "up")))
     return {**layer_params, "attention": attention, "mlp": feed_forward}
+
+
+def is_recurrent(layer_params: Params) -> bool:
+    """Whether a layer with these parameters is a `GatedDeltaNet` in place of attention."""
+    return "a_log" in layer_params["attention"]
+
+
+def layer_of(layers: Params, config: ModelConfig, index: int) -> Params:
+    """Parameters of one layer.
+
+    Args:
+        layers: "layers" of a tree as `params.init_params` makes it, or of a whole number of periods of it.
+        config: the model.
+        index: the layer.
+    """
+    kind, place = config.layer_kinds[index]
+    return jax.tree.map(lambda leaf: leaf[place], of_kind(layers, kind))
 
 
 def block_of(layer_params: Params, config: ModelConfig) -> Block:
@@ -420,7 +475,8 @@ def block_of(layer_params: Params, config: ModelConfig) -> Block:
         config: the model.
     """
     mlp = layer_params["mlp"]
-    graph = _block_graph(config, "qkv" in layer_params["attention"], "gate_up" in mlp.get("experts", mlp))
+    kind = "recurrent" if is_recurrent(layer_params) else ""
+    graph = _block_graph(config, kind, "qkv" in layer_params["attention"], "gate_up" in mlp.get("experts", mlp))
     leaves = jax.tree.map(nnx.Param, layer_params, is_leaf=lambda x: not isinstance(x, dict))
     return nnx.merge(graph, nnx.State(leaves))
 

@@ -30,6 +30,10 @@ class Family(NamedTuple):
         qkv_bias: q, k and v always have biases, and o none; else config.json's `attention_bias` says it of all four.
         own_head_dim: config.json's `head_dim` counts everywhere; vLLM's class of another family takes the model's width
             divided by its heads.
+        full_attention_every: every n-th layer is attention, the others are recurrent (`gated_delta`); 0: none is.
+        output_gate: attention is multiplied by the sigmoid of a gate, which `q_proj` has beside each head's query.
+        partial_rotary: share of a head's dimensions that turn, where config.json has none; 0: it may have none.
+        left_out: how the names of tensors begin that a checkpoint may hold and the decoder has not.
         sliding_rope: sliding layers have an unscaled rotary embedding of their own.
         rope_theta: rotary base where config.json has none.
         defaults: other fields of config.json -> the value of one that is absent, as in transformers.
@@ -49,6 +53,10 @@ class Family(NamedTuple):
     experts: bool = False
     qkv_bias: bool = False
     own_head_dim: bool = True
+    full_attention_every: int = 0
+    output_gate: bool = False
+    partial_rotary: float = 0.0
+    left_out: tuple[str, ...] = ()
     sliding_rope: bool = False
     rope_theta: float = 10000.0
     defaults: Mapping[str, Any] = {}
@@ -106,14 +114,30 @@ FAMILIES = {
         },
         gguf="gemma3",
     ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        qk_norm="head",
+        float32_norm=True,
+        unit_offset=True,
+        full_attention_every=4,
+        output_gate=True,
+        partial_rotary=0.25,
+        left_out=("model.visual.", "mtp."),
+        defaults={
+            "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        },
+        written={},
+    ),
 }  # fmt: skip
 """`model_type` of config.json -> the family."""
 
+WRAPPERS = {"qwen3_5": "qwen3_5_text"}
+"""`model_type` of a model of images and text -> that of its `text_config`, whose tensors lie in
+`model.language_model`."""
+
 MISSING = {
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
-        "recurrent layers (gated delta rule)",
-    ),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), "recurrent layers with a mixture of experts"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), "multi-head latent attention (MLA)"),
     "gpt_oss": "attention sinks and biased, clamped experts",
     "gemma2": "soft caps of logits and scores",

@@ -6,10 +6,10 @@ from typing import Any
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import read_json_object, shorten
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.families import FAMILIES, MISSING, Family
+from dcmdp_jax.models.config import RECURRENT_SIZES, ModelConfig
+from dcmdp_jax.models.families import FAMILIES, MISSING, WRAPPERS, Family
 from dcmdp_jax.models.hf_fields import Fields, in_range
-from dcmdp_jax.models.rope import FULL, SLIDING, read_ropes, rope_fields
+from dcmdp_jax.models.rope import FULL, LINEAR, SLIDING, read_ropes, rope_fields
 
 _MOST_PARAMS = 10**13
 # transformers' values of fields that are absent, in families whose `defaults` have no others.
@@ -42,6 +42,13 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
             malformed or out of range, or sizes do not fit each other.
     """
     model_type = fields.get("model_type")
+    if (inner := WRAPPERS.get(str(model_type))) is not None:
+        text = fields.get("text_config")
+        if not isinstance(text, dict) or text.get("model_type", inner) != inner:
+            raise UserError(f"config.json: text_config is {shorten(text)}, must be an object of model_type {inner!r}")
+        # Images are not read; the model ties its output layer where the outer field says so.
+        tied = {name: value for name, value in fields.items() if name == "tie_word_embeddings"}
+        fields, model_type = text | tied, inner
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         needs = f" which needs {MISSING[model_type]};" if str(model_type) in MISSING else ""
         supported = ", ".join(sorted(FAMILIES))
@@ -67,6 +74,7 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
         initializer_range=number("initializer_range"),
         query_pre_attn_scalar=number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else 0,
         **(_read_experts(found) if family.experts else {}),
+        **({name: number(name) for name in RECURRENT_SIZES} if family.full_attention_every else {}),
     )
     # The matrices alone, by multiplication: a count of declared parameters would walk a billion layers.
     layer = config.head_dim * 2 * (config.num_heads + config.num_kv_heads) + 3 * config.stored_mlp_width
@@ -90,6 +98,8 @@ def _check_supported(fields: Fields, family: Family) -> None:
     for name in _REFUSED_NUMBERS:
         if fields.get(name) is not None:
             raise UserError(f"config.json: {name} is {shorten(fields[name])}, only null is supported")
+    if family.output_gate and not fields.get("attn_output_gate", True):
+        raise UserError("config.json: attn_output_gate is false, only attention with its gate is supported")
     for name, reason in _REFUSED_FLAGS.items():
         if fields.flag(name):
             raise UserError(f"config.json: {name} is true, only {reason} supported")
@@ -151,6 +161,10 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
             "sliding_window": in_range("sliding_window", window) if sliding else 0,
             "sliding_layers": sliding,
         }
+    if family.full_attention_every:
+        every = fields.get("full_attention_interval") or family.full_attention_every
+        kinds = chosen("layer_types", (LINEAR, FULL), in_range("full_attention_interval", every))
+        pattern["recurrent_layers"] = tuple(index for index, kind in enumerate(kinds) if kind == LINEAR)
     if family.rope_free_every:
         period = in_range("no_rope_layer_interval", fields.get("no_rope_layer_interval") or family.rope_free_every)
         has_rope = chosen("no_rope_layers", (1, 0), period)
@@ -200,7 +214,11 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         fields |= {name: getattr(config, name) for name in _EXPERTS}
         fields |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     sliding_theta = (config.sliding_rope_theta or config.rope_theta) if family.sliding_rope else None
-    fields |= rope_fields(config.rope_theta, config.rope_scaling, sliding_theta)
+    partial = config.partial_rotary_factor if family.partial_rotary else None
+    fields |= rope_fields(config.rope_theta, config.rope_scaling, sliding_theta, partial)
+    if config.recurrent_layers:
+        fields |= {name: getattr(config, name) for name in RECURRENT_SIZES}
+        fields["layer_types"] = [LINEAR if kind == "recurrent" else FULL for kind, _ in config.layer_kinds]
     if family.full_every:
         sliding = set(config.sliding_layers)
         fields["layer_types"] = [SLIDING if index in sliding else FULL for index in range(config.num_layers)]

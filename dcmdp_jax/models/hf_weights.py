@@ -276,7 +276,8 @@ def _target_dtype(dtype: str) -> np.dtype:
 def _check_redundant_head(manifest: Manifest, files: Files) -> None:
     """A tied model may store its output layer again, but only the same one."""
     head = files[manifest.redundant_head].get_slice(HF_OUTPUT)
-    embedding = files[manifest.tensors[HF_EMBEDDING].path].get_slice(HF_EMBEDDING)
+    path, name, _ = manifest.tensors[HF_EMBEDDING]
+    embedding = files[path].get_slice(name)
     rows = head.get_shape()[0]
     for start in range(0, rows, 8192):
         part = slice(start, min(start + 8192, rows))

@@ -164,13 +164,13 @@ def rotary_frequencies(config: ModelConfig, rope: str = "global") -> tuple[np.nd
     position 30,000 the last bit of a frequency turns a head by 1e-3 radians, so being more exact is being different.
 
     Returns:
-        [head_dim / 2] float32, radians per position, and the attention factor.
+        [rotary_dim / 2] float32, radians per position, and the attention factor.
     """
     if rope == "none":  # angles of zero turn nothing
-        return np.zeros(config.head_dim // 2, np.float32), 1.0
+        return np.zeros(config.rotary_dim // 2, np.float32), 1.0
     if rope == "sliding":
         config = dataclasses.replace(config, rope_theta=config.sliding_rope_theta, rope_scaling=RopeScaling())
-    scaling, dim, one = config.rope_scaling, config.head_dim, np.float32(1)
+    scaling, dim, one = config.rope_scaling, config.rotary_dim, np.float32(1)
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     periods = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)
     plain, factor = one / periods, np.float32(scaling.factor)
@@ -217,7 +217,7 @@ def rotary_tables(config: ModelConfig, position_ids: jax.Array, rope: str = "glo
     """Cosines and sines of the angles of one of `ModelConfig.layer_ropes`, for `Ops.rotate`.
 
     Returns:
-        (cos, cos) and (-sin, sin) for the two halves of a head: float32 `[..., 2, head_dim / 2]` for position_ids
+        (cos, cos) and (-sin, sin) for the two halves of what turns: float32 `[..., 2, rotary_dim / 2]` for position_ids
         `[...]`.
     """
     frequencies, factor = rotary_frequencies(config, rope)

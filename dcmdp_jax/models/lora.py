@@ -33,14 +33,17 @@ def adapted_layers(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
             a matrix.
     """
     linear = [one for one in model_declarations(model) if one.quantized and one.stacks]
-    dense = {_module(one): one for one in linear if len(one.stacks) == 1}
-    names = tuple(dense) if lora.targets == (ALL_LINEAR,) else lora.targets
+    dense = [one for one in linear if len(one.stacks) == 1]
+    allowed = tuple(dict.fromkeys(map(_module, dense)))
+    names = allowed if lora.targets == (ALL_LINEAR,) else lora.targets
     for name in names:
-        if name not in dense:
+        if name not in allowed:
             experts = name in {_module(one) for one in linear}
             why = "adapters of experts are not supported" if experts else "no linear layer has that name"
-            raise ArgumentError("lora_targets", f"got {name!r}, {why}; allowed are {', '.join(dense)}, or {ALL_LINEAR}")
-    chosen = tuple(one for name, one in dense.items() if name in names)
+            raise ArgumentError(
+                "lora_targets", f"got {name!r}, {why}; allowed are {', '.join(allowed)}, or {ALL_LINEAR}"
+            )
+    chosen = tuple(one for one in dense if _module(one) in names)
     for one in chosen:
         if lora.rank > (most := min(one.shape[-2:])):
             raise ArgumentError(

@@ -178,14 +178,18 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
     def add(members: Iterable[Declaration], index: tuple[int, ...], names: dict[str, int]) -> None:
         """The tensors of declarations whose first `len(index)` stacked axes are at `index`."""
         depth = len(index)
-        for stacks, group in itertools.groupby(members, key=lambda declared: declared.stacks[depth : depth + 1]):
-            if not stacks:
-                for declared in group:
+        for axis, group in itertools.groupby(members, key=lambda one: one.axes[depth] if one.stacks[depth:] else None):
+            inner = list(group)
+            if axis is None:
+                for declared in inner:
                     tensors[declared.hf_name.format(**names)] = tensor(declared, index, names)
                 continue
-            inner, (stack,) = list(group), stacks
-            for number in range(stack.size):
-                add(inner, (*index, number), names | {stack.axis: number})
+            # Layers of two kinds are in two stacks: each layer's tensors follow those of the layer before it.
+            stacks = dict.fromkeys(one.stacks[depth] for one in inner)
+            places = ((number, place, stack) for stack in stacks for place, number in enumerate(stack.members))
+            for number, place, stack in sorted(places):
+                alike = [one for one in inner if one.stacks[depth] == stack]
+                add(alike, (*index, place), names | {axis: number})
 
     add(declarations, (), {})
     return tensors

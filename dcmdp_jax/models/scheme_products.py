@@ -58,7 +58,8 @@ def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
     attention, mlp = dict(layer_params["attention"]), dict(layer_params["mlp"])
     together = [(attention, ("o",)), (mlp, ("gate", "up")), (mlp, ("down",))]
     if not scheme.skip_qkv:
-        together.append((attention, ("qkv",) if "qkv" in attention else ("q", "k", "v")))
+        separate = ("mixed", "gate") if "mixed" in attention else ("q", "k", "v")
+        together.append((attention, ("qkv",) if "qkv" in attention else separate))
     for linears, names in together:
         scales = _scales([linears[name]["kernel"] for name in names], scheme.products)
         for name, scale in zip(names, scales, strict=True):

@@ -107,12 +107,16 @@ def forward_flops(model: ModelConfig, length: int) -> float:
     """Products of a forward pass, per token of a row of `length` tokens that is one sequence.
 
     Matrices: 2 per weight that multiplies (a token's own experts only). Causal attention: q k and p v over half of the
-    row, 2 x 2 x heads x head_dim x length / 2 in each layer.
+    row, 2 x 2 x heads x head_dim x length / 2 in each layer. A recurrent layer reads its state twice and adds to it
+    once, 3 x 2 x heads x key x value.
     """
+    values, recurrent = model.linear_num_value_heads * model.linear_value_head_dim, len(model.recurrent_layers)
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    layer = model.hidden_size * (2 * queries + 2 * keys + 3 * model.active_mlp_width + model.num_experts)
-    matrices = model.num_layers * layer + model.hidden_size * model.vocab_size
-    return 2.0 * matrices + model.num_layers * 2.0 * queries * length
+    attention, full = (2 + model.family.output_gate) * queries + 2 * keys, model.num_layers - recurrent
+    widths = model.num_layers * (3 * model.active_mlp_width + model.num_experts) + full * attention
+    widths += recurrent * (model.mixed_width + 2 * values + 2 * model.linear_num_value_heads)
+    matrices = model.hidden_size * (widths + model.vocab_size) + recurrent * 3 * values * model.linear_key_head_dim
+    return 2.0 * matrices + full * 2.0 * queries * length
 
 
 def at_lengths(plan: CompiledRun, lengths: Lengths) -> dict[str, Any]:

@@ -36,6 +36,8 @@ _OLMO3 |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _GEMMA3 = {"model_type": "gemma3_text", "vocab_size": 262144, "head_dim": 256, "query_pre_attn_scalar": 256}
 _GEMMA3 |= {"sliding_window": 512, "sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000}
 _GEMMA3 |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+_QWEN35 = {"model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "linear_num_value_heads": 16}
+_QWEN35 |= {"rope_theta": 10000000, "max_position_embeddings": 262144, "tie_word_embeddings": True}
 
 
 def _config(base: dict[str, Any], *sizes: int, **others: Any) -> dict[str, Any]:
@@ -47,6 +49,7 @@ PUBLISHED = {
     "Qwen3-1.7B": _config(_QWEN3, 2048, 6144, 28, 16, 8, tie_word_embeddings=True),
     "Qwen3-8B": _config(_QWEN3, 4096, 12288, 36, 32, 8),
     "Qwen3-30B-A3B": _config(_QWEN3 | _MOE, 2048, 6144, 48, 32, 4, model_type="qwen3_moe"),
+    "Qwen3.5-0.8B": _config(_QWEN35, 1024, 3584, 24, 8, 2),
     "DeepSeek-R1-Distill-Qwen-1.5B": _config(_QWEN2, 1536, 8960, 28, 12, 2),
     "Llama-3.1-8B-Instruct": _config(_LLAMA, 4096, 14336, 32, 32, 8),
     "Mistral-7B-Instruct-v0.1": _config(_MISTRAL, 4096, 14336, 32, 32, 8),

@@ -33,6 +33,7 @@ from dcmdp_jax.models.attention import has_scores, statistics_kept
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.declare import Declaration
 from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.gated_delta import CHUNK
 from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.params import declared_axes, declared_shapes, model_declarations, num_params
 from dcmdp_jax.models.scheme import Scheme
@@ -343,6 +344,10 @@ def _step_parts(
         whole = tokens * item * (8 * width + 2 * projected + 2 * queries + 4 * model.active_mlp_width + copies)
         segments = statistics_kept(compute.attention, compute.segments)
         whole += 4 * tokens * model.num_heads * segments
+        if model.recurrent_layers:
+            # Float32: a dozen matrices of a chunk's tokens by its tokens, and a few copies of the heads.
+            heads = 12 * CHUNK + 4 * (model.linear_key_head_dim + model.linear_value_head_dim)
+            whole += tokens * (4 * model.linear_num_value_heads * heads + 2 * item * model.mixed_width)
         scored = has_scores(compute.attention, rows * shards, length, model.num_heads, mesh)
         scores = rows * model.num_heads * length**2 if scored else 0
         products = tokens * item * (3 * width + projected + 2 * model.active_mlp_width + copies)

@@ -24,7 +24,7 @@ from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.held_out import HeldOut, held_out_tasks
-from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.config import RECURRENT_SIZES, Lora, ModelConfig
 from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.hf_config import layer_pattern, read_model_config
 from dcmdp_jax.models.hf_hub import model_directory
@@ -206,12 +206,15 @@ def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConf
     """
     shape = config.model.architecture
     fields = {"sliding_window": max(1, config.max_total_tokens // 4)}
+    recurrent = dict.fromkeys(RECURRENT_SIZES, shape.head_dim) | {"linear_num_key_heads": shape.num_kv_heads}
+    recurrent |= {"linear_num_value_heads": shape.num_heads, "linear_conv_kernel_dim": 4}
     try:
         return ModelConfig(
             vocab_size=len(tokenizer),
             max_position_embeddings=config.max_total_tokens,
             **dataclasses.asdict(shape),
             **layer_pattern(fields, FAMILIES[shape.model_type], shape.num_layers),
+            **(recurrent if FAMILIES[shape.model_type].full_attention_every else {}),
             rope_theta=10000.0,
             tie_word_embeddings=True,
         )

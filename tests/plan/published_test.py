@@ -66,6 +66,7 @@ def test_a_model_that_nobody_knows():
         model_of(_config("qwen3_8b", model__path="models/Qwen9-8B"))
     assert str(raised.value) == (
         "config.model.path: no directory models/Qwen9-8B, and no published shape of that name; known are "
-        "Qwen3-0.6B, Qwen3-1.7B, Qwen3-8B, Qwen3-30B-A3B, DeepSeek-R1-Distill-Qwen-1.5B, Llama-3.1-8B-Instruct, "
-        "Mistral-7B-Instruct-v0.1, SmolLM3-3B, Olmo-3-7B-Instruct, gemma-3-270m-it, gemma-3-1b-it"
+        "Qwen3-0.6B, Qwen3-1.7B, Qwen3-8B, Qwen3-30B-A3B, Qwen3.5-0.8B, DeepSeek-R1-Distill-Qwen-1.5B, "
+        "Llama-3.1-8B-Instruct, Mistral-7B-Instruct-v0.1, SmolLM3-3B, Olmo-3-7B-Instruct, gemma-3-270m-it, "
+        "gemma-3-1b-it"
     )

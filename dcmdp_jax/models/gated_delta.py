@@ -1,0 +1,254 @@
+"""Recurrent layers of the gated delta rule (Yang et al. 2025, arXiv:2412.06464), as Qwen3.5's in transformers.
+
+Each value head has a state S [k, v]. With a normed query q and key k, a value v, a decay a in (0, 1) and a rate b:
+
+    S_t = a_t S_(t-1) + b_t k_t (v_t - a_t S_(t-1)^T k_t)^T,      y_t = S_t^T q_t
+
+`step` computes a token as written. `in_chunks` computes 64 tokens at a time by matrix products: the same sums in
+another order, so that the two agree up to rounding. The state is float32, whatever the compute dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.declare import Stack, parameter
+from dcmdp_jax.models.layers import Linear, RMSNorm
+from dcmdp_jax.models.ops import Ops
+from dcmdp_jax.models.products import products_in
+
+CHUNK = 64
+_LEAST_NORM = 1e-6
+
+
+class Mixed(NamedTuple):
+    """What a recurrent layer reads of its tokens.
+
+    Attributes:
+        channels: [B, T, C] queries, keys and values side by side, before the convolution.
+        kernel: [C, K] of the convolution; the last entry multiplies the token itself.
+        log_decay: [B, T, H] float32, log a, at most 0.
+        rate: [B, T, H], b.
+    """
+
+    channels: jax.Array
+    kernel: jax.Array
+    log_decay: jax.Array
+    rate: jax.Array
+
+
+class State(NamedTuple):
+    """What a recurrent layer keeps of a row's tokens, however many they are.
+
+    Attributes:
+        memory: S [B, H, k, v].
+        window: [B, C, K - 1] channels of the last tokens, 0 before the first.
+    """
+
+    memory: jax.Array
+    window: jax.Array
+
+
+Recur = Callable[[Mixed], tuple[jax.Array, Any]]
+"""(what the layer reads) -> (y [B, T, H, v], the caller's `State` or None)."""
+
+
+class Heads(NamedTuple):
+    """Arguments of the recurrence, float32: `query` (times 1 / sqrt(k)) and `key` [B, T, H, k] of length 1, `value`
+    [B, T, H, v], `log_decay` and `rate` [B, T, H]."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    log_decay: jax.Array
+    rate: jax.Array
+
+
+class GatedDeltaNet(nnx.Module):
+    """Projections, gates and norm around a recurrence given by the caller; `decoder.Attention`'s place."""
+
+    def __init__(self, config: ModelConfig, *, hf_name: str, stacks: tuple[Stack, ...] = ()) -> None:
+        self.config, heads, embed = config, config.linear_num_value_heads, config.hidden_size
+        width, normal = heads * config.linear_value_head_dim, jax.nn.initializers.normal(config.initializer_range)
+        vector = {"stacks": stacks, "axes": ("norm",)}
+        self.dt_bias = parameter((heads,), init=jax.nn.initializers.ones, hf_name=f"{hf_name}.dt_bias", **vector)
+        self.a_log = parameter((heads,), init=_log_uniform, hf_name=f"{hf_name}.A_log", **vector)
+        shape, axes = (config.mixed_width, 1, config.linear_conv_kernel_dim), ("heads", "norm", "norm")
+        self.conv = parameter(shape, axes, init=normal, hf_name=f"{hf_name}.conv1d.weight", stacks=stacks)
+        norm = {"axis": "head_dim", "hf_name": f"{hf_name}.norm", "stacks": stacks}
+        self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps, **norm)
+        options, inward = {"std": config.initializer_range, "stacks": stacks}, ("embed", "heads")
+        self.o = Linear((width, embed), inward[::-1], hf_name=f"{hf_name}.out_proj", **options)
+        self.mixed = Linear((embed, config.mixed_width), inward, hf_name=f"{hf_name}.in_proj_qkv", **options)
+        self.gate = Linear((embed, width), inward, hf_name=f"{hf_name}.in_proj_z", **options)
+        # Engines keep these two in full precision: they are small, and a decay acts on all later tokens.
+        options["quantized"] = False
+        self.rate = Linear((embed, heads), inward, hf_name=f"{hf_name}.in_proj_b", **options)
+        self.decay = Linear((embed, heads), inward, hf_name=f"{hf_name}.in_proj_a", **options)
+
+    def __call__(self, x: jax.Array, rotary: Any, recur: Recur, ops: Ops) -> tuple[jax.Array, Any]:
+        speed = jnp.exp(at_least_float32(self.a_log.get_value()))
+        wait = at_least_float32(self.decay(x)) + self.dt_bias.get_value()
+        kernel = self.conv.get_value()[:, 0]
+        mixed = Mixed(self.mixed(x), kernel, -speed * jax.nn.softplus(wait), jax.nn.sigmoid(self.rate(x)))
+        y, state = recur(mixed)
+        y = self.norm(y.astype(x.dtype))
+        gate = jax.nn.silu(at_least_float32(self.gate(x))).reshape(y.shape)
+        return self.o((y * gate).astype(x.dtype).reshape(*x.shape[:2], -1)), state
+
+
+def _log_uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """`x` in float32, or in float64 where it is."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def rows(config: ModelConfig, segment_ids: Int[jax.Array, "R L"], mixed: Mixed) -> tuple[jax.Array, None]:
+    """A `Recur` of packed rows: state and convolution begin anew with each segment."""
+    return in_chunks(heads(config, convolved(mixed, segment_ids), mixed), segment_ids)[0], None
+
+
+def prefill(config: ModelConfig, lengths: Int[jax.Array, " R"], mixed: Mixed) -> tuple[jax.Array, State]:
+    """A `Recur` of right-padded rows of one segment; also returns the state after each row's last token."""
+    length, before = mixed.channels.shape[1], config.linear_conv_kernel_dim - 1
+    real = (jnp.arange(length) < lengths[:, None])[..., None]
+    one = jnp.zeros(real.shape[:2], jnp.int32)
+    # Padding neither decays the state nor adds to it.
+    still = mixed._replace(log_decay=jnp.where(real, mixed.log_decay, 0), rate=jnp.where(real, mixed.rate, 0))
+    y, memory = in_chunks(heads(config, convolved(mixed, one), still), one)
+    at = lengths[:, None] + jnp.arange(-before, 0)
+    window = jnp.take_along_axis(mixed.channels, jnp.maximum(at, 0)[..., None], axis=1)
+    return y, State(memory, jnp.where(at[..., None] >= 0, window, 0).swapaxes(1, 2))
+
+
+def decode(config: ModelConfig, state: State, mixed: Mixed) -> tuple[jax.Array, State]:
+    """A `Recur` of one token for each row, from the state before it."""
+    window = jnp.concatenate([state.window, mixed.channels.swapaxes(1, 2)], axis=2)
+    sums = jnp.sum(at_least_float32(window) * mixed.kernel, axis=2)[:, None]
+    token = heads(config, jax.nn.silu(sums).astype(window.dtype), mixed)
+    memory, y = step(at_least_float32(state.memory), jax.tree.map(lambda x: x[:, 0], token))
+    return y[:, None], State(memory.astype(state.memory.dtype), window[:, :, 1:])
+
+
+def convolved(mixed: Mixed, segment_ids: Int[jax.Array, "R L"]) -> Float[jax.Array, "R L C"]:
+    """silu(sum_i w_i x_(t-i)) over the tokens of t's own segment, for each channel by itself."""
+    channels, size = mixed.channels, mixed.kernel.shape[1]
+    total = 0.0
+    for back in range(size):
+        shifted, ids = (jnp.roll(x, back, axis=1) for x in (channels, segment_ids))
+        own = (ids == segment_ids) & (jnp.arange(segment_ids.shape[1]) >= back)
+        total += jnp.where(own[..., None], at_least_float32(shifted), 0) * mixed.kernel[:, size - 1 - back]
+    return jax.nn.silu(total).astype(channels.dtype)
+
+
+def heads(config: ModelConfig, channels: jax.Array, mixed: Mixed) -> Heads:
+    """Split the channels after the convolution into heads; a key head serves several value heads."""
+    key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    size, width = config.linear_key_head_dim, key_heads * config.linear_key_head_dim
+    query, key, value = jnp.split(at_least_float32(channels), (width, 2 * width), axis=-1)
+
+    def unit(x: jax.Array) -> jax.Array:
+        x = x.reshape(*x.shape[:2], key_heads, size)
+        x = x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _LEAST_NORM)
+        return jnp.repeat(x, value_heads // key_heads, axis=2)
+
+    value = value.reshape(*value.shape[:2], value_heads, config.linear_value_head_dim)
+    return Heads(unit(query) / math.sqrt(size), unit(key), value, mixed.log_decay, at_least_float32(mixed.rate))
+
+
+def step(memory: Float[jax.Array, "B H k v"], token: Heads) -> tuple[jax.Array, jax.Array]:
+    """The recurrence for one token of each row; `token` without the axis of tokens.
+
+    Returns:
+        The new state and y [B, H, v].
+    """
+    memory = memory * jnp.exp(token.log_decay)[..., None, None]
+    known = jnp.sum(memory * token.key[..., None], axis=-2)
+    change = (token.value - known) * token.rate[..., None]
+    memory = memory + token.key[..., None] * change[..., None, :]
+    return memory, jnp.sum(memory * token.query[..., None], axis=-2)
+
+
+def in_chunks(
+    tokens: Heads, segment_ids: Int[jax.Array, "B L"], chunk: int = CHUNK
+) -> tuple[Float[jax.Array, "B L H v"], Float[jax.Array, "B H k v"]]:
+    """The recurrence over rows, `chunk` tokens at a time, as `torch_chunk_gated_delta_rule` of transformers.
+
+    Within a chunk, with G_i the sum of log a up to token i, the changes u_i = b_i (v_i - a_i S_(i-1)^T k_i) solve
+
+        u_i + sum_(j < i) b_i exp(G_i - G_j) (k_i . k_j) u_j = b_i (v_i - exp(G_i) S^T k_i),
+
+    a triangular system, S being the state before the chunk. A token sees nothing of another segment. Each G_i - G_j is
+    a sum of its own: as a difference of two sums it has lost the digits of a slow decay after fast ones, and the result
+    is 25 times as far from the exact one.
+
+    Args:
+        tokens: arguments of the recurrence.
+        segment_ids: equal ids adjacent.
+        chunk: tokens of a chunk, a power of two.
+
+    Returns:
+        y, and the state after the last token.
+    """
+    with products_in(tokens.query.dtype):
+        return _in_chunks(tokens, segment_ids, chunk)
+
+
+def _in_chunks(tokens: Heads, segment_ids: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+    batch, length = segment_ids.shape
+    chunk = min(chunk, 1 << (length - 1).bit_length())
+
+    def chunks(x: jax.Array, mode: str = "constant") -> jax.Array:
+        """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...]; zeros after the last token leave the state as it is."""
+        padded = jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)), mode=mode)
+        return jnp.moveaxis(padded.reshape(batch, -1, chunk, *x.shape[2:]), (1, 2), (0, 3))
+
+    segments = chunks(segment_ids[..., None], "edge")
+    query, key, value, log_decay, rate = map(chunks, tokens)
+    each = jnp.tril(jnp.broadcast_to(log_decay[..., None], (*log_decay.shape, chunk)), -1)
+    seen = jnp.tril(segments[..., :, None] == segments[..., None, :])
+    between = jnp.exp(jnp.where(seen, jnp.cumsum(each, axis=-2), -jnp.inf))
+    before = jnp.concatenate([segments[:1, ..., -1:], segments[:-1, ..., -1:]])
+    since = jnp.where(segments == before, jnp.exp(jnp.cumsum(log_decay, axis=-1)), 0)[..., None]
+    rated = key * rate[..., None]
+    inverse = _unit_inverse(jnp.einsum("...ik,...jk->...ij", rated, key) * between)
+    within = jnp.einsum("...ik,...jk->...ij", query, key) * between
+    parts = inverse @ (value * rate[..., None]), inverse @ (rated * since), within, query * since
+    parts = *parts, key * between[..., -1, :, None], since[..., -1:, :]
+
+    def advance(memory: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        fresh, recalled, within, query, key, kept = part
+        change = fresh - recalled @ memory
+        y = query @ memory + within @ change
+        return memory * kept + jnp.swapaxes(key, -1, -2) @ change, y
+
+    memory = jnp.zeros((batch, query.shape[2], key.shape[-1], value.shape[-1]), query.dtype)
+    memory, y = jax.lax.scan(advance, memory, parts)
+    y = jnp.moveaxis(y, (0, 3), (1, 2)).reshape(batch, -1, *y.shape[2:3], y.shape[-1])
+    return y[:, :length], memory
+
+
+def _unit_inverse(system: Float[jax.Array, "... c c"]) -> Float[jax.Array, "... c c"]:
+    """The inverse of 1 + the part of `system` below its diagonal, by products that a mesh splits over rows and heads.
+
+    Of a matrix of two blocks with inverses A and B on the diagonal and C below, the block below is -B C A.
+    """
+    size, places = 1, jnp.arange(system.shape[-1])
+    inverse = jnp.broadcast_to(jnp.eye(places.size, dtype=system.dtype), system.shape)
+    while size < places.size:
+        block = places // size
+        below = (block[:, None] == block + 1) & (block % 2 == 0)
+        inverse -= inverse @ jnp.where(below, system, 0) @ inverse
+        size *= 2
+    return inverse

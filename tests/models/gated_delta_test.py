@@ -1,0 +1,266 @@
+"""Recurrent layers: chunks against single tokens, packed rows, transformers in float64, adapters, checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from benchmarks.recurrence import token_by_token
+from dcmdp_jax.errors import ArgumentError, UserError
+from dcmdp_jax.models import decoder, gated_delta
+from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.decoder import Compute
+from dcmdp_jax.models.gated_delta import Heads, Mixed, State
+from dcmdp_jax.models.hf_config import from_hf, read_model_config, to_hf
+from dcmdp_jax.models.hf_manifest import check_manifest
+from dcmdp_jax.models.hf_weights import load_params
+from dcmdp_jax.models.logprobs import token_logprobs
+from dcmdp_jax.models.lora import adapted, adapted_layers, adapter_declarations
+from dcmdp_jax.models.ops import CPU
+from dcmdp_jax.models.params import draw_params, hf_tensors, init_params
+
+LENGTH, SEGMENTS = 150, ((150,), (70, 61, 15))
+FIELDS: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+                        "mrope_section": [1, 1, 0], "mrope_interleaved": True},
+}  # fmt: skip
+CONFIG = from_hf(FIELDS)
+
+
+def heads(length: int, dtype: Any = np.float64, *, same_keys: bool = False) -> Heads:
+    """Random arguments of the recurrence for 2 rows and 3 heads: k = 8, v = 12."""
+    draw = np.random.default_rng(2)
+    query, key = (draw.normal(size=(2, length, 3, 8)) for _ in range(2))
+    if same_keys:
+        key = np.broadcast_to(key[:, :1], key.shape)
+    query, key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
+    decay, rate = -draw.exponential(0.2, (2, length, 3)), draw.uniform(0.1, 1, (2, length, 3))
+    parts = query, key, draw.normal(size=(2, length, 3, 12)), decay, rate
+    return Heads(*(jnp.asarray(x, dtype) for x in parts))
+
+
+def ids(*rows: tuple[int, ...]) -> jax.Array:
+    """Segment ids of rows of segments of these sizes."""
+    return jnp.asarray([np.repeat(np.arange(1, len(row) + 1), row) for row in rows])
+
+
+@pytest.mark.parametrize("same_keys", [False, True], ids=["random keys", "one key"])
+def test_chunks_are_the_recurrence_in_float64(same_keys):
+    """Values, state and gradients of 150 tokens with borders inside chunks and on one (64): 1e-12. One key for all
+    tokens makes the system as far from the identity as it comes. Without the reset at a border they differ by 0.5."""
+    segments = ids((64, 86), (10, 30, 110))
+
+    def of(form):
+        def total(tokens: Heads):
+            y, memory = form(tokens, segments)
+            weights = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+            return jnp.sum(y * weights) + jnp.sum(memory), (y, memory)
+
+        return jax.jit(jax.value_and_grad(total, has_aux=True))
+
+    with jax.enable_x64(True):
+        tokens = heads(150, same_keys=same_keys)
+        (_, want), gradients = of(token_by_token)(tokens)
+        (_, have), others = of(gated_delta.in_chunks)(tokens)
+        whole = gated_delta.in_chunks(tokens, jnp.ones_like(segments))[0]
+        for mine, theirs in zip(jax.tree.leaves((have, others)), jax.tree.leaves((want, gradients)), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-12)
+        assert np.abs(whole - want[0]).max() > 0.5
+
+
+def test_convolution_begins_anew_with_a_segment():
+    """Kernel (1, 10, 100, 1000) over ones: 1000, 1100, 1110, 1111, again from 1000 in the second segment."""
+    ones = jnp.ones((1, 7, 1))
+    mixed = Mixed(ones, jnp.asarray([[1.0, 10, 100, 1000]]), jnp.zeros((1, 7, 1)), jnp.zeros((1, 7, 1)))
+    found = gated_delta.convolved(mixed, ids((5, 2)))[0, :, 0]
+    np.testing.assert_allclose(found, [1000, 1100, 1110, 1111, 1111, 1000, 1100])
+
+
+def _mixed(length: int) -> Mixed:
+    draw = np.random.default_rng(4)
+    channels = draw.normal(size=(3, length, CONFIG.mixed_width))
+    gates = -draw.exponential(0.3, (3, length, 4)), draw.uniform(size=(3, length, 4))
+    return Mixed(*(jnp.asarray(x, jnp.float32) for x in (channels, draw.normal(size=(CONFIG.mixed_width, 4)), *gates)))
+
+
+def test_prefill_and_single_tokens_are_the_whole_row():
+    """Prompts of 1, 3 and 70 of 80 padded tokens (shorter than the window, as long, beyond a chunk), then 10 tokens one
+    by one: outputs and states as of the whole rows, 1e-5."""
+    lengths, mixed = jnp.asarray([1, 3, 70]), _mixed(80)
+    y, state = gated_delta.prefill(CONFIG, lengths, mixed)
+    for row, length in enumerate(lengths.tolist()):
+        own = jax.tree.map(lambda x, row=row: x[row : row + 1], (mixed.channels, mixed.log_decay, mixed.rate))
+        whole = Mixed(own[0], mixed.kernel, *own[1:])
+        want = gated_delta.rows(CONFIG, jnp.ones((1, 80), int), whole)[0][0]
+        np.testing.assert_allclose(y[row, :length], want[:length], atol=1e-5)
+        mine = jax.tree.map(lambda x, row=row: x[row : row + 1], state)
+        for at in range(length, length + 10):
+            token = Mixed(own[0][:, at : at + 1], mixed.kernel, *(x[:, at : at + 1] for x in own[1:]))
+            found, mine = gated_delta.decode(CONFIG, mine, token)
+            np.testing.assert_allclose(found[0, 0], want[at], atol=1e-5)
+        assert isinstance(mine, State) and mine.memory.dtype == jnp.float32
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """(transformers' model, its directory). Its code with float64 in every place of float32."""
+    torch = pytest.importorskip("torch", reason="torch is in the development extra")
+    transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    transformers.logging.set_verbosity_error()
+    exact = types.ModuleType(f"{modeling.__name__}_exact")
+    exact.__package__, exact.__file__ = modeling.__package__, modeling.__file__
+    text = inspect.getsource(modeling).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+    monkeypatch.setitem(sys.modules, exact.__name__, exact)
+    exec(compile(text.replace("dtype=torch.float)", "dtype=torch.float64)"), modeling.__file__, "exec"), vars(exact))
+    fields = transformers.AutoConfig.for_model(**json.loads(json.dumps(FIELDS)), attn_implementation="eager")
+    model = exact.Qwen3_5ForCausalLM(fields).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("A_log"):
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(0.06 * noise + name.endswith("linear_attn.norm.weight"))
+    model.save_pretrained(tmp_path / "model")
+    return model.double(), tmp_path / "model"
+
+
+def _rows(pack: Any) -> dict[str, jax.Array]:
+    draw = np.random.default_rng(5)
+    return pack([[draw.integers(0, 97, size) for size in sizes] for sizes in SEGMENTS], LENGTH)
+
+
+def _logprobs(params: Any, rows: dict[str, jax.Array], config: ModelConfig = CONFIG, **compute: Any) -> jax.Array:
+    where = (rows[name] for name in ("input_ids", "position_ids", "segment_ids"))
+    hidden = decoder.hidden_states(params, config, *where, Compute(**compute))
+    options = {"temperature": 1.0, "chunk": 1024, "ops": CPU}
+    return token_logprobs(hidden, decoder.output_kernel(params), rows["input_ids"], rows["mask"], **options)[0]
+
+
+def test_float32_is_transformers_in_float64(theirs, pack):
+    """Log-probs of packed rows, each segment alone in transformers, within 1e-5 (measured 3e-6); gradients of their
+    weighted sum within 1e-5 of each tensor's largest. A second pass over layers (remat) gives the same numbers."""
+    import torch
+
+    model, path = theirs
+    assert read_model_config(path) == CONFIG
+    assert set(load_file(path / "model.safetensors")) == set(hf_tensors(CONFIG))
+    rows, params = _rows(pack), load_params(path, CONFIG, dtype="float32")
+    weights = np.random.default_rng(1).normal(size=(2, LENGTH))
+    want, total = np.zeros((2, LENGTH)), 0.0
+    for row, number in ((0, 1), (1, 1), (1, 2), (1, 3)):
+        at = np.flatnonzero(np.asarray(rows["segment_ids"])[row] == number)
+        given = torch.tensor(np.asarray(rows["input_ids"])[row, at].astype(np.int64))
+        found = torch.log_softmax(model(given[None]).logits[0, :-1], -1).gather(-1, given[1:, None])[:, 0]
+        want[row, at[1:]] = found.detach().numpy()
+        total = total + (found * torch.tensor(weights[row, at[1:]])).sum()
+    total.backward()
+    pulls = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    for remat in ("none", "full"):
+
+        def value(params, remat=remat):
+            have = _logprobs(params, rows, remat=remat)
+            return jnp.sum(have * weights), have
+
+        (_, have), gradients = jax.jit(jax.value_and_grad(value, has_aux=True))(params)
+        np.testing.assert_allclose(have, want, atol=1e-5)
+        for name, place in hf_tensors(CONFIG).items():
+            leaf = place.leaf(gradients)
+            mine = np.asarray(leaf[place.index] if place.index else leaf)
+            mine = mine.T if place.transposed else mine
+            assert np.abs(mine - pulls[name]).max() < 1e-5 * np.abs(pulls[name]).max(), name
+
+
+def test_packed_rows_are_the_rows_alone(pack):
+    """Segments of 70, 61 and 15 tokens in one row and each in its own; bfloat16 too."""
+    params, packed = init_params(CONFIG, jax.random.key(0)), _rows(pack)
+    segments = np.split(np.asarray(packed["input_ids"])[1, :146], (70, 131))
+    alone = pack([[segment] for segment in segments], LENGTH)
+    for dtype, atol in (("float32", 1e-5), ("bfloat16", 0.02)):
+        together, each = (_logprobs(params, rows, dtype=dtype) for rows in (packed, alone))
+        want = np.concatenate([row[: len(segment)] for row, segment in zip(each, segments, strict=True)])
+        np.testing.assert_allclose(together[1, :146], want, atol=atol)
+
+
+def test_adapters_of_recurrent_layers(pack):
+    """Every projection of both kinds of layers but the two small gates; with B = 0 the base to the bit; a gradient
+    reaches the adapter of each."""
+    lora, rows = Lora(2, 4.0), _rows(pack)
+    named = {one.hf_name.split(".")[-2] for one in adapted_layers(CONFIG, lora)}
+    recurrent, full = {"in_proj_qkv", "in_proj_z", "out_proj"}, {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert named == recurrent | full | {"gate_proj", "up_proj", "down_proj"}
+    declared = adapter_declarations(CONFIG, lora)
+    base, adapters = init_params(CONFIG, jax.random.key(0)), draw_params(declared, jax.random.key(1), "float32")
+
+    def total(adapters):
+        return jnp.sum(_logprobs(adapted(base, adapters, lora), rows))
+
+    assert float(total(adapters)) == float(jnp.sum(_logprobs(base, rows)))
+    gradients = jax.tree_util.tree_leaves_with_path(jax.grad(total)(adapters))
+    assert all(jnp.abs(leaf).max() > 0 for path, leaf in gradients if path[-1].key == "b")
+    with pytest.raises(ArgumentError, match="got 'in_proj_a', no linear layer has that name; allowed are out_proj"):
+        adapted_layers(CONFIG, Lora(2, 4.0, ("in_proj_a",)))
+
+
+def test_a_checkpoint_with_images_is_read_as_its_text(theirs, tmp_path):
+    """Names below model.language_model, a head stored again, 2 tensors of images and 1 of token prediction, counted."""
+    _, path = theirs
+    own, config = load_params(path, CONFIG, dtype="float32"), json.loads((path / "config.json").read_text())
+    tensors = load_file(path / "model.safetensors")
+    wrapped = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    others = ("model.visual.patch_embed.proj.bias", "model.visual.merger.norm.bias", "mtp.norm.weight")
+    wrapped |= {"lm_head.weight": tensors["model.embed_tokens.weight"]} | dict.fromkeys(others, np.ones(3, np.float32))
+    (tmp_path / "wrapped").mkdir()
+    save_file(wrapped, tmp_path / "wrapped" / "model.safetensors")
+    outer = {"model_type": "qwen3_5", "tie_word_embeddings": True, "vision_config": {"depth": 2}}
+    inner = {"text_config": {**config, "tie_word_embeddings": False, "attn_output_gate": True}}
+    (tmp_path / "wrapped" / "config.json").write_text(json.dumps(outer | inner))
+    assert read_model_config(tmp_path / "wrapped") == CONFIG
+    assert check_manifest(tmp_path / "wrapped", CONFIG).left_out == 3
+    read = load_params(tmp_path / "wrapped", CONFIG, dtype="float32")
+    assert jax.tree.all(jax.tree.map(np.array_equal, read, own))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types: 4 of 4 layers are linear_attention, must be some"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention', must have 'linear_att"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries, must have"),
+        ({"linear_conv_kernel_dim": 1}, r"linear_conv_kernel_dim is 1, must be a whole number in \[2, "),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads: got 3, must be a multiple of linear_num_key_heads=2"),
+        ({"attn_output_gate": False}, "attn_output_gate is false, only attention with its gate"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor: got 0.2, must be an even number"),
+        ({"model_type": "qwen3_5"}, "text_config is None, must be an object of model_type 'qwen3_5_text'"),
+        ({"model_type": "qwen3_5_moe"}, "'qwen3_5_moe', which needs recurrent layers with a mixture of experts"),
+    ],
+)
+def test_what_recurrent_layers_can_not_be_is_refused_in_one_line(fields, message):
+    with pytest.raises(UserError, match=message) as error:
+        from_hf(FIELDS | fields)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("layers", [4, 6])
+def test_layers_that_do_not_repeat_are_one_period(layers):
+    """Kinds that never repeat are unrolled: 4 layers of a period of 4, 6 layers with attention in the second and last
+    of a period of 6; both go to config.json and back."""
+    kinds = ["linear_attention"] * layers
+    for full in (1, layers - 1) if layers == 6 else (3,):
+        kinds[full] = "full_attention"
+    config = from_hf(FIELDS | {"num_hidden_layers": layers, "layer_types": kinds})
+    assert config.period == layers and from_hf(to_hf(config, dtype="float32")) == config
