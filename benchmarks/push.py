@@ -56,10 +56,10 @@ def _temporary(config: ModelConfig, params: object, mesh: jax.sharding.Mesh) -> 
     programs = conversion(config, _PRECISION, mesh)
     rest = {name: leaf for name, leaf in params.items() if name != "layers"}
     lowered = (
-        programs.layer.lower(params["layers"], np.int32(0)),
+        programs.layer[""].lower(params["layers"], np.int32(0)),
         programs.outside.lower(rest),
         programs.source_checksums.lower(params, mesh.size == 1),
-        programs.layer_checksums.lower(jax.eval_shape(programs.layer, params["layers"], np.int32(0))),
+        programs.layer_checksums[""].lower(jax.eval_shape(programs.layer[""], params["layers"], np.int32(0))),
     )
     return max(each.compile().memory_analysis().temp_size_in_bytes for each in lowered)
 

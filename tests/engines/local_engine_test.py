@@ -38,6 +38,11 @@ QWEN3 = ModelConfig(
 )
 QWEN2 = dataclasses.replace(QWEN3, model_type="qwen2", attention_bias=True, tie_word_embeddings=False)
 LLAMA = dataclasses.replace(QWEN3, model_type="llama", tie_word_embeddings=False)
+QWEN35 = dataclasses.replace(
+    QWEN3, model_type="qwen3_5_text", num_layers=4, recurrent_layers=(0, 1, 2), partial_rotary_factor=0.5,
+    linear_conv_kernel_dim=4, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=12, initializer_range=0.2,
+)  # fmt: skip
 SAMPLING = SamplingParams(group_size=3, max_completion_tokens=9, temperature=0.8)
 
 
@@ -99,7 +104,9 @@ def teacher_forced(config: ModelConfig, weights: Params, rollout: Rollout, tempe
     ]
 
 
-@pytest.mark.parametrize("config", [QWEN3, QWEN2, LLAMA], ids=["qwen3-tied", "qwen2-untied", "llama-untied"])
+@pytest.mark.parametrize(
+    "config", [QWEN3, QWEN2, LLAMA, QWEN35], ids=["qwen3-tied", "qwen2-untied", "llama-untied", "recurrent"]
+)
 @pytest.mark.parametrize("precision", ["float32", "exact"])
 def test_sampled_logprobs_are_the_training_stacks(config, precision):
     # cache_block 4 grows the cache twice on the way.

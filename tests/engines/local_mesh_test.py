@@ -179,7 +179,7 @@ def test_a_push_gathers_no_leaf_in_the_trainers_precision():
         shardings,
     )
     programs = conversion(config, "bfloat16", sampling_mesh(training, tensor=8))
-    compiled = programs.layer.lower(shapes["layers"], np.int32(0)).compile()
+    compiled = programs.layer[""].lower(shapes["layers"], np.int32(0)).compile()
     layer = 2 * 32 * (3 * 64 + 64 + 3 * 64)
     memory = compiled.memory_analysis()
     assert memory.output_size_in_bytes < layer / 8 + 2000
@@ -208,7 +208,7 @@ def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used
     """
     monkeypatch.setattr(Program, "keeps_quantized", property(lambda self: keeps_quantized))
     shapes = engine_shapes(DENSE, "int8")
-    shapes["layers"] = [shapes["layers"]] * 2
+    shapes["layers"] = [shapes["layers"][""]] * 2
     rows = RowState(
         *(jax.ShapeDtypeStruct((2, 2)[:n], d) for n, d in ((2, "uint32"), *3 * ((1, "int32"),), (1, "bool")))
     )

@@ -38,9 +38,16 @@ STAGGERED = {"max_rows": 6, "min_rows": 2, "cache_block": 4}
 """Levels of 4, 8 and 16 tokens; a window of 4 goes round while 27 rows pass through six places."""
 
 
+RECURRENT = dataclasses.replace(
+    MODEL, model_type="qwen3_5_text", num_layers=4, recurrent_layers=(0, 1, 2), linear_conv_kernel_dim=4,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
+    initializer_range=0.2,
+)  # fmt: skip
+
+
 @functools.lru_cache
-def params() -> Params:
-    return init_params(MODEL, jax.random.key(0))
+def params(config: ModelConfig = MODEL) -> Params:
+    return init_params(config, jax.random.key(0))
 
 
 @functools.lru_cache
@@ -49,16 +56,16 @@ def prompts() -> tuple[np.ndarray, ...]:
     return tuple(rng.integers(0, 40, length).astype(np.int32) for length in (1, 5, 16, 12, 7, 3, 9, 14, 2))
 
 
-def generate(sampling: SamplingParams = SAMPLING, **settings) -> Rollout:
-    engine = local_engine(MODEL, **{"precision": "float32", "max_total_tokens": 64, **settings})
-    engine.push_weights(params(), 0)
+def generate(sampling: SamplingParams = SAMPLING, *, config: ModelConfig = MODEL, **settings) -> Rollout:
+    engine = local_engine(config, **{"precision": "float32", "max_total_tokens": 64, **settings})
+    engine.push_weights(params(config), 0)
     return sample(engine, prompts(), sampling, seed=1, step=2)
 
 
 @functools.lru_cache
-def alone(sampling: SamplingParams = SAMPLING, cache: str = "auto") -> Rollout:
+def alone(sampling: SamplingParams = SAMPLING, cache: str = "auto", config: ModelConfig = MODEL) -> Rollout:
     """Every row in a batch of its own, in a cache that is long enough from the beginning."""
-    return generate(sampling, max_rows=1, cache_block=16, kv_cache_dtype=cache)
+    return generate(sampling, max_rows=1, cache_block=16, kv_cache_dtype=cache, config=config)
 
 
 assert_same = functools.partial(assert_same_samples, atol=1e-5)
@@ -93,6 +100,16 @@ def test_rows_that_enter_later_equal_rows_by_themselves(calls):
     assert {(20, 16), (20, 20)} <= set(calls["insert"])
     # The window was overwritten: its clock went beyond its 4 slots, and rows entered after.
     assert max(clock for _, slots, clock, prefix in calls["decode"] if slots - prefix == 4) > 4
+
+
+def test_states_of_recurrent_layers_move_with_their_rows(monkeypatch):
+    """Refilled, preempted, moved to smaller batches and to longer caches: the samples of rows by themselves; a state
+    that stayed behind, or that a finished row left, would change them by nats."""
+    taken, preempt = [], schedule.Scheduler._preempt
+    monkeypatch.setattr(schedule.Scheduler, "_preempt", lambda *args: taken.append(args) or preempt(*args))
+    refilled = generate(**STAGGERED, config=RECURRENT)
+    assert taken and len({ids.size for ids in refilled.completion_ids}) > 5
+    assert_same_samples(refilled, alone(config=RECURRENT), atol=1e-4)
 
 
 def test_no_batch_is_larger_than_asked_for_and_only_as_long_as_its_rows(calls):

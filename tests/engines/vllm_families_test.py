@@ -23,7 +23,17 @@ def _family(model_type: str, **fields: object) -> ModelConfig:
 
 
 GEMMA = _family("gemma3_text", tie_word_embeddings=True, sliding_rope_theta=100.0, query_pre_attn_scalar=24)
-_LONG = {"llama": LLAMA, "qwen3_moe": EXPERTS, **{name: _family(name) for name in ("mistral", "smollm3", "olmo3")}}
+RECURRENT = dataclasses.replace(
+    LLAMA, model_type="qwen3_5_text", num_layers=4, tie_word_embeddings=True, recurrent_layers=(0, 1, 2),
+    partial_rotary_factor=0.5, linear_conv_kernel_dim=4, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=32, linear_value_head_dim=32,
+)  # fmt: skip
+_LONG = {
+    "qwen3_5": RECURRENT,
+    "llama": LLAMA,
+    "qwen3_moe": EXPERTS,
+    **{name: _family(name) for name in ("mistral", "smollm3", "olmo3")},
+}
 
 
 @pytest.mark.parametrize(

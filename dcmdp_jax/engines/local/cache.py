@@ -1,7 +1,8 @@
-"""The key-value cache of a batch: layout, dtypes, and moving rows between caches.
+"""The cache of a batch: layout, dtypes, and moving rows between caches.
 
 Keys are stored transposed, [R, K, h, S]; values are [R, K, S, h]. With these layouts both products of attention read
 memory sequentially on XLA:CPU (keys stored like values cost 2 to 7 times as much). `decode.decode` describes the slots.
+A recurrent layer has a `gated_delta.State` in their place, which has no slots: it holds a row's tokens up to the last.
 """
 
 import functools
@@ -13,27 +14,35 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.gated_delta import State
 from dcmdp_jax.models.quantize import FP8_MAX
 
 FLOAT8 = "float8_e4m3fn"
 
-# For each layer keys [R, K, h, S] and values [R, K, S, h], float8 as uint8 bits.
-Cache = tuple[tuple[jax.Array, jax.Array], ...]
+Layer = tuple[jax.Array, jax.Array]
+"""Keys [R, K, h, S] and values [R, K, S, h], float8 as uint8 bits; or the arrays of a `State`."""
+Cache = tuple[Layer, ...]
 
 
-def abstract(config: ModelConfig, rows: int, slots: int, *, dtype: str, sharding: NamedSharding) -> Cache:
-    """Shapes of a cache of `rows` rows with `slots` slots, stored as `dtype`."""
+def abstract(config: ModelConfig, rows: int, slots: int, *, dtypes: tuple[str, str], sharding: NamedSharding) -> Cache:
+    """Shapes of a cache of `rows` rows with `slots` slots; `dtypes`: of keys and values, and of windows."""
+    dtype, compute_dtype = dtypes
     stored = jnp.uint8 if dtype == FLOAT8 else jnp.dtype(dtype)
 
-    def held(*dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, config.num_kv_heads, *dims), stored, sharding=sharding)
+    def held(*dims: int, dtype: jnp.typing.DTypeLike = stored) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=sharding)
 
-    return ((held(config.head_dim, slots), held(slots, config.head_dim)),) * config.num_layers
+    heads, size = config.num_kv_heads, config.head_dim
+    layer = held(heads, size, slots), held(heads, slots, size)
+    memory = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    window = held(config.mixed_width, config.linear_conv_kernel_dim - 1, dtype=compute_dtype)
+    state = State(held(*memory, dtype="float32"), window)
+    return tuple(state if kind == "recurrent" else layer for kind, _ in config.layer_kinds)
 
 
 def slots_of(cache: Cache) -> int:
     """Return the number of token slots per row."""
-    return cache[0][1].shape[2]
+    return next(layer for layer in cache if not isinstance(layer, State))[1].shape[2]
 
 
 def store(x: jax.Array, cache_dtype: str) -> jax.Array:
@@ -82,13 +91,14 @@ def take(
 
 
 @functools.partial(jax.jit, static_argnames=("extra", "sharding", "local"))
-def _take_of_layer(
-    layer: tuple[jax.Array, jax.Array], rows: jax.Array | None, *, extra: int, sharding: NamedSharding, local: bool
-) -> tuple[jax.Array, jax.Array]:
-    def longer(layer: tuple[jax.Array, jax.Array], rows: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        (key, value), none = layer, (0, 0)
+def _take_of_layer(layer: Layer, rows: jax.Array | None, *, extra: int, sharding: NamedSharding, local: bool) -> Layer:
+    def longer(layer: Layer, rows: jax.Array | None) -> Layer:
         if rows is not None:
-            key, value = key[rows], value[rows]
+            layer = jax.tree.map(lambda x: x[rows], layer)
+        if isinstance(layer, State):
+            # A copy: the old cache may be freed.
+            return jax.tree.map(jnp.copy, layer)
+        (key, value), none = layer, (0, 0)
         return jnp.pad(key, (none, none, none, (0, extra))), jnp.pad(value, (none, none, (0, extra), none))
 
     if local:
@@ -110,7 +120,9 @@ def insert(cache: Cache, source: Cache, rows: jax.Array, places: jax.Array, *, s
     """
     held = slots_of(source)
 
-    def copied(layer: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def copied(layer: Layer, other: Layer) -> Layer:
+        if isinstance(layer, State):
+            return jax.tree.map(lambda x, y: x.at[places].set(y[rows], mode="drop"), layer, other)
         (key, value), (other_key, other_value) = layer, other
         key = key.at[places, :, :, :held].set(other_key[rows], mode="drop")
         return key, value.at[places, :, :held].set(other_value[rows], mode="drop")

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.engines.local.cache import Cache, load, slots_of, store
+from dcmdp_jax.engines.local.cache import Cache, Layer, load, slots_of, store
 from dcmdp_jax.engines.local.forward import embed, forward_rows, on_devices, routed_experts, sample_tokens
 from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late
 from dcmdp_jax.engines.local.sampler import Draw, token_words
+from dcmdp_jax.models import gated_delta
 from dcmdp_jax.models.decoder import block_of, final_norm
+from dcmdp_jax.models.gated_delta import State
 from dcmdp_jax.models.layers import all_rotary_tables
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
@@ -71,7 +73,7 @@ def _prefill_local(
     """Run `prefill` on one device, with its share of the prompts."""
     weights = program.own_weights(weights)
 
-    def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array | None]:
+    def run(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, list[Layer], jax.Array | None]:
         hidden, stored, routed = forward_rows(weights, *part, program)
         return hidden[jnp.arange(hidden.shape[0]), part[1] - 1], stored, routed
 
@@ -81,7 +83,13 @@ def _prefill_local(
         parts = prompts.reshape(groups, -1, prompts.shape[1]), lengths.reshape(groups, -1)
         mapped = jax.lax.map(run, parts)
         last, stored, routed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped)
-    return tuple((key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)) for key, value in stored), last, routed
+    return tuple(map(_laid_out, stored)), last, routed
+
+
+def _laid_out(stored: Layer) -> Layer:
+    if isinstance(stored, State):
+        return stored
+    return stored[0].transpose(0, 2, 3, 1), stored[1].transpose(0, 2, 1, 3)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "mode"))
@@ -237,6 +245,8 @@ def _decode_local(
             attend = functools.partial(
                 _attend_cached, cache=held, slot=slot, bias=biases[span], dtype=program.cache_dtype, ops=program.ops
             )
+            if isinstance(held, State):
+                attend = functools.partial(gated_delta.decode, config, held)
             x, held, aux = block_of(layer, config)(
                 x, rotary[rope], attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
             )

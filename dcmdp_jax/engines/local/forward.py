@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.engines.local.cache import load, store
+from dcmdp_jax.engines.local.cache import Layer, load, store
 from dcmdp_jax.engines.local.layout import ROWS, TENSOR, Program, convert_late, weight_specs
 from dcmdp_jax.engines.local.sampler import Draw, choose_tokens
+from dcmdp_jax.models import gated_delta
 from dcmdp_jax.models.attention import choose_kernel, row_attention
-from dcmdp_jax.models.decoder import block_of, final_norm, output_kernel
+from dcmdp_jax.models.decoder import block_of, final_norm, is_recurrent, output_kernel
 from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
 from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.products import in_compute_dtype
@@ -42,11 +43,12 @@ def on_devices(
 
 def forward_rows(
     weights: Params, tokens: jax.Array, lengths: jax.Array, program: Program
-) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]], jax.Array | None]:
+) -> tuple[jax.Array, list[Layer], jax.Array | None]:
     """Run the device's padded rows [R, L] without a cache.
 
     Returns:
-        Hidden states [R, L, D], each layer's stored keys and values, and the tokens' experts, see `routed_experts`.
+        Hidden states [R, L, D], each layer's stored keys and values [R, L, K, h] or its state after the last token, and
+        the tokens' experts, see `routed_experts`.
     """
     config, dtype = program.part, jnp.dtype(program.compute_dtype)
     length = tokens.shape[1]
@@ -67,6 +69,8 @@ def forward_rows(
     for layer, rope, window in zip(weights["layers"], config.layer_ropes, config.layer_windows(length), strict=True):
         layer, x = convert_late(layer, x, program)
         own = functools.partial(attend, window=window)
+        if is_recurrent(layer):
+            own = functools.partial(gated_delta.prefill, config, lengths)
         x, kept, aux = block_of(layer, config)(
             x, tables[rope], own, program.ops, mesh=program.expert_mesh, reduce=program.reduce
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -179,6 +180,8 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
     for name in ("num_kv_heads", "moe_intermediate_size" if config.num_experts else "intermediate_size"):
         if (size := getattr(config, name)) % tensor:
             raise ArgumentError("tensor", f"got {tensor}, must divide the model's {name}={size}")
+    if tensor > 1 and config.recurrent_layers:
+        raise ArgumentError("tensor", f"got {tensor}, must be 1: {config.model_type} has recurrent layers")
     if tensor > 1 and config.family.qk_norm == "width":
         raise ArgumentError(
             "tensor", f"got {tensor}, must be 1: {config.model_type} norms all heads of q and k together"
@@ -192,10 +195,11 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
 @functools.lru_cache(maxsize=32)
 def _axes(config: ModelConfig) -> dict[tuple[str, ...], Axes]:
     """Logical axes of every leaf of the engine's tree, and of a layer of the trainer's, by path without indices."""
-    fused = declarations(Block(config, fused_attention=True, fused_mlp=True))
-    axes = {("layers", *declared.path): declared.axes for declared in fused}
-    for declared in model_declarations(config):
-        axes[declared.path] = declared.axes[1:] if declared.path[0] == "layers" else declared.axes
+    axes = {declared.path: declared.axes for declared in model_declarations(config)}
+    for kind, fused in itertools.product(config.kinds, (False, True)):
+        for declared in declarations(Block(config, kind=kind, fused_attention=fused, fused_mlp=fused)):
+            axes["layers", *declared.path] = declared.axes
+            axes["layers", kind, *declared.path] = declared.axes
     return axes | {("output",): ("embed", "vocab")}
 
 

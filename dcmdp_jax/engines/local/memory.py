@@ -56,11 +56,15 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
         found.append(MemoryPart("engine's weights, cast or dequantized", **copies, phases=sample, lower=weights_lower))
     own = sizes.batch_rows(rows, load.group_size, load.completions, devices) // devices * tensor
     stored = 1 if arguments.kv_cache_dtype == "fp8" else jnp.dtype(arguments.compute_dtype).itemsize
-    slot = 2 * model.num_layers * model.num_kv_heads * model.head_dim * stored // tensor
+    recurrent = len(model.recurrent_layers)
+    slot = 2 * (model.num_layers - recurrent) * model.num_kv_heads * model.head_dim * stored // tensor
+    state = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim * 4
+    state += model.mixed_width * (model.linear_conv_kernel_dim - 1) * jnp.dtype(arguments.compute_dtype).itemsize
+    state *= recurrent
     first = sizes.cache_capacities(sizes.default_cache_block(machine.platform), limit)[0]
     longest = sizes.length_bucket(max(load.prompt_lengths))
-    full = own * (longest + limit) * slot
-    least = own * (sizes.length_bucket(min(load.prompt_lengths)) + first) * slot
+    full = own * ((longest + limit) * slot + state)
+    least = own * ((sizes.length_bucket(min(load.prompt_lengths)) + first) * slot + state)
     fewer = "`max_rows` or `max_completion_tokens`"
     cache, certainly = machine.on_each(full, devices), certain(**machine.on_each(least, devices))
     name = "key-value cache, rows at their longest"
@@ -100,13 +104,15 @@ def _weights(
     """
     tree = engine_shapes(model, precision, param_dtype)
     specs = weight_specs(tree, model, mesh)
-    held = {"layers": 0, "outside": 0}
+    counts = {kind: len(numbers) for kind, numbers in model.kinds.items()} | {"outside": 1}
+    # Of one layer of each kind, and outside of layers.
+    held = dict.fromkeys(counts, 0)
     cast = largest = 0
     kernels = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
     of = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel | P))
     for (path, leaf), spec in zip(kernels, of, strict=True):
-        where, quantized = path[0].key, isinstance(leaf, QuantizedKernel)
-        layers = model.num_layers if where == "layers" else 1
+        where = path[1].key if path[0].key == "layers" else "outside"
+        layers, quantized = counts[where], isinstance(leaf, QuantizedKernel)
         arrays, of_arrays = (tuple(leaf), tuple(spec)) if quantized else ((leaf,), (spec,))
         own = [
             math.prod(NamedSharding(mesh, part).shard_shape(array.shape))
@@ -114,11 +120,11 @@ def _weights(
         ]
         stored = [array.size for array in arrays] if cpu else own
         size = sum(count * array.dtype.itemsize for count, array in zip(stored, arrays, strict=True))
-        held["layers" if where == "layers" else "outside"] += size
+        held[where] += size
         largest = max(largest, own[0] * item)
         if arrays[0].dtype.itemsize != item and (cpu or not quantized):
             cast += layers * own[0] * item
     quantized = any(isinstance(leaf, QuantizedKernel) for _, leaf in kernels)
     # A matrix that a product converts while it reads it is at most one.
     cast = cast or (largest if quantized else 0)
-    return held["layers"] * model.num_layers + held["outside"], cast, max(held.values())
+    return sum(size * counts[where] for where, size in held.items()), cast, max(held.values())

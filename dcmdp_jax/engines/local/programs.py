@@ -43,7 +43,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     program = Program.of(arguments, engine)
     shapes = engine_shapes(model, arguments.precision, load.param_dtype)
     tree = sharded(shapes, jax.tree.map(lambda spec: NamedSharding(engine, spec), weight_specs(shapes, model, engine)))
-    weights = {**tree, "layers": [tree["layers"]] * model.num_layers}
+    weights = {**tree, "layers": [tree["layers"][kind] for kind, _ in model.layer_kinds]}
     group, bucket = load.group_size, sizes.length_bucket(max(load.prompt_lengths))
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, engine.size)
     slots = bucket + load.max_completion_tokens
@@ -110,9 +110,10 @@ def _decode_arguments(
 
     by_row = functools.partial(given, sharding=of_rows)
     number, real, integers = given("int32"), given("float32"), by_row("int32", rows)
+    dtypes = program.cache_dtype, program.compute_dtype
     held = by_row("int32", rows, sampled) if program.config.sliding_window else None
     return (
-        abstract(program.config, rows, slots, dtype=program.cache_dtype, sharding=program.cache),
+        abstract(program.config, rows, slots, dtypes=dtypes, sharding=program.cache),
         decode.RowState(by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows), held),
         decode.Limits(number, number, number),
         Draw(real, real, given("int32", stops)),

@@ -18,7 +18,8 @@ from dcmdp_jax.engines.local.layout import EXPERT, TENSOR, weight_specs
 from dcmdp_jax.models import quantize
 from dcmdp_jax.models.array_checksum import array_checksum
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import fuse_projections, output_kernel
+from dcmdp_jax.models.declare import of_kind
+from dcmdp_jax.models.decoder import fuse_projections, is_recurrent, output_kernel
 from dcmdp_jax.models.params import param_shapes, quantized_leaves
 from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
@@ -38,8 +39,12 @@ def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
             del made["embedding"]
     if quantized:
         marks = quantized_leaves(config) | {"output": True}
-        return quantize.quantize_tree(made, {name: marks[name] for name in made}, precision)
+        return quantize.quantize_tree(made, _of_part(marks, made), precision)
     return made if precision == "exact" else jax.tree.map(lambda leaf: leaf.astype(precision), made)
+
+
+def _of_part(marks: Params, part: Params) -> Params:
+    return {name: _of_part(marks[name], own) if isinstance(own, dict) else marks[name] for name, own in part.items()}
 
 
 def _one_layer(config: ModelConfig, dtype: str = "float32") -> Params:
@@ -47,12 +52,18 @@ def _one_layer(config: ModelConfig, dtype: str = "float32") -> Params:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
 
 
+def _with_kind(layers: Params, kind: str) -> Params:
+    """The inverse of `declare.of_kind`."""
+    return {kind: layers} if kind else layers
+
+
 def engine_shapes(config: ModelConfig, precision: str, param_dtype: str = "float32") -> Params:
-    """Shapes of the engine's tree, as `Conversion` makes it, with one layer in place of the list of equal ones."""
+    """Shapes of the engine's tree, as `Conversion` makes it, with a dict of kind -> one layer in place of the list."""
 
     def made(params: Params) -> Params:
         tree = in_precision(params, config, precision)
-        return {**tree, "layers": fuse_projections(tree["layers"], mlp=True)}
+        layers = {kind: fuse_projections(of_kind(tree["layers"], kind), mlp=True) for kind in config.kinds}
+        return {**tree, "layers": layers}
 
     return jax.eval_shape(made, {**param_shapes(config, param_dtype), "layers": _one_layer(config, param_dtype)})
 
@@ -61,13 +72,14 @@ class Conversion:
     """Conversion of a model's parameters to one precision and mesh. Values are the same on every mesh.
 
     Two small compiled programs make the weights, one of them run for each layer, so compilation time does not depend on
-    depth.
+    depth. A model with two kinds of layers has one for each kind.
 
     Attributes:
-        layer: (stacked layers, index) -> the engine's layer.
+        layer: kind -> (stacked layers of it, index) -> the engine's layer.
         outside: parameters without layers -> the engine's leaves outside layers.
         source_checksums: (parameters, whether one device has them) -> the checksums that the weights should have.
-        layer_checksums, outside_checksums: checksums of a layer of the engine before fusing, and of the other leaves.
+        layer_checksums: kind -> checksums of a layer of the engine before fusing.
+        outside_checksums: checksums of the other leaves.
     """
 
     def __init__(self, config: ModelConfig, precision: str, mesh: Mesh) -> None:
@@ -87,6 +99,7 @@ class Conversion:
             return in_precision({"layers": layers}, config, precision)["layers"]
 
         unfused = weight_specs({"layers": jax.eval_shape(cast, _one_layer(config))}, config, mesh)["layers"]
+        unfused = {kind: of_kind(unfused, kind) for kind in config.kinds}
 
         def shardings(specs: Any) -> Any:
             return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
@@ -97,11 +110,11 @@ class Conversion:
                 return function
             return jax.shard_map(function, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)
 
-        def layer(layers: Params, index: jax.Array) -> Params:
-            own = cast(jax.tree.map(lambda leaf: leaf[index], layers))
+        def layer(layers: Params, index: jax.Array, kind: str) -> Params:
+            own = of_kind(cast(_with_kind(jax.tree.map(lambda leaf: leaf[index], layers), kind)), kind)
             if ways > 1:
-                own = jax.lax.with_sharding_constraint(own, shardings(unfused))
-            return on_parts(functools.partial(fuse_projections, mlp=True), unfused, fused)(own)
+                own = jax.lax.with_sharding_constraint(own, shardings(unfused[kind]))
+            return on_parts(functools.partial(fuse_projections, mlp=True), unfused[kind], fused[kind])(own)
 
         def outside(params: Params) -> Params:
             # A result that is an argument would be the trainer's own buffer.
@@ -109,17 +122,20 @@ class Conversion:
 
         def source_checksums(params: Params, one_device: bool) -> list[jax.Array]:
             made = in_precision(params, config, precision)
-            layers = _checksums(made.pop("layers"), flat=one_device, stacked=True)
-            return [layers.reshape(-1), _checksums(made, flat=one_device)]
+            every = made.pop("layers")
+            layers = [_checksums(of_kind(every, kind), flat=one_device, stacked=True) for kind in config.kinds]
+            return [*(each.reshape(-1) for each in layers), _checksums(made, flat=one_device)]
 
-        def layer_checksums(engine_layer: Params) -> jax.Array:
+        def layer_checksums(engine_layer: Params, kind: str) -> jax.Array:
             separate = functools.partial(_separated, config=config, ways=ways)
-            return _checksums(on_parts(separate, fused, unfused)(engine_layer), flat=mesh.size == 1)
+            return _checksums(on_parts(separate, fused[kind], unfused[kind])(engine_layer), flat=mesh.size == 1)
 
-        self.layer = jax.jit(layer, out_shardings=shardings(fused))
+        self.layer, self.layer_checksums = {}, {}
+        for kind in config.kinds:
+            self.layer[kind] = jax.jit(functools.partial(layer, kind=kind), out_shardings=shardings(fused[kind]))
+            self.layer_checksums[kind] = jax.jit(functools.partial(layer_checksums, kind=kind))
         self.outside = jax.jit(outside, out_shardings=shardings(specs))
         self.source_checksums = jax.jit(source_checksums, static_argnames="one_device")
-        self.layer_checksums = jax.jit(layer_checksums)
         self.outside_checksums = jax.jit(functools.partial(_checksums, flat=mesh.size == 1))
 
     def weights(self, params: Params) -> Params:
@@ -130,9 +146,9 @@ class Conversion:
         `params.init_params` and on any mesh, whose buffers may be donated afterwards.
         """
         rest = {name: leaf for name, leaf in params.items() if name != "layers"}
-        layers, count = params["layers"], self._config.num_layers
+        layers, kinds = params["layers"], self._config.layer_kinds
         if _devices(rest["norm"]["scale"]) == list(self._mesh.devices.flat):
-            made = [self.layer(layers, np.int32(index)) for index in range(count)]
+            made = [self.layer[kind](of_kind(layers, kind), np.int32(place)) for kind, place in kinds]
             return {**self.outside(rest), "layers": made}
         # Other devices: each leaf of a layer goes there by itself, to the devices that will have a part of it.
         specs = weight_specs({**rest, "layers": _one_layer(self._config)}, self._config, self._mesh)
@@ -141,23 +157,25 @@ class Conversion:
             sharding = NamedSharding(self._mesh, spec)
             return jax.device_put(to_local(leaf, sharding), sharding)
 
-        def layer(index: int) -> Params:
-            own = jax.tree.map(lambda leaf, spec: move(leaf[index][None], P(None, *spec)), layers, specs["layers"])
-            return self.layer(own, np.int32(0))
+        def layer(kind: str, place: int) -> Params:
+            stacked, of_one = of_kind(layers, kind), of_kind(specs["layers"], kind)
+            own = jax.tree.map(lambda leaf, spec: move(leaf[place][None], P(None, *spec)), stacked, of_one)
+            return self.layer[kind](own, np.int32(0))
 
         moved = {name: jax.tree.map(move, leaf, specs[name]) for name, leaf in rest.items()}
-        return {**self.outside(moved), "layers": [layer(index) for index in range(count)]}
+        return {**self.outside(moved), "layers": [layer(*each) for each in kinds]}
 
     def proof(self, params: Params, weights: Params) -> tuple[np.ndarray, np.ndarray]:
         """The `array_checksum`s that the engine's weights should have, and those they have, [leaves] uint32 each.
 
-        Layers come first, in order. Fused matrices count as the parts that the trainer has. Each side is read where it
-        is, each device its own part only.
+        Layers come first, by kind and in order. Fused matrices count as the parts that the trainer has. Each side is
+        read where it is, each device its own part only.
         """
         expected = self.source_checksums(params, len(_devices(params["norm"]["scale"])) == 1)
         expected = np.concatenate(jax.device_get(expected))
         rest = {name: leaf for name, leaf in weights.items() if name != "layers"}
-        found = [*map(self.layer_checksums, weights["layers"]), self.outside_checksums(rest)]
+        order = [(kind, weights["layers"][index]) for kind, those in self._config.kinds.items() for index in those]
+        found = [*(self.layer_checksums[kind](layer) for kind, layer in order), self.outside_checksums(rest)]
         return expected, np.concatenate(jax.device_get(found))
 
 
@@ -168,6 +186,7 @@ conversion = functools.lru_cache(maxsize=32)(Conversion)
 def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
     """The inverse of `fuse_projections` on one of `ways` devices."""
     query, shared = (count * config.head_dim // ways for count in (config.num_heads, config.num_kv_heads))
+    query *= 1 + config.family.output_gate
 
     def parts(tree: Params, *sizes: int) -> list[Params]:
         ends = np.cumsum(sizes).tolist()
@@ -175,7 +194,8 @@ def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
         return [jax.tree.map(lambda leaf, a=a, b=b: leaf[..., a:b], tree) for a, b in zip(starts, ends, strict=True)]
 
     attention, feed_forward = dict(layer["attention"]), dict(layer["mlp"])
-    attention |= dict(zip("qkv", parts(attention.pop("qkv"), query, shared, shared), strict=True))
+    if not is_recurrent(layer):
+        attention |= dict(zip("qkv", parts(attention.pop("qkv"), query, shared, shared), strict=True))
     gated = feed_forward
     if "experts" in feed_forward:
         gated = feed_forward["experts"] = dict(feed_forward["experts"])

@@ -154,6 +154,7 @@ def check_planned(arguments: EngineArguments) -> None:
             f"{config.hidden_size}; vLLM's {config.model_type} takes hidden_size / heads whatever config.json says",
         )
     allowed = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+    allowed = [n for n in allowed if not config.linear_num_key_heads % n]
     if parts not in allowed:
         raise ArgumentError(
             "tensor_parallel_size",
