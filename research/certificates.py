@@ -59,6 +59,16 @@ TOYS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("gemma-3-1b-it", {"num_hidden_layers": 7, "query_pre_attn_scalar": 32}),
     "olmo3": ("Olmo-3-7B-Instruct", {"num_hidden_layers": 5, "num_key_value_heads": 4}),
     "smollm3": ("SmolLM3-3B", {"num_hidden_layers": 5}),
+    "qwen3_5_text": (
+        "Qwen3.5-0.8B",
+        {
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
 }
 """Family -> the published shape whose pattern of layers a toy keeps, and other sizes."""
 

@@ -8,8 +8,6 @@ Each value head has a state S [k, v]. With a normed query q and key k, a value v
 another order, so that the two agree up to rounding. The state is float32, whatever the compute dtype.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -153,7 +153,7 @@ class Measured:
         floors: engine -> mean |p - q| of the engine against itself in another batch shape.
         rounding: see `evidence.Evidence`.
         explanations: controlled re-scorings.
-        settings, lifted, operators: see `evidence.Evidence`.
+        settings, lifted, operators, recurrent: see `evidence.Evidence`.
         scored: [n] float32 nats, the first engine's own log-probs of the tokens in one pass; None if it does not score.
         over_training: mismatch by step, rank and source; None unless the pair was recorded over training.
         framework: who recorded it; "" for two engines.
@@ -172,6 +172,7 @@ class Measured:
     scored: np.ndarray | None = None
     over_training: OverTraining | None = None
     framework: str = ""
+    recurrent: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +220,8 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     """
     pairs, text = measured.pairs, measured.text
     floor = max(measured.floors.values(), default=None)
-    known = {name: getattr(measured, name) for name in ("rounding", "explanations", "settings", "lifted", "operators")}
+    names = ("rounding", "explanations", "settings", "lifted", "operators", "recurrent")
+    known = {name: getattr(measured, name) for name in names}
     legs = [] if measured.scored is None else legs_of(pairs.rollout_logprobs, measured.scored, pairs.train_logprobs)
     over = measured.over_training
     course = next((alarm.text for alarm in over.alarms if alarm.name == "unseen_updates"), "") if over else ""

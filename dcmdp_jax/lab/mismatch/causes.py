@@ -98,6 +98,10 @@ CAUSES = {
         "the engine while it decodes",
         "It differs from its own scores of the same tokens: look at cache writes, positions, decoding kernels.",
     ),
+    "recurrent": Cause(
+        "recurrent state while decoding",
+        "Bound it by c: an engine sums token by token, a trainer in chunks. Keep the state in float32.", False,
+    ),
     **{
         operator: Cause(f"the engine's {title}", "Compare its weights, dtype and kernel with the training stack's.")
         for operator, title in (

@@ -423,7 +423,7 @@ def _decoding(e: Evidence) -> Iterator[Finding]:
     for leg in e.legs if e.rounding is not None or others > FLOAT32_ROUNDING else ():
         if leg.name == DECODING and leg.share >= _EXPLAINED_ALONE and leg.mean > FLOAT32_ROUNDING:
             yield _say(
-                "decoding",
+                "recurrent" if e.recurrent else "decoding",
                 f"{leg.share:.0%} of the gap lies between its decoding and its own scores: mean |dp| {leg.mean:.2g}.",
             )
 

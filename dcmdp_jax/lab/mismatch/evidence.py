@@ -213,6 +213,7 @@ class Evidence:
         settings: cause -> setting of the engine that has it as its price; empty for a recording.
         lifted: re-scorings without each of these settings; empty if not measured.
         legs: the gap's two legs; empty if the engine does not score.
+        recurrent: whether the model has recurrent layers.
         operators: differences of the engine's operators, embedded or vLLM; empty for others.
 
     From `median_log_ratio` to `correlation` all is over the other completions where some are broken, and from the 17th
@@ -257,6 +258,7 @@ class Evidence:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lifted: Sequence[Lifted] = ()
     legs: Sequence[Leg] = ()
+    recurrent: bool = False
     operators: Sequence[OperatorDifference] = ()
     lowered: float = 1.0
 

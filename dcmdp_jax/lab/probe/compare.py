@@ -76,7 +76,7 @@ def compare(
     return Measured(
         name, source, pairs, setup.text, floors, rounding, settings=setup.settings,
         operators=_operators(sampler, setup, *asked),
-        scored=None if scored is None else np.concatenate(scored),
+        scored=None if scored is None else np.concatenate(scored), recurrent=bool(setup.config.recurrent_layers),
     )  # fmt: skip
 
 

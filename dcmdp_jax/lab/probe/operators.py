@@ -18,7 +18,9 @@ from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference, in_order
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Attend, block_of, final_norm, output_kernel
+from dcmdp_jax.models.decoder import Attend, block_of, final_norm, is_recurrent, layer_of, output_kernel
+from dcmdp_jax.models.gated_delta import Recur
+from dcmdp_jax.models.gated_delta import rows as recurrent_rows
 from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
 from dcmdp_jax.models.ops import Ops, choose_ops
 from dcmdp_jax.models.products import in_compute_dtype, products_in
@@ -90,7 +92,7 @@ def operator_differences(
     found = [OperatorDifference("embedding", None, float(_relative(seen.embedding, looked_up)))]
     kinds = zip(config.layer_ropes, config.layer_windows(tokens.positions.size), strict=True)
     for index, (pairs, kind) in enumerate(zip(seen.layers, kinds, strict=True)):
-        trained = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
+        trained = layer_of(params["layers"], config, index)
         found += in_order(_layer(trained, dict(pairs), tokens[1:], config, (*kind, seen.rounding)), index)
     outer = {key: leaf for key, leaf in params.items() if key != "layers"}
     return found + in_order(_last(outer, seen.norm, seen.head, config=config), None)
@@ -124,7 +126,9 @@ def _layer(
     platform, rotary, sizes = jax.default_backend(), all_rotary_tables(config, positions)[rope], {}
     ops = choose_ops(platform)
 
-    def attend(cache: str) -> Attend:
+    def attend(cache: str) -> Attend | Recur:
+        if is_recurrent(trained):
+            return functools.partial(recurrent_rows, config, segment_ids)
         return attention_over(segment_ids, platform, ops, window, lambda x: round_cache(x, cache))
 
     def compare(part: str, operator: Callable[[jax.Array], Any], _: jax.Array) -> Any:
@@ -166,8 +170,9 @@ def observed(engine: Any, tokens: OnePass) -> Observed | None:
 def _of_vllm(engine: VllmEngine, tokens: OnePass) -> Observed:
     """By hooks. Its attention reads the cache in one pass too, so the training stack's has that rounding."""
     config, rounding = engine.config, engine.cache_rounding
-    parts = dict(config.family.norms) | {"attention": "self_attn", "mlp": "mlp"}
-    layers = [{part: f"model.layers.{n}.{name}" for part, name in parts.items()} for n in range(config.num_layers)]
+    parts, mixers = dict(config.family.norms), {"recurrent": "linear_attn"}
+    every = [parts | {"attention": mixers.get(kind, "self_attn"), "mlp": "mlp"} for kind, _ in config.layer_kinds]
+    layers = [{part: f"model.layers.{n}.{name}" for part, name in own.items()} for n, own in enumerate(every)]
     outer = "model.embed_tokens", "model.norm", "logits_processor"
     seen = engine.observe(tokens.rows, [*outer, *(name for names in layers for name in names.values())])
     pairs = [{part: seen[name] for part, name in names.items()} for names in layers]
@@ -202,14 +207,16 @@ def _engine_layer(
     block = block_of(program.own_weights(own), program.config)
     rotary, seen = all_rotary_tables(program.config, positions)[rope], {}
     attend = functools.partial(attention_over, segment_ids, program.platform, program.ops, window)
+    recurs = is_recurrent(own)
+    mix = functools.partial(recurrent_rows, program.config, segment_ids) if recurs else attend(lambda x: x)
 
     def keep(part: str, operator: Callable[[jax.Array], Any], read: jax.Array) -> Any:
         gave = operator(read)
         seen[part] = read[0], jax.tree.leaves(gave)[0][0]
         return gave
 
-    after, _, _ = block(x, rotary, attend(lambda x: x), program.ops, observe=keep)
-    if program.cache_dtype != program.compute_dtype:
+    after, _, _ = block(x, rotary, mix, program.ops, observe=keep)
+    if program.cache_dtype != program.compute_dtype and not recurs:
         read_cache = attend(lambda x: load(store(x, program.cache_dtype), x.dtype))
         keep("cache", lambda x: block.attention(x, rotary, read_cache, program.ops), seen["attention"][0][None])
     return after, seen

@@ -300,6 +300,7 @@ def test_a_gap_of_decoding_in_a_float32_engine_is_no_rounding():
     legs = [Leg(DECODING, 0.003, 0.0, 0.99), Leg("one pass - trainer", 1e-6, 0.0, 0.01)]
     small = {"legs": legs, "median_log_ratio": 0.01, "square": 1e-4, "mean": 0.003}
     assert _decide(**small, rounding=1e-5)[0].cause == "decoding"
+    assert _decide(**small, rounding=1e-5, recurrent=True)[0].title == "recurrent state while decoding"
     assert _decide(**small)[0].cause == "rounding"
     other = [legs[0], legs[1]._replace(mean=1e-4)]
     assert _decide(**small | {"legs": other})[0].cause == "decoding"
