@@ -1,6 +1,7 @@
 """Real vLLM with the other model families: its weights are the last ones pushed, its log-probs the training stack's."""
 
 import dataclasses
+import importlib.util
 
 import jax
 import numpy as np
@@ -29,7 +30,8 @@ RECURRENT = dataclasses.replace(
     linear_key_head_dim=32, linear_value_head_dim=32,
 )  # fmt: skip
 _LONG = {
-    "qwen3_5": RECURRENT,
+    # vLLM's module of Qwen3.5 imports that of its images.
+    **({"qwen3_5": RECURRENT} if importlib.util.find_spec("torchvision") else {}),
     "llama": LLAMA,
     "qwen3_moe": EXPERTS,
     **{name: _family(name) for name in ("mistral", "smollm3", "olmo3")},
