@@ -11,8 +11,6 @@ run. In a log an activity is a line when it is done, and one every ten seconds w
 DCMDP_ACTIVITY=off in the environment shows none.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Write a whole file or nothing."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Errors that are for the user to correct."""
 
-from __future__ import annotations
-
 
 class UserError(ValueError):
     """Bad input: a setting, a file, an argument. Its message is one line that says what is wrong and what to do.

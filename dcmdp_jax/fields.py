@@ -3,8 +3,6 @@
 Nothing here knows a particular setting; `config/settings.py` declares them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Input from users: JSON files, tokenizers, and short quotes of bad values for error messages."""
 
-from __future__ import annotations
-
 import json
 import reprlib
 from pathlib import Path

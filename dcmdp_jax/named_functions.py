@@ -4,8 +4,6 @@
 `package.module:huber` in a module that can be imported.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

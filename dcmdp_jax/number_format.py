@@ -1,7 +1,5 @@
 """Numbers and tables as text for reports and the console. NaN, a missing value, is "-"."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

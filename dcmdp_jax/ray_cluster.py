@@ -1,7 +1,5 @@
 """A Ray cluster: connect to one, or start one of this machine alone; leave it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -8,8 +8,6 @@ writes recordings/step_N/rank_R.jsonl, one completion a line; `dcmdp probe recor
 file may also be copied into another project.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

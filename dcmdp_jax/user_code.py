@@ -1,7 +1,5 @@
 """Code that users name by where they are: `package.module:NAME` or `path/to/file.py:NAME`."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Group-relative advantages, and what is done to rewards before them."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int

@@ -1,7 +1,5 @@
 """Score centering: the expected score of a token, subtracted (Marek and Ryabinin 2026, arXiv:2609.20807)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax

@@ -10,8 +10,6 @@ over the head H and the tail as one token more, q a constant and p the policy no
 tokens lead to, weighed as their tokens are (`algorithm.corrections`). Ours, not in the paper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import jax

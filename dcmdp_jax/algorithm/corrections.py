@@ -19,8 +19,6 @@ To add one, write it in a file of yours, or here and name it in `TRUNCATIONS` or
 `FILTERS`. Its keyword arguments are its parameters in the setting `algorithm.corrections`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The method in one call on padded arrays: the loss of DC-GRPO, and the multiplier of the next step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 

@@ -5,8 +5,6 @@
 Everything here is a constant to the gradient.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import jax

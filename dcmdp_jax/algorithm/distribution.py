@@ -5,8 +5,6 @@ tokens; what is left, 1 - p_H and 1 - q_H, is the tail. A measure is computed on
 more; its bound says how much larger the true value can be. With k = V there is no tail, and the value is exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 No optimizer, decay or gradient clipping touches it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import jax

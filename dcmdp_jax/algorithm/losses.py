@@ -4,8 +4,6 @@ Ratios here are policy drift, new weights over old, both on the training stack, 
 the inference engine's. Engine mismatch is `discrepancy.py`, its corrections are `corrections.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 

@@ -6,8 +6,6 @@ several completions a row, `completion_index` says which) and returns float32; s
 float64 stay in it (`numerics.as_float`).
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import NamedTuple
 

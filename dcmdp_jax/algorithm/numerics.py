@@ -1,7 +1,5 @@
 """Differences and exponentials of log-probabilities that stay finite and keep float32's precision."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import jax

@@ -5,8 +5,6 @@ it in a file of yours, or here and name it in `PENALTIES`; its multiplier then m
 `FIXED_MULTIPLIERS` names a constant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import jax

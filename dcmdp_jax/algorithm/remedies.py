@@ -15,8 +15,6 @@ Terms are float32. Penalties and corrections are constants to the gradient; in t
 `train_logprobs` and `ratio`. Statistics are merged over micro-batches, devices and updates by their type.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

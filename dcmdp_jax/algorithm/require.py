@@ -1,7 +1,5 @@
 """Argument checks of the algorithm: static shapes, option names and Python numbers, so they hold under jit too."""
 
-from __future__ import annotations
-
 import math
 import numbers
 from typing import Any

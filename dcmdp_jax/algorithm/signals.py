@@ -1,7 +1,5 @@
 """Everything about rows that is constant to the gradient, computed once from p^Train and p^Inf."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 

@@ -5,8 +5,6 @@ joins two parts, `across` joins the devices, `value` gives the number, once, at 
 of any one shape, under jit too.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ that made the batch, or the engine's (`algorithm.ratio_denominator`). To add one
 and name it in `TRUST_REGIONS`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

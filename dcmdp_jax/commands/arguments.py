@@ -1,7 +1,5 @@
 """Types of command-line arguments: numbers in range, written in the digits 0-9, lists of tasks, files to write."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Bad arguments and failures of commands: one clear line, an exit code, no lost traceback."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import errno

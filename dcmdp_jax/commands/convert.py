@@ -6,8 +6,6 @@ dcmdp convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--ove
                       [--adapter]
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

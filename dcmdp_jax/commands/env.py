@@ -3,8 +3,6 @@
 dcmdp env
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import os

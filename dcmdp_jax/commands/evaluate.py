@@ -16,8 +16,6 @@ The same command continues a killed evaluation; it ends with the same files as a
     dcmdp evaluate RUN --overlap=report [--config.task.train=dapo.jsonl]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

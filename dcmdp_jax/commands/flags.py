@@ -3,8 +3,6 @@
 Config and study files are programs; whatever goes wrong in one is said in one line.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The command `dcmdp NAME`, also `python -m dcmdp_jax NAME`."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import sys

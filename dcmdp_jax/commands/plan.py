@@ -10,8 +10,6 @@ Prints memory by kind and what fits; docs/plan.md explains it. What the programs
 `pip install -e '.[plan]'` installs the compilers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -12,8 +12,6 @@ Writes probe.json, probe.html and plots/*.png into --out and prints the table an
 the engines' names and what the causes rest on.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The part of `dcmdp probe` that reads recordings: its arguments, and what is measured."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Callable

@@ -5,8 +5,6 @@
 One run's report goes into its own directory, a comparison into `report/`, unless --out says otherwise.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dcmdp_jax.commands.cli import Parser

@@ -1,7 +1,5 @@
 """Print settings: all in Markdown (dcmdp settings > docs/settings.md), or by a word as text (dcmdp settings lr)."""
 
-from __future__ import annotations
-
 import sys
 
 from dcmdp_jax.commands.cli import Parser

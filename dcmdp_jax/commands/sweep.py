@@ -13,8 +13,6 @@ results.md, figures/ and metrics.jsonl.gz, which is small and enough to draw the
 docs/paper.md lists the studies.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -6,8 +6,6 @@ Draws two_sided.png and one_sided.png and prints the table. The command fails if
 meet action a6 is not ordered diff > log > ratio. docs/theory.md reads the table.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dcmdp_jax.commands.arguments import each_once, real

@@ -1,7 +1,5 @@
 """Train a policy: dcmdp train --config=demo [--config.section.name=value ...] [--dry_run]."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

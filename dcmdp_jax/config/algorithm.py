@@ -1,7 +1,5 @@
 """Settings of the algorithm, declared once each as in `config/settings.py`, of which they are a part."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

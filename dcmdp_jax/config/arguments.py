@@ -4,8 +4,6 @@ Library code names its own arguments: an `ArgumentError` has one as an attribute
 user knows settings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Checks of a `Config`: each setting against its declaration, then the rules between settings."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Any
 

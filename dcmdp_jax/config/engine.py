@@ -1,7 +1,5 @@
 """The engine that a config names: its record, its settings, its arguments, and the rules between them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

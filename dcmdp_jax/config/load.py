@@ -4,8 +4,6 @@ A new setting needs nothing here: a saved config without it gets the default, wh
 before. A setting that goes gets an entry in `REMOVED`, and `VERSION` is raised.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple

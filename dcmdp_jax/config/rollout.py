@@ -1,7 +1,5 @@
 """Settings of the inference engines' part of a run, declared as in `config/settings.py`, of which they are a part."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from dcmdp_jax.engines.local import LocalSettings

@@ -5,8 +5,6 @@ from these fields. "paper" is the DC-GRPO paper, its section in brackets; "ours"
 project.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

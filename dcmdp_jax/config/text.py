@@ -1,7 +1,5 @@
 """Settings as text for people: the page docs/settings.md, and a config with what it changes."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import textwrap

@@ -1,7 +1,5 @@
 """Lengths of completions to plan for: a lognormal distribution, or a run's recorded ones."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of the lists of an engine's likeliest tokens. Needs NumPy alone: recordings are read without JAX."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -5,8 +5,6 @@
 gives half of the prompts from a.jsonl, a quarter from each of the others, whatever their sizes.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -5,8 +5,6 @@ needs, and the step runs only the ones that hold a row: shapes stay, and padding
 computation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

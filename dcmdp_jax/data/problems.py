@@ -4,8 +4,6 @@ A location is a local .jsonl or .parquet file, the built-in task `arithmetic:...
 on the Hugging Face Hub. The schema is recognized row by row from the fields, so one file may mix several.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -5,8 +5,6 @@ mini-batch the number of micro-batches of each shape is searched for that holds 
 result is a function of the shapes and of the completions' lengths alone.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

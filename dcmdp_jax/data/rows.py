@@ -1,7 +1,5 @@
 """Rows of a dataset as problems. The schema is recognized row by row from the fields."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -11,8 +11,6 @@ text that the policy wrote in its turn, and returns the text that it is answered
 ends here. Both may be `async def`. The reward `environment` is the sum of a completion's rewards.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import numbers

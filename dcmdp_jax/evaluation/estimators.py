@@ -1,7 +1,5 @@
 """Unbiased pass@k and bootstrap intervals over problems."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ The first line says what is evaluated. Then, for each part of a task, one line p
 Nothing in the file depends on time, so a continued evaluation ends with the same bytes as an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

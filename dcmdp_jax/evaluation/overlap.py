@@ -1,7 +1,5 @@
 """Evaluation problems that the policy was trained on."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

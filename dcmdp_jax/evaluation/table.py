@@ -1,7 +1,5 @@
 """Scores of a policy in the layout of the paper's result tables, and as records for JSON."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ the weights that made the batch, q the inference engine's. `DcGrpo.charge` is al
 a training step, with the whole batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -14,8 +14,6 @@ weights being trained: with one update a step these made the batch, unless rollo
 it out: older rollouts are dropped.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,8 +8,6 @@ with `trainer.algorithm.policy_loss_type=regular`, no `off_policy_correction`, a
 `generator.sampling_params.logprobs=0` or more. Lambda is kept as dc_grpo.json in each checkpoint's folder.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -8,8 +8,6 @@
 slime calls it once in a step in each data-parallel rank, with the rank's whole batch.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -15,8 +15,6 @@ session several outputs, the session counts once in its group, by its last outpu
 output's tokens are charged.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import sys

@@ -1,7 +1,5 @@
 """A test kit for an engine that a user brings: `check_engine` asks it for all that the protocol promises."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

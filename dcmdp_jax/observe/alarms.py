@@ -1,7 +1,5 @@
 """Alarms over the metrics of a run: they name its kind of mismatch by the reasoning of `lab.mismatch.diagnosis`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 

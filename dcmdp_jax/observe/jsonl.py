@@ -7,8 +7,6 @@ JSON convention): every parser reads the file, a diverged value differs from a m
 pandas convert the strings back.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

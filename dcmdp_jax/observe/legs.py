@@ -1,7 +1,5 @@
 """The two legs of the gap between an engine and a trainer."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

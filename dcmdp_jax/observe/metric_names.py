@@ -4,8 +4,6 @@ The one table, which the report reads and docs/metrics.md is written from. `grep
 its function; a test holds that.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple

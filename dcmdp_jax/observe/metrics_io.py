@@ -13,8 +13,6 @@ A run directory holds
 `dcmdp_jax.observe.jsonl` defines how numbers that are not finite are written.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """The model card of an exported checkpoint: README.md as the Hub shows it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

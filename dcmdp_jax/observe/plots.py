@@ -4,8 +4,6 @@
 None if no run recorded its metrics. Nothing uses pyplot or its global state; save a figure with `figure.savefig`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Progress of a run: the last lines of a terminal, or plain lines in a log file or notebook."""
 
-from __future__ import annotations
-
 import collections
 import math
 import textwrap

@@ -1,7 +1,5 @@
 """The report of one or several runs: plots as PNG, and one self-contained HTML page with the same figures."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

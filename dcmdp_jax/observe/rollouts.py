@@ -23,8 +23,6 @@ almost constant, or repeat in a group, and take little. A run whose batches lag 
 With a lag, staleness is start_logprobs - train_logprobs, mismatch train_logprobs - rollout_logprobs, the gap their sum.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

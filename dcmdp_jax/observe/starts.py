@@ -1,7 +1,5 @@
 """The starts of a run: command, code, machine and date, a line of starts.jsonl each."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex

@@ -1,7 +1,5 @@
 """Mirrors of a run's metrics and samples: Weights & Biases and Trackio."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """JAX's backend on this machine: CPU devices, compiler flags, the cache of compiled programs, the GPUs present."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import logging

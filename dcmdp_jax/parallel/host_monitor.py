@@ -4,8 +4,6 @@ Whether they live is for JAX to see. Each sends signs of life to the coordinatio
 without Python, which a loaded machine does not hold up for long; without one for `timeout_s` JAX aborts all others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -5,8 +5,6 @@ own completions; then all have the completions of all (`Hosts.gather`) and run t
 mesh. So nothing after sampling depends on how many processes there are.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

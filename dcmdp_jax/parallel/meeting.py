@@ -4,8 +4,6 @@ JAX waits for a missing process without a word and aborts after minutes. So all 
 at which JAX's coordination service listens afterwards: process 0 knows who is missing, and tells everybody.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

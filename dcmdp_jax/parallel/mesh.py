@@ -1,7 +1,5 @@
 """The device mesh: the number of devices along each axis."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

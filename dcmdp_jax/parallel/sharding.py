@@ -4,8 +4,6 @@ Where the parts of an array lie on the devices of several processes, every proce
 `to_host`, in the same order.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping

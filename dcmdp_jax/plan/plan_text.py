@@ -1,7 +1,5 @@
 """A `CompiledRun` as text and as JSON, and its step at given lengths of completions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

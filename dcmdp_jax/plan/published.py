@@ -3,8 +3,6 @@
 A plan needs no weights: where `model.path` is not a directory, its last part names one of these.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

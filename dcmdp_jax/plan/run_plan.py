@@ -1,7 +1,5 @@
 """A run at full size: its programs compiled for a topology, its memory by kind, what fits."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Search over mesh shapes and micro-batch sizes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

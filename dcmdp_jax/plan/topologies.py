@@ -1,7 +1,5 @@
 """Accelerators that programs can be compiled for on a machine that has none of them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

@@ -9,8 +9,6 @@ A message is 16 bytes, its number and its length, and then JSON. A request is {"
 its reply has the same number and is {"value": ...}, {"error": "...", "row": number or null}, or {"timeout": true}.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -22,8 +22,6 @@ None means that the completion has no value of this reward. As in TRL, it adds n
 completion without any value gets 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import inspect

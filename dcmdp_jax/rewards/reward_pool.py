@@ -1,7 +1,5 @@
 """Reward functions, each called in a process of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -3,8 +3,6 @@
 docs/checkpoints.md says what a checkpoint holds, and how to add to it. `run.saved_params` reads the parameters alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Description of a run, printed before it begins and by the dry run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax.numpy as jnp

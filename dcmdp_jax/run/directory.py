@@ -1,7 +1,5 @@
 """Run directory: locking, and the config it belongs to."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """An evaluation: its tasks, and an engine that has all devices to itself."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

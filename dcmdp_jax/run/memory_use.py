@@ -4,8 +4,6 @@ Parts that are arrays with known shapes are exact: parameters, moments, gradient
 compiler's temporary memory is an estimate, marked ~. Devices of a CPU share the host's memory and count as the host.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import functools

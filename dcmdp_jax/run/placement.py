@@ -1,7 +1,5 @@
 """Where a run computes: devices, shapes of a batch, the forward pass, and an engine that fits into memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

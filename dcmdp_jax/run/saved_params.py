@@ -1,7 +1,5 @@
 """Parameters of a checkpoint alone, for evaluation and export."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """What a run starts: the inference engine, the judges of completions, the sampler of turns."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from pathlib import Path

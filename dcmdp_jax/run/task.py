@@ -1,7 +1,5 @@
 """What a run learns, read from its settings and files: model shape, tokenizer, problems, rewards. No device starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

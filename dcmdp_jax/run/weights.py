@@ -1,7 +1,5 @@
 """Parameters that a run starts from: initial policy, frozen base of adapters, reference policy."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from pathlib import Path

@@ -9,8 +9,6 @@ back in the layout of the rows. Each device runs its own rows: nothing travels b
 but the statistics, once, after the last micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

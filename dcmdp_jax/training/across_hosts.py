@@ -1,7 +1,5 @@
 """Facts that must be the same on all hosts of a run, and in a resumed run."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 from pathlib import Path

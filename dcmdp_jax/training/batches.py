@@ -5,8 +5,6 @@ fast anything is, so a resumed run has the bits of an undisturbed one. An engine
 thread, one batch after the other, while the main thread trains; weights are pushed between batches.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -1,7 +1,5 @@
 """The compiled programs of a step, and the state that a run starts from."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import time

@@ -1,7 +1,5 @@
 """The training loop: push weights, get the batch of the step, train on it, record, evaluate, save."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -8,8 +8,6 @@ by W at the end, so K / V and B enter it times W. W is therefore known before th
 terms weigh the same however many tokens a correction drops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

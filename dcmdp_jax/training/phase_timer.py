@@ -1,7 +1,5 @@
 """Seconds of a step's phases; on the console, what the step does."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Sequence

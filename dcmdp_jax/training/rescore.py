@@ -1,7 +1,5 @@
 """Log-probs of a whole batch by the training stack, put into a column of it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Metrics of a step's completions, computed on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Records of a step's completions: a few texts for people, and the tokens with their log-probs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling of a step: completions and rewards of its problems, exchanged between hosts."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -3,8 +3,6 @@
 AdamW with its schedule and gradient clipping, from optax; the scale of a float16 loss; lambda as the settings have it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from typing import Any

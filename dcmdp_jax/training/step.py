@@ -1,7 +1,5 @@
 """The compiled training step: (TrainState, Batch) -> (TrainState, metrics), Algorithm 1 of the paper."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Metrics of a training step that are computed on the device, in the compiled step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

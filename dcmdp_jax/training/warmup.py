@@ -1,7 +1,5 @@
 """Supervised start: next-token training on worked solutions, for a model that has no policy to improve yet."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Engines as actors of a Ray cluster: room for them, their calls, their starts."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

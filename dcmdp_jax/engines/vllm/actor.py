@@ -3,8 +3,6 @@
 Runs under the actor's own interpreter, which needs Ray, vLLM and msgpack, and imports neither JAX nor the trainer.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

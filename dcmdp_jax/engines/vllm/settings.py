@@ -1,7 +1,5 @@
 """Settings of the vLLM sidecars."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from dcmdp_jax.fields import setting

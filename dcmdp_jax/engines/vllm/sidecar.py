@@ -7,8 +7,6 @@ the engine; `engines/sidecar/__init__.py` lists the requests. This file, start_c
 alone import torch or vllm; they run under the sidecar's own interpreter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

@@ -1,7 +1,5 @@
 """Checks under the sidecar's interpreter before vLLM starts: torch's companions, the manifest against the model."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Everything that is said about one pair of engines, gathered for the table, the JSON file and the page."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The kinds of mismatch: a title and a remedy for each, with the framework's own setting where it is known."""
 
-from __future__ import annotations
-
 import dataclasses
 
 

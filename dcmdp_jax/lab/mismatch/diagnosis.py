@@ -1,7 +1,5 @@
 """Name the likely cause of a mismatch from measured evidence. Pure: no engine, no file."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterator

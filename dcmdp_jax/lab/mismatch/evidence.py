@@ -5,8 +5,6 @@ training stack's distribution at the token, where it was recorded. Standard erro
 independent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

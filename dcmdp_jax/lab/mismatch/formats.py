@@ -3,8 +3,6 @@
 To add a format, add an entry to `FORMATS`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

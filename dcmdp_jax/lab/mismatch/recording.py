@@ -1,7 +1,5 @@
 """Recorded token ids with two log-prob columns, of any framework: each cell checked, kept in bounded memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Sample with one engine, score with another, and measure what `mismatch` needs to name the cause."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Engines built from their specs; the one place that knows how each is made and asked."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The operators of an engine, each compared with the training stack's on the engine's input."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Controlled re-scorings: the tokens scored again with one thing changed, to see what explains the mismatch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The training stack as something that scores: log-probs and entropies as the training step computes them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

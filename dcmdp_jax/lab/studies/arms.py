@@ -1,7 +1,5 @@
 """What each arm of a study is after everything that it inherits: its row in a table, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

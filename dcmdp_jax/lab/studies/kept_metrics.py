@@ -4,8 +4,6 @@ Gzipped JSON lines, one of each run and step: {"arm": "grpo", "seed": 0, "step":
 metrics that a study compares and nine significant digits, which hold a float32 exactly.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

@@ -1,7 +1,5 @@
 """A study's results: one number per run, mean and interval per arm, paired differences to the baseline."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

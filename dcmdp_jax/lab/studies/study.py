@@ -1,7 +1,5 @@
 """Definition of a study, and the checks before it runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence

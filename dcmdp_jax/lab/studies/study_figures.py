@@ -1,7 +1,5 @@
 """Figures of a study: each arm's mean curve with the baseline's, and differences by seed."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

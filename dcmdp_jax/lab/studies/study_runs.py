@@ -1,7 +1,5 @@
 """The runs of a study as processes, one after another, and what they leave: tables, figures and kept metrics."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

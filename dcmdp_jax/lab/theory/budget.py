@@ -1,7 +1,5 @@
 """The multiplier at which the optimal policy spends a given mismatch budget, and what to say where there is none."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

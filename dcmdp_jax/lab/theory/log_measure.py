@@ -6,8 +6,6 @@ y > e, where it is convex. Two actions in the convex range can always trade prob
 at most one action is on the W_-1 branch. All maxima are therefore found by trying: no action, then each in turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

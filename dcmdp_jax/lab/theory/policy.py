@@ -1,7 +1,5 @@
 """Optimal policies of one state under a penalty on their mismatch with the inference policy (paper, Appendix B)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

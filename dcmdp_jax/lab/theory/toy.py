@@ -1,7 +1,5 @@
 """The paper's one-state toy: six actions, three measures, one column for each mismatch budget. Table and figures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

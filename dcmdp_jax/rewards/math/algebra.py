@@ -7,8 +7,6 @@ values, floors, ...) can't be compared at points: each such part must have its e
 Nothing here limits time or memory; sympy takes about a second to import, so only the worker processes do.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import logging

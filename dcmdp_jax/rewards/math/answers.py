@@ -9,8 +9,6 @@ The verifier's answer notation is LaTeX without dollar signs. One command is our
 The rewards `last_number` and `math_verify` are simpler ways than `math` to compare with the reference answer.
 """
 
-from __future__ import annotations
-
 import collections
 import logging
 import re

@@ -7,8 +7,6 @@ A false reward is worse than a missed one, because the policy learns it. Answers
 equal get no reward.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from fractions import Fraction

@@ -4,8 +4,6 @@ The trainer's process runs this on arbitrary model output, so every function tak
 reduced to one first, quantifiers are not nested, and possessive where they could backtrack.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 

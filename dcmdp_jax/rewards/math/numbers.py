@@ -1,7 +1,5 @@
 """Literal numbers, read exactly: nothing here goes through a float."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -4,8 +4,6 @@ Only a name is dropped. `2x = 42` or `x^2 = 42` says something else than 42. Ine
 are intervals: `x > 1` is `(1,\infty)`, `1 \leq x < 3` is `[1,3)`, `x < 1 or x > 3` is a union.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 r"""Mathematics written in Unicode, as LaTeX: `½`, `x²`, `√(x+1)`, `2·3`, `∞`, `θ`. Linear time, as `notation`."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 

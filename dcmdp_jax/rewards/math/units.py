@@ -4,8 +4,6 @@ A prediction may state only what is listed here: an unknown word may change the 
 the answer does not match. A reference answer may count anything that stands in the plural (`16 daps`).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -11,8 +11,6 @@ A reward is a function of the completion and its reference answer, with two exce
   answers wait long: each gets its whole limit after all others had a first try.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import logging
