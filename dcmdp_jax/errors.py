@@ -1,4 +1,11 @@
-"""Errors that are for the user to correct."""
+"""Errors that are for the user to correct, and short quotes of bad values for their messages."""
+
+import reprlib
+
+_QUOTED_CHARACTERS = 80
+
+_REPR = reprlib.Repr()
+_REPR.maxother = _REPR.maxlong = _REPR.maxstring = _QUOTED_CHARACTERS
 
 
 class UserError(ValueError):
@@ -32,3 +39,20 @@ class EngineError(RuntimeError):
 def one_line(text: object, limit: int | None = None) -> str:
     """A text, or an error's message, on one line, cut to `limit` characters."""
     return " ".join(str(text).split())[:limit]
+
+
+def shorten(value: object, limit: int = _QUOTED_CHARACTERS) -> str:
+    """The `repr` of a value from a file or a command line, cut to about `limit` characters for one line of an error.
+
+    A cut text states its length: `'aaa'... (1,000,000 characters)`.
+    """
+    if isinstance(value, str | bytes):
+        unit = "characters" if isinstance(value, str) else "bytes"
+        return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value):,} {unit})"
+    text = _REPR.repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def shorten_name(name: str, limit: int = 2 * _QUOTED_CHARACTERS) -> str:
+    """A name from a file as it is, without quotes; cut like `shorten`."""
+    return name if len(name) <= limit else f"{name[:limit]}... ({len(name):,} characters)"

@@ -14,8 +14,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import UserError, shorten
 
 INT32_MAX = 2**31 - 1
 _WEEK_S = 604800

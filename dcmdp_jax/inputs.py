@@ -1,38 +1,16 @@
-"""Input from users: JSON files, tokenizers, and short quotes of bad values for error messages."""
+"""Input from users: JSON files and tokenizers."""
 
 import json
-import reprlib
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.errors import ArgumentError, UserError
+from dcmdp_jax.errors import ArgumentError, UserError, shorten
 
 TOKENIZER_FILES = """
     tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json vocab.json
     merges.txt chat_template.jinja chat_template.json
 """.split()
 """Files of a tokenizer in a Hugging Face directory."""
-_QUOTED_CHARACTERS = 80
-
-_REPR = reprlib.Repr()
-_REPR.maxother = _REPR.maxlong = _REPR.maxstring = _QUOTED_CHARACTERS
-
-
-def shorten(value: object, limit: int = _QUOTED_CHARACTERS) -> str:
-    """The `repr` of a value from a file or a command line, cut to about `limit` characters for one line of an error.
-
-    A cut text states its length: `'aaa'... (1,000,000 characters)`.
-    """
-    if isinstance(value, str | bytes):
-        unit = "characters" if isinstance(value, str) else "bytes"
-        return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value):,} {unit})"
-    text = _REPR.repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
-
-
-def shorten_name(name: str, limit: int = 2 * _QUOTED_CHARACTERS) -> str:
-    """A name from a file as it is, without quotes; cut like `shorten`."""
-    return name if len(name) <= limit else f"{name[:limit]}... ({len(name):,} characters)"
 
 
 def read_json_object(path: str | Path) -> dict[str, Any]:

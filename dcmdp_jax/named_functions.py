@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import UserError, shorten
 
 # A path may hold spaces; the first colon after `.py` ends it.
 _CALL = re.compile(r"\s*((?:[^,()]*?\.py:)?[^\s,()]+)\s*(?:\(([^()]*)\))?\s*(?:,|$)")

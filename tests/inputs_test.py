@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from dcmdp_jax.inputs import read_json_object, shorten, shorten_name
+from dcmdp_jax.errors import shorten, shorten_name
+from dcmdp_jax.inputs import read_json_object
 
 
 def test_a_quote_is_cut_and_says_how_long_it_was():

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import shorten
 
 UNLIMITED = 2**31 - 1
 """No number of tokens, rows or problems is larger."""

@@ -20,8 +20,7 @@ from dcmdp_jax.config.load import for_supervision, from_config_dict
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.config.text import print_config
 from dcmdp_jax.engines.protocol import EngineError
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.parallel.hosts import join_hosts
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run

@@ -10,9 +10,8 @@ from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.registry import find_engine
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.fields import INT32_MAX, check_choice, check_range, declared, get_value
-from dcmdp_jax.inputs import shorten
 
 # Tests hold these and the names that `rewards` and `parallel/hosts` know together, which import JAX.
 BUILT_IN_REWARDS = ("math", "environment", "last_number", "math_verify")

@@ -15,9 +15,8 @@ from dcmdp_jax.config.checks import validate, validate_sampling
 from dcmdp_jax.config.engine import check_name
 from dcmdp_jax.config.rollout import RolloutSettings
 from dcmdp_jax.config.settings import Config, WarmupSettings, setting_names, to_dict
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.fields import build, declared, flatten, nearest_name, parse_text, replace_value
-from dcmdp_jax.inputs import shorten
 
 VERSION = 7
 """Version of config.json in a run directory, raised when a setting is removed. Runs without one have version 0."""

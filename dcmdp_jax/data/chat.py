@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dcmdp_jax.errors import UserError, one_line
-from dcmdp_jax.inputs import json_object, shorten, shorten_name
+from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
+from dcmdp_jax.inputs import json_object
 from dcmdp_jax.rewards.protocol import Message, Problem
 
 if TYPE_CHECKING:

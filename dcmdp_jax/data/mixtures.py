@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import UserError, shorten
 
 ARITHMETIC = "arithmetic"
 """The built-in task, which a location names before a colon."""

@@ -14,8 +14,7 @@ import numpy as np
 
 from dcmdp_jax.data import chat
 from dcmdp_jax.data.tokenizer import check_tokenizer, encode_texts
-from dcmdp_jax.errors import UserError, one_line
-from dcmdp_jax.inputs import shorten_name
+from dcmdp_jax.errors import UserError, one_line, shorten_name
 from dcmdp_jax.rewards.protocol import Message, Problem
 
 if TYPE_CHECKING:

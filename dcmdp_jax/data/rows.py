@@ -5,8 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten, shorten_name
+from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.rewards.math.answers import answer_defect
 from dcmdp_jax.rewards.math.notation import last_boxed, split_elements, unwrap_text
 from dcmdp_jax.rewards.math.numbers import parse_number

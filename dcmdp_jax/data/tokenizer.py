@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dcmdp_jax.data.chat import render_chat, render_checked
-from dcmdp_jax.errors import UserError, one_line
-from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object, shorten, shorten_name
+from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
+from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

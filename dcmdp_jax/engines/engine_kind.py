@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcmdp_jax.errors import ArgumentError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import ArgumentError, shorten
 from dcmdp_jax.models.scheme import Scheme, weights_alone
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ import inspect
 
 from dcmdp_jax.engines import http, local, vllm
 from dcmdp_jax.engines.engine_kind import EngineKind
-from dcmdp_jax.errors import ArgumentError, UserError
+from dcmdp_jax.errors import ArgumentError, UserError, shorten
 from dcmdp_jax.fields import declared
-from dcmdp_jax.inputs import shorten
 from dcmdp_jax.user_code import is_place, load_object
 
 ENGINES: dict[str, EngineKind] = {"local": local.ENGINE, "vllm": vllm.ENGINE, "http": http.ENGINE}

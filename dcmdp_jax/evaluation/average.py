@@ -15,8 +15,8 @@ from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.environments.turns import TurnSampler
+from dcmdp_jax.errors import shorten
 from dcmdp_jax.evaluation.estimators import bootstrap_interval, pass_at_every_k
-from dcmdp_jax.inputs import shorten
 from dcmdp_jax.rewards.protocol import BEGINNING, MATH, TrainerState
 from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, add_logged
 

@@ -9,10 +9,9 @@ import numpy as np
 
 from dcmdp_jax.data.mixtures import is_weighted, location_names, split_locations
 from dcmdp_jax.data.prompts import EncodedPrompts
-from dcmdp_jax.errors import ArgumentError
+from dcmdp_jax.errors import ArgumentError, shorten
 from dcmdp_jax.evaluation.average import EvaluationResult
 from dcmdp_jax.evaluation.table import paper_samples
-from dcmdp_jax.inputs import shorten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

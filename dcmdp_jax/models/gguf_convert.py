@@ -16,8 +16,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from dcmdp_jax.activity import activity
-from dcmdp_jax.errors import UserError, one_line
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import UserError, one_line, shorten
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.gguf_weights import GGUFModel, header_tokens
 from dcmdp_jax.models.hf_weights import save_tensors

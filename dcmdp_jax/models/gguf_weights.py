@@ -10,8 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.errors import UserError, one_line
-from dcmdp_jax.inputs import shorten, shorten_name
+from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.hf_config import from_hf

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import read_json_object, shorten
+from dcmdp_jax.errors import UserError, shorten
+from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.models.config import RECURRENT_SIZES, ModelConfig
 from dcmdp_jax.models.families import FAMILIES, MISSING, WRAPPERS, Family
 from dcmdp_jax.models.hf_fields import Fields, in_range

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import UserError, shorten
 
 # Type, lowest and highest value, names. The highest are far above any model: they keep products and float32 in range.
 _RANGES = (

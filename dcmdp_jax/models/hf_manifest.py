@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import read_json_object, shorten, shorten_name
+from dcmdp_jax.errors import UserError, shorten, shorten_name
+from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
 from dcmdp_jax.models.params import FusedPart, hf_tensors

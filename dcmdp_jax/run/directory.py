@@ -15,9 +15,8 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.config.checks import may_change
 from dcmdp_jax.config.load import from_saved, to_saved
 from dcmdp_jax.config.settings import Config, setting_names, to_dict
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.inputs import shorten
 from dcmdp_jax.observe.jsonl import CONFIG_FILE
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 

@@ -12,8 +12,8 @@ from configs.base import get_config
 from dcmdp_jax.config.load import from_config_dict, from_saved, to_saved, unknown_setting
 from dcmdp_jax.config.rollout import TRAINABLE
 from dcmdp_jax.config.settings import Config, setting_names, to_dict
+from dcmdp_jax.errors import shorten
 from dcmdp_jax.fields import declared
-from dcmdp_jax.inputs import shorten
 from tests.support.refusals import refused
 
 

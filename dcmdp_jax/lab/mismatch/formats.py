@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcmdp_jax.engines.process_memory import show_torch
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten_name
+from dcmdp_jax.errors import UserError, shorten_name
 from dcmdp_jax.lab.mismatch.recording import Columns
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError, column_names, read_rows, suffix_of
 

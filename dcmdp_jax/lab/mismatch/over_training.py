@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten_name
+from dcmdp_jax.errors import UserError, shorten_name
 from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
 from dcmdp_jax.lab.mismatch.pairs import Statistics, measure, probability_difference, recommend
 from dcmdp_jax.lab.mismatch.recording import KeptRows, Recording, Row, checked_row, pairs_of

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.data.likeliest_tokens import list_problems
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut, read_rows
 from dcmdp_jax.lab.mismatch.states import measure_states

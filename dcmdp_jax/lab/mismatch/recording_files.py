@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten, shorten_name
+from dcmdp_jax.errors import UserError, shorten, shorten_name
 
 _BATCH_ROWS = 64
 _CUT_CHARACTER = "unexpected end of data"

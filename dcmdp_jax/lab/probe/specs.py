@@ -8,8 +8,7 @@ from typing import NamedTuple
 from dcmdp_jax.config.rollout import TRAINABLE
 from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.registry import ENGINES, find_engine
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import UserError, shorten
 
 SAMPLING_KINDS = tuple(ENGINES)
 """Built-in engines that sample. `SCORERS` only score."""

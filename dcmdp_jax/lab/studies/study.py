@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import UserError, shorten
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=+-]*")
 SET_BY_THE_STUDY = ("run_dir", "training.seed")

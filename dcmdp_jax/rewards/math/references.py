@@ -7,8 +7,7 @@ import math
 import re
 from typing import Any
 
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.inputs import shorten
+from dcmdp_jax.errors import UserError, shorten
 
 # Entities of HTML, tags, a sentence that only states it.
 _ENTITY = re.compile(r"&(?:#[0-9]{1,6}|[a-zA-Z]{2,8});")
