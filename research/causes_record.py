@@ -63,8 +63,7 @@ def record_demo(run: Path) -> dict[str, Columns]:
     from dcmdp_jax.engines.engine_kind import EngineArguments
     from dcmdp_jax.engines.local.engine import LocalEngine
     from dcmdp_jax.engines.protocol import SamplingParams
-    from dcmdp_jax.lab.probe.engines import sample
-    from dcmdp_jax.lab.probe.training_stack import TrainingStack
+    from dcmdp_jax.lab.probe.engines import TrainingStack, sample
     from dcmdp_jax.models.decoder import Compute
     from dcmdp_jax.run.saved_model import Policy, find_model
 

@@ -217,7 +217,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, np.ndarray]:
     from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, collect
     from dcmdp_jax.data.packing import one_a_row
     from dcmdp_jax.lab.probe import engines
-    from dcmdp_jax.lab.probe.training_stack import TrainingStack
+    from dcmdp_jax.lab.probe.engines import TrainingStack
     from dcmdp_jax.models.decoder import Compute
 
     began = time.monotonic()
@@ -282,7 +282,7 @@ def score(run: Any, rows: Any) -> list[np.ndarray]:
     """log p [R, L], entropy [R, L] and log p of the column `top_ids` [R, L, k] by the training stack in float32."""
     import jax
 
-    from dcmdp_jax.lab.probe.training_stack import LOGPROB_CHUNK
+    from dcmdp_jax.lab.probe.engines import LOGPROB_CHUNK
     from dcmdp_jax.models.decoder import Compute
     from dcmdp_jax.models.row_logprobs import make_row_logprobs
     from dcmdp_jax.parallel.mesh import one_device_mesh

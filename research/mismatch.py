@@ -28,7 +28,7 @@ from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.engines.validation import sample_alone
 from dcmdp_jax.engines.vllm import ENGINE, VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.lab.probe.training_stack import TrainingStack
+from dcmdp_jax.lab.probe.engines import TrainingStack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params

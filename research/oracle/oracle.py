@@ -33,9 +33,9 @@ from dcmdp_jax.evaluation.estimators import t_quantile
 from dcmdp_jax.lab.mismatch.pairs import make_pairs
 from dcmdp_jax.lab.mismatch.states import StateMeasure, compare_states, measure_states
 from dcmdp_jax.lab.probe import engines
+from dcmdp_jax.lab.probe.engines import in_places
 from dcmdp_jax.lab.probe.session import Session
 from dcmdp_jax.lab.probe.specs import ProbeSpec
-from dcmdp_jax.lab.probe.training_stack import in_places
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.named_functions import Call

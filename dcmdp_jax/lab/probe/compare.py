@@ -14,10 +14,9 @@ from dcmdp_jax.lab.mismatch.diagnosis import FLOAT32_ROUNDING
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference
 from dcmdp_jax.lab.mismatch.pairs import make_pairs, probability_difference
 from dcmdp_jax.lab.mismatch.states import measure_states
-from dcmdp_jax.lab.probe.engines import Sampled, Scorer
+from dcmdp_jax.lab.probe.engines import Sampled, Scorer, TrainingStack
 from dcmdp_jax.lab.probe.operators import observed, operator_differences, tokens_of
 from dcmdp_jax.lab.probe.rescoring import Rescoring, Setup
-from dcmdp_jax.lab.probe.training_stack import TrainingStack
 
 logger = logging.getLogger(__name__)
 

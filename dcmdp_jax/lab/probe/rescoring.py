@@ -13,7 +13,7 @@ from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.lab.mismatch.analysis import TokenText
 from dcmdp_jax.lab.mismatch.evidence import Explanation
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, probability_difference
-from dcmdp_jax.lab.probe.training_stack import LOGPROB_CHUNK, in_rows
+from dcmdp_jax.lab.probe.engines import LOGPROB_CHUNK, in_rows
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.logprobs import token_logprobs

@@ -13,11 +13,10 @@ from dcmdp_jax.lab.mismatch.analysis import analyze
 from dcmdp_jax.lab.mismatch.evidence import outliers
 from dcmdp_jax.lab.probe import rescoring
 from dcmdp_jax.lab.probe.compare import compare, explained, sampling_floor
-from dcmdp_jax.lab.probe.engines import Sampled, cache_rounding, sample
+from dcmdp_jax.lab.probe.engines import Sampled, TrainingStack, cache_rounding, sample
 from dcmdp_jax.lab.probe.rescoring import Setup
 from dcmdp_jax.lab.probe.session import lift
 from dcmdp_jax.lab.probe.specs import parse_spec
-from dcmdp_jax.lab.probe.training_stack import TrainingStack
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import adapter_declarations, merged
