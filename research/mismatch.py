@@ -24,8 +24,7 @@ from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.engines.validation import sample_alone
+from dcmdp_jax.engines.protocol import SamplingParams, sample_alone
 from dcmdp_jax.engines.vllm import ENGINE, VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.lab.probe.engines import TrainingStack

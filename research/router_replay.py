@@ -28,8 +28,7 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.engines.protocol import Engine, SamplingParams
-from dcmdp_jax.engines.validation import check_routed_experts
+from dcmdp_jax.engines.protocol import Engine, SamplingParams, check_routed_experts
 from dcmdp_jax.engines.vllm import VllmSettings
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.models.config import ModelConfig

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dcmdp_jax.data.episode import Episode
-from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
-from dcmdp_jax.engines.validation import broken_tokens, sample_alone
+from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams, broken_tokens, sample_alone
 
 logger = logging.getLogger(__name__)
 

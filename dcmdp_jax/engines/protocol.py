@@ -1,12 +1,13 @@
 """The protocol that every inference engine implements."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from dcmdp_jax.data.episode import Episode
+from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
+from dcmdp_jax.data.likeliest_tokens import list_problems
 from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.errors import EngineError as EngineError
 from dcmdp_jax.types import Params
@@ -120,3 +121,223 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free what the engine holds; safe to call twice."""
+
+
+def unusable_completions(episodes: Sequence[Episode], *, drop: bool) -> np.ndarray:
+    """[N] bool: episodes in which a sampled token's log-prob is NaN, infinite or above 0 by more than rounding.
+
+    Args:
+        episodes: result of the engine's `generate`.
+        drop: return them to be left out and counted; otherwise any is an error.
+
+    Raises:
+        EngineError: naming the first such completion, token and value, unless `drop`; or if all are unusable.
+    """
+    unusable = np.array([broken_tokens(episode).any() for episode in episodes], bool)
+    if unusable.any() and not drop:
+        i = int(np.argmax(unusable))
+        t = int(np.argmax(broken_tokens(episodes[i])))
+        token = f"token {t - episodes[i].prompt_length} (id {episodes[i].token_ids[t]}) of completion {i}"
+        raise EngineError(
+            f"rollout: log-prob of {token} is {episodes[i].rollout_logprobs[t]}; the engine's numbers are broken, or "
+            "set `drop` to leave it out"
+        )
+    if unusable.all():
+        raise EngineError("rollout: no completion has usable log-probs; the engine's numbers are broken")
+    return unusable
+
+
+def broken_tokens(episode: Episode) -> np.ndarray:
+    """[T] bool: sampled tokens whose log-prob is NaN, infinite or above 0 by more than rounding."""
+    logprobs = episode.rollout_logprobs
+    return episode.sampled_mask & (~np.isfinite(logprobs) | (logprobs > 1e-3))
+
+
+def check_versions(episodes: Sequence[Episode], version: int) -> None:
+    """Refuse tokens sampled by other weights than were pushed for them.
+
+    Raises:
+        EngineError: naming both versions.
+    """
+    for row, episode in enumerate(episodes):
+        found = episode.policy_versions[episode.sampled_mask]
+        if (found != version).any():
+            other = int(found[found != version][0])
+            raise EngineError(
+                f"completion {row} has tokens of version {other}, version {version} was pushed for them; with "
+                "a lag the weights of each step are those that were announced"
+            )
+
+
+def check_top_logprobs(episodes: Sequence[Episode], count: int, vocab_size: int, *, whole: bool = False) -> None:
+    """Refuse likeliest tokens that can't be the engine's: measures of whole distributions would be wrong, silently.
+
+    Args:
+        episodes: answer of an engine that was asked for them.
+        count: k.
+        vocab_size: ids are below it.
+        whole: the lists must hold all tokens that the engine samples from.
+
+    Raises:
+        EngineError: naming the first completion and token, and what is wrong.
+    """
+    for i, episode in enumerate(episodes):
+        found = [episode.columns.get(name) for name in (TOP_IDS, TOP_LOGPROBS)]
+        expected = (len(episode.token_ids), count)
+        if wrong := [x for x in found if x is None or x.shape != expected]:
+            had = "no likeliest tokens" if wrong[0] is None else f"likeliest tokens of shape {wrong[0].shape}"
+            raise EngineError(f"rollout: completion {i}: {had}, expected [tokens, k] = {expected} (`top_logprobs`)")
+        usable = np.flatnonzero(episode.sampled_mask & ~broken_tokens(episode))
+        sampled = episode.token_ids[usable], episode.rollout_logprobs[usable]
+        listed = [x[usable] for x in found]
+        mass = np.where(listed[0] >= 0, np.exp(listed[1]), 0).sum(axis=1)
+        problems = list_problems(*listed, *sampled, vocab_size, _LIST_TOLERANCE)
+        for said, places in (*problems, (_MORE, whole & (mass < 1 - _LIST_TOLERANCE))):
+            if places.any():
+                place = usable[np.argmax(places)] - episode.prompt_length
+                said += f" (`top_logprobs` is {count}, 0 asks for none)"
+                raise EngineError(f"rollout: completion {i}, token {place}: {said}")
+
+
+_MORE = "the engine samples from more tokens than it lists; set a larger number"
+# Nats, and probability: more than rounding.
+_LIST_TOLERANCE = 1e-3
+
+
+def check_routed_experts(episodes: Sequence[Episode], layers: int, per_token: int, experts: int) -> None:
+    """Refuse experts that the model does not have: a forward pass would take others in their place, silently.
+
+    Args:
+        episodes: answer of an engine that was asked for the experts of each token.
+        layers: L of the model.
+        per_token: k, experts of a token in each layer.
+        experts: E of each layer; ids are below it.
+
+    Raises:
+        EngineError: naming the first completion whose experts are missing, of a wrong shape, out of range, or the same
+            twice for a token.
+    """
+    for i, episode in enumerate(episodes):
+        expected = (len(episode.token_ids), layers, per_token)
+        if problem := _routing_problem(episode.columns.get("routed_experts"), expected, experts):
+            raise EngineError(f"rollout: completion {i}: {problem} (`routed_experts`)")
+
+
+def _routing_problem(routed: np.ndarray | None, expected: tuple[int, int, int], experts: int) -> str:
+    """Describe the first thing wrong with the experts of an episode's tokens; empty if nothing is."""
+    if routed is None:
+        return "the engine returned no routed experts"
+    if routed.shape != expected:
+        return f"routed experts of shape {routed.shape}, expected [tokens, layers, k] = {expected}"
+    read = routed[(routed != -1).any(axis=(1, 2))]
+    outside = (read < 0) | (read >= experts)
+    if outside.any():
+        return f"routed expert {read[outside][0]} is outside 0 .. {experts - 1}"
+    ordered = np.sort(read, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        return "a token was routed to the same expert twice"
+    return ""
+
+
+class _Reader(Protocol):
+    """Attributes of an engine that bound the token ids it reads."""
+
+    config: Any
+    max_total_tokens: int
+
+
+def checked_sequences(
+    engine: _Reader, sequences: Sequence[np.ndarray], what: str, *, reserve: int = 0
+) -> list[np.ndarray]:
+    """The sequences as int32 vectors, refused where they are none, empty, outside the vocabulary or too long.
+
+    Args:
+        engine: reads them; bounds the ids, and the tokens of a sequence and `reserve` together.
+        sequences: token ids.
+        what: their name in errors, "prompt".
+        reserve: tokens that are to come after it.
+
+    Raises:
+        ValueError: naming the first that is wrong.
+    """
+    if not len(sequences):
+        raise ValueError(f"{what}s: got none, at least one is needed")
+    checked, vocab_size, limit = [], engine.config.vocab_size, engine.max_total_tokens
+    for index, sequence in enumerate(sequences):
+        ids = np.asarray(sequence)
+        if ids.ndim != 1 or ids.size == 0:
+            raise ValueError(f"{what} {index}: shape {ids.shape}, must be a non-empty vector of token ids")
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"{what} {index}: dtype {ids.dtype}, token ids must be integers")
+        outside = (ids < 0) | (ids >= vocab_size)
+        if outside.any():
+            token = ids[outside][0]
+            raise ValueError(f"{what} {index}: token id {token} is outside 0 .. {vocab_size - 1}")
+        if ids.size + reserve > limit:
+            extra = f" and max_completion_tokens={reserve}" if reserve else ""
+            raise ValueError(f"{what} {index}: {ids.size} tokens{extra} exceed max_total_tokens={limit}")
+        checked.append(ids.astype(np.int32))
+    return checked
+
+
+def scored_rows(
+    engine: _Reader, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], temperature: float
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Inputs of `Engine.score`: the prompts, and each prompt with its completion, as int32 vectors.
+
+    Raises:
+        ValueError: see `checked_sequences`; also for lists of different lengths or a negative temperature.
+    """
+    if not temperature >= 0:
+        raise ValueError(f"temperature: got {temperature}, must be 0 (scored at 1) or above")
+    if len(prompts) != len(completions):
+        raise ValueError(f"score: got {len(prompts)} prompts and {len(completions)} completions")
+    prompts = checked_sequences(engine, prompts, "prompt")
+    completions = checked_sequences(engine, completions, "completion")
+    rows = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
+    return prompts, checked_sequences(engine, rows, "prompt and completion")
+
+
+def check_finite(scored: Sequence[np.ndarray]) -> None:
+    """Refuse scores that are not finite.
+
+    Raises:
+        EngineError: naming the first completion and token whose log-prob is not finite.
+    """
+    for completion, values in enumerate(scored):
+        if not np.isfinite(values).all():
+            token = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise EngineError(f"completion {completion}: the log-prob of token {token} is {values[token]}")
+
+
+def sample_alone(
+    engine: Engine, episodes: Mapping[int, Episode], sampling: SamplingParams, *, seed: int, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs of completions as they were sampled among others, and of the same tokens sampled alone.
+
+    Sampling is a function of (seed, step, row), so the same tokens come again but for what rounding tips over; each
+    completion is compared up to there. What differs is the batch that the engine computed them in. Scoring them again
+    in one pass shows less: vLLM's CPU kernels compute a whole row bit for bit as a large batch of single tokens.
+
+    Args:
+        engine: the engine that sampled, with the same weights.
+        episodes: row, counted over the completions of the call that sampled them -> what it gave.
+        sampling: distribution of that call, but for a limit of completion tokens that may be lower.
+        seed, step: numbers of that call.
+
+    Returns:
+        Both [N] float32 nats; N is 0 if not one first token came again.
+
+    Raises:
+        EngineError: if the engine breaks.
+    """
+    alone = dataclasses.replace(sampling, group_size=1)
+    together, again = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
+    for row, episode in episodes.items():
+        [other] = collect(engine.generate([episode.prompt_ids], alone, seed=seed, step=step, first_prompt=row))
+        length = min(len(episode.completion_ids), len(other.completion_ids))
+        same = np.cumprod(episode.completion_ids[:length] == other.completion_ids[:length]).astype(bool)
+        same &= episode.sampled_mask[episode.prompt_length :][:length]
+        together.append(episode.rollout_logprobs[episode.prompt_length :][:length][same])
+        again.append(other.rollout_logprobs[other.prompt_length :][:length][same])
+    return np.concatenate(together), np.concatenate(again)

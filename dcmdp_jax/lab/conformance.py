@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dcmdp_jax.data.episode import COLUMNS, Episode
-from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
-from dcmdp_jax.engines.validation import check_finite
+from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams, check_finite
 from dcmdp_jax.types import Params
 
 

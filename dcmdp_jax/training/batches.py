@@ -24,7 +24,7 @@ from dcmdp_jax.data.lengths import padding_advice
 from dcmdp_jax.data.packing import pack, staleness_metrics
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.noise_floor import NOISE_FLOOR_STEPS, noise_floor
-from dcmdp_jax.engines.validation import check_versions
+from dcmdp_jax.engines.protocol import check_versions
 from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.run.placement import Placement

@@ -20,8 +20,7 @@ from dcmdp_jax.commands import probe
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.http import client as http_client
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import check_top_logprobs, unusable_completions
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams, check_top_logprobs, unusable_completions
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params

@@ -13,8 +13,7 @@ from dcmdp_jax.engines.local import ENGINE
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.layout import check_mesh
 from dcmdp_jax.engines.local.weights import Conversion
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import unusable_completions
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams, unusable_completions
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.families import FAMILIES

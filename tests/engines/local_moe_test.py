@@ -11,8 +11,7 @@ import pytest
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import check_routed_experts
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams, check_routed_experts
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, hidden_states_and_aux, output_kernel
 from dcmdp_jax.models.moe import router_metrics

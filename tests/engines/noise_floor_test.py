@@ -10,8 +10,7 @@ import pytest
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.data.tokenizer import save_tokenizer
-from dcmdp_jax.engines.protocol import SamplingParams
-from dcmdp_jax.engines.validation import sample_alone
+from dcmdp_jax.engines.protocol import SamplingParams, sample_alone
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.params import init_params

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.data.episode import collect
-from dcmdp_jax.engines.protocol import EngineError
-from dcmdp_jax.engines.validation import check_top_logprobs
+from dcmdp_jax.engines.protocol import EngineError, check_top_logprobs
 from tests.engines import local_mesh_test
 from tests.engines.local_engine_test import QWEN3, SAMPLING, engine, log_softmax, logits_of, params, prompts
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.data.episode import collect
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import check_top_logprobs
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams, check_top_logprobs
 from dcmdp_jax.models.hf_weights import save_params
 from tests.support.sampling import assert_same_samples, local_engine, sample
 from tests.support.vllm_tools import (

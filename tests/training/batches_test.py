@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.mixtures import prompt_order
-from dcmdp_jax.engines.validation import check_versions
+from dcmdp_jax.engines.protocol import check_versions
 from dcmdp_jax.errors import EngineError
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.training import batches as module

@@ -11,8 +11,7 @@ import numpy as np
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
 from dcmdp_jax.engines.http.client import VllmHttpClient
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import checked_sequences, scored_rows
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams, checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES, request_seeds
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.types import Params

@@ -26,8 +26,7 @@ from dcmdp_jax.engines.local.sizes import (
     smallest_batch,
 )
 from dcmdp_jax.engines.local.weights import conversion, conversion_mesh, share_copies
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams, check_finite, checked_sequences, scored_rows
 from dcmdp_jax.models.params import check_params
 from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.sharding import to_local

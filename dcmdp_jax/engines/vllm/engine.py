@@ -14,13 +14,12 @@ import numpy as np
 from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams
+from dcmdp_jax.engines.protocol import EngineError, SamplingParams, check_finite, checked_sequences, scored_rows
 from dcmdp_jax.engines.sidecar import wire
 from dcmdp_jax.engines.sidecar.process import EngineProcess, Launch, Sidecar
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Fleet, Member, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
-from dcmdp_jax.engines.validation import check_finite, checked_sequences, scored_rows
 from dcmdp_jax.engines.vllm import devices, launch
 from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES, cache_rounding, request_seeds
 from dcmdp_jax.types import Params

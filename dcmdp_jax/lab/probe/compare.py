@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from dcmdp_jax.data.episode import single_turn
-from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams
-from dcmdp_jax.engines.validation import sample_alone
+from dcmdp_jax.engines.protocol import Engine, EngineError, SamplingParams, sample_alone
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.diagnosis import FLOAT32_ROUNDING
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference

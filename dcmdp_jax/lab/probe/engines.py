@@ -17,9 +17,8 @@ from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, collect
 from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.process_memory import show_torch
-from dcmdp_jax.engines.protocol import Engine, SamplingParams
+from dcmdp_jax.engines.protocol import Engine, SamplingParams, check_top_logprobs
 from dcmdp_jax.engines.registry import find_engine
-from dcmdp_jax.engines.validation import check_top_logprobs
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.models.config import ModelConfig
