@@ -8,7 +8,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm.numerics import exp_minus_linear
+from dcmdp_jax.algorithm.stats import exp_minus_linear
 
 _PLANTED = """
 from __future__ import annotations

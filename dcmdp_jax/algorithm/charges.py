@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float
 
 from dcmdp_jax.algorithm.distribution import Head, require_head, with_tail
 from dcmdp_jax.algorithm.masked import weighted_sum
-from dcmdp_jax.algorithm.numerics import clamped_log_ratio
 from dcmdp_jax.algorithm.remedies import Tokens, require_tokens
 from dcmdp_jax.algorithm.require import require_same_shape
+from dcmdp_jax.algorithm.stats import clamped_log_ratio
 from dcmdp_jax.types import Array
 
 

@@ -29,18 +29,18 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from dcmdp_jax.algorithm.masked import completion_maxima, completion_means, completion_sums, gather_to_tokens
-from dcmdp_jax.algorithm.numerics import (
+from dcmdp_jax.algorithm.remedies import Corrected, Statistics, Tokens, require_tokens, split
+from dcmdp_jax.algorithm.require import require_number, require_option, require_same_shape, require_sizes
+from dcmdp_jax.algorithm.stats import (
     MAX_LOG_RATIO,
     KlEstimator,
+    Mean,
     binary_kl,
     clamp,
     clamped_log_ratio,
     kl_estimate,
     log_difference,
 )
-from dcmdp_jax.algorithm.remedies import Corrected, Statistics, Tokens, require_tokens, split
-from dcmdp_jax.algorithm.require import require_number, require_option, require_same_shape, require_sizes
-from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
 
 Correction = Callable[[Tokens], Corrected | tuple[Corrected, Statistics]]

@@ -14,7 +14,6 @@ from dcmdp_jax.algorithm.discrepancy import Measure, Sided, token_discrepancy
 from dcmdp_jax.algorithm.dual import MULTIPLIER_MAX, dual_update
 from dcmdp_jax.algorithm.losses import Aggregation, aggregation_weights, importance_ratio
 from dcmdp_jax.algorithm.masked import masked_mean, weighted_sum
-from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.penalties import penalized_advantages
 from dcmdp_jax.algorithm.require import (
     concrete,
@@ -24,6 +23,7 @@ from dcmdp_jax.algorithm.require import (
     require_rank,
     require_same_shape,
 )
+from dcmdp_jax.algorithm.stats import as_float
 from dcmdp_jax.algorithm.trust_regions import clipped_surrogate
 from dcmdp_jax.types import Array, Scalar
 

@@ -20,9 +20,8 @@ from dcmdp_jax.algorithm.masked import (
     masked_quantile,
     masked_sum,
 )
-from dcmdp_jax.algorithm.numerics import LOGPROB_LIMIT, MAX_LOG_RATIO, as_float, clamped_log_ratio, exp_minus_linear
 from dcmdp_jax.algorithm.require import require_logprobs, require_number, require_option, require_same_shape
-from dcmdp_jax.algorithm.stats import Mean
+from dcmdp_jax.algorithm.stats import LOGPROB_LIMIT, MAX_LOG_RATIO, Mean, as_float, clamped_log_ratio, exp_minus_linear
 from dcmdp_jax.types import Array, Scalar
 
 Measure = Literal["diff", "ratio", "log", "logit"]

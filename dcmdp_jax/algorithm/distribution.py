@@ -14,9 +14,9 @@ from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, Measure, Sided, token_discrepancy
 from dcmdp_jax.algorithm.masked import masked_sum
-from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, clamped_log_ratio
 from dcmdp_jax.algorithm.remedies import Statistics
 from dcmdp_jax.algorithm.require import require_same_shape
+from dcmdp_jax.algorithm.stats import MAX_LOG_RATIO, clamped_log_ratio
 from dcmdp_jax.types import Array
 
 LEAST_TAIL = 1e-6

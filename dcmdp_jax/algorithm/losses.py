@@ -14,15 +14,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from dcmdp_jax.algorithm.discrepancy import Level
 from dcmdp_jax.algorithm.masked import CompletionIndex, completion_means, gather_to_tokens, masked_sum, weighted_sum
-from dcmdp_jax.algorithm.numerics import (
-    MAX_LOG_RATIO,
-    KlEstimator,
-    as_float,
-    clamp,
-    clamped_log_ratio,
-    kl_estimate,
-    log_difference,
-)
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import (
     require_integer,
@@ -32,7 +23,18 @@ from dcmdp_jax.algorithm.require import (
     require_rank,
     require_same_shape,
 )
-from dcmdp_jax.algorithm.stats import Max, Mean, Min
+from dcmdp_jax.algorithm.stats import (
+    MAX_LOG_RATIO,
+    KlEstimator,
+    Max,
+    Mean,
+    Min,
+    as_float,
+    clamp,
+    clamped_log_ratio,
+    kl_estimate,
+    log_difference,
+)
 from dcmdp_jax.algorithm.trust_regions import clip
 from dcmdp_jax.types import Array
 

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Shaped
 
-from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.require import require_integer, require_number, require_rank, require_same_shape
-from dcmdp_jax.algorithm.stats import Max, Mean
+from dcmdp_jax.algorithm.stats import Max, Mean, as_float
 from dcmdp_jax.types import Array
 
 _SUM_BLOCK = 256

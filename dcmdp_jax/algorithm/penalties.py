@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from dcmdp_jax.algorithm.numerics import as_float
 from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens
 from dcmdp_jax.algorithm.require import require_number, require_same_shape
+from dcmdp_jax.algorithm.stats import as_float
 from dcmdp_jax.types import Array, Scalar
 
 

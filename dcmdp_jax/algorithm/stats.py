@@ -6,15 +6,134 @@ of any one shape, under jit too.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Float, Shaped
 
-from dcmdp_jax.algorithm.numerics import as_float
-from dcmdp_jax.algorithm.require import require_same_shape
+from dcmdp_jax.algorithm.require import require_option, require_same_shape
 from dcmdp_jax.types import Array
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+MAX_LOG_RATIO = 20.0
+"""Nats at which a log-ratio is clamped: e^20 = 4.85e8, whose square still sums in float32 (max 3.4e38)."""
+
+LEAST_REST = 1e-6
+"""Probability left to all other tokens, at least, where a binary KL divides by it."""
+
+LOGPROB_LIMIT = 1e4
+"""Nats at which a log-probability is clamped, so that -inf against -inf is a difference of 0 and not NaN."""
+
+
+def as_float(x: Shaped[Array, "*s"]) -> Float[jax.Array, "*s"]:
+    """The array in float32, or in float64 if it is float64 and `jax_enable_x64` is on. Integers get JAX's default."""
+    x = jnp.asarray(x)
+    integer = jnp.issubdtype(x.dtype, jnp.integer)
+    return x.astype(float if integer else jnp.promote_types(x.dtype, jnp.float32))
+
+
+def clamp(x: Float[Array, "*s"], limit: float) -> Float[jax.Array, "*s"]:
+    """clip(x, -limit, limit) per element, with gradient 1 at the limits themselves.
+
+    At a limit the derivative is 1 from inside and 0 from outside. We take the one from inside: the value there is
+    still x. `jnp.clip` takes their average, 1/2, which is the derivative of neither side. NaN stays NaN, in the
+    gradient too.
+
+    Args:
+        x: float32.
+        limit: above 0.
+    """
+    return jnp.where((x < -limit) | (x > limit), lax.stop_gradient(jnp.clip(x, -limit, limit)), x)
+
+
+def clamped_log_ratio(
+    numerator_logprobs: Float[Array, "*s"], denominator_logprobs: Float[Array, "*s"]
+) -> Float[jax.Array, "*s"]:
+    """log(p / q) from log-probabilities, per element, clamped to [-20, 20].
+
+        d = clip(clip(log p, -1e4, 1e4) - clip(log q, -1e4, 1e4), -20, 20)
+
+    Finite for every input but NaN, which stays NaN so that a broken token is seen. The difference is taken in the dtype
+    of `as_float`. The gradient is 1 and -1 inside the clamps, their ends included, and 0 outside: see `clamp`.
+
+    Args:
+        numerator_logprobs: log p in nats.
+        denominator_logprobs: log q in nats.
+
+    Returns:
+        float32; -inf in both gives 0, -inf in one gives -20 or 20.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    return clamp(log_difference(numerator_logprobs, denominator_logprobs), MAX_LOG_RATIO)
+
+
+def log_difference(
+    numerator_logprobs: Float[Array, "*s"], denominator_logprobs: Float[Array, "*s"]
+) -> Float[jax.Array, "*s"]:
+    """log p - log q per element, each log-prob clamped at 1e4 nats, their difference not: for sums over a completion.
+
+    Finite for every input but NaN: a sum of a million such differences is below float32's maximum.
+
+    Args:
+        numerator_logprobs: log p in nats.
+        denominator_logprobs: log q in nats.
+
+    Raises:
+        ValueError: if the shapes differ.
+    """
+    require_same_shape(numerator_logprobs=numerator_logprobs, denominator_logprobs=denominator_logprobs)
+    numerator = clamp(as_float(numerator_logprobs), LOGPROB_LIMIT)
+    return numerator - clamp(as_float(denominator_logprobs), LOGPROB_LIMIT)
+
+
+def exp_minus_linear(x: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
+    """exp(x) - 1 - x per element, never negative, to float32's relative precision near 0.
+
+    Computed as written it is rounding noise below |x| = 1e-3, where training and inference usually sit; below 0.5 the
+    Taylor series to x^8 is used instead (truncated at 4e-8 of the value).
+
+    Args:
+        x: float32, at most 88 (beyond that float32 overflows to inf).
+    """
+    x = jnp.asarray(x, jnp.float32)
+    series = 1.0
+    for order in range(8, 2, -1):
+        series = 1.0 + series * x / order
+    return jnp.where(jnp.abs(x) < 0.5, x * x / 2 * series, jnp.expm1(x) - x)
+
+
+def kl_estimate(log_ratio: Float[Array, "*s"], estimator: KlEstimator) -> Float[jax.Array, "*s"]:
+    """Estimate KL(a || b) from x = log b - log a of each token that a sampled, per element, in nats.
+
+        k1 = -x            unbiased, either sign
+        k2 = x^2 / 2       biased, >= 0
+        k3 = e^x - 1 - x   unbiased, >= 0, small variance
+
+    after J. Schulman, "Approximating KL divergence" (2020).
+
+    Raises:
+        ValueError: if `estimator` is unknown.
+    """
+    require_option("estimator", estimator, get_args(KlEstimator))
+    if estimator == "k1":
+        return -log_ratio
+    return log_ratio**2 / 2 if estimator == "k2" else exp_minus_linear(log_ratio)
+
+
+def binary_kl(x: Float[Array, "*s"], y: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
+    """KL(Bernoulli(e^x) || Bernoulli(e^y)) of log-probabilities, per element, in nats.
+
+        e^x (x - y) + (1 - e^x) log((1 - e^x) / (1 - e^y))
+
+    x - y is clamped at 20 nats, and both probabilities are held below 1 - 1e-6.
+    """
+    rest_y, rest_x = (jnp.maximum(-jnp.expm1(one), LEAST_REST) for one in (y, x))
+    return jnp.exp(x) * clamped_log_ratio(x, y) + rest_x * (jnp.log(rest_x) - jnp.log(rest_y))
 
 
 class Sum(NamedTuple):

@@ -14,10 +14,9 @@ from jax import lax
 from jaxtyping import Bool, Float
 
 from dcmdp_jax.algorithm.masked import completion_sums, gather_to_tokens, masked_sum
-from dcmdp_jax.algorithm.numerics import MAX_LOG_RATIO, as_float, binary_kl, clamped_log_ratio, log_difference
 from dcmdp_jax.algorithm.remedies import Function, Region, Tokens, require_tokens
 from dcmdp_jax.algorithm.require import require_number, require_same_shape, require_sizes
-from dcmdp_jax.algorithm.stats import Statistic
+from dcmdp_jax.algorithm.stats import MAX_LOG_RATIO, Statistic, as_float, binary_kl, clamped_log_ratio, log_difference
 from dcmdp_jax.types import Array, Scalar
 
 

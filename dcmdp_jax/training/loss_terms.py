@@ -21,10 +21,9 @@ from dcmdp_jax.algorithm.charges import charge_loss
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.distribution import Head, distribution_statistics
 from dcmdp_jax.algorithm.masked import CompletionIndex, completion_means, masked_sum
-from dcmdp_jax.algorithm.numerics import clamped_log_ratio
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
 from dcmdp_jax.algorithm.signals import Signals, row_signals
-from dcmdp_jax.algorithm.stats import Mean
+from dcmdp_jax.algorithm.stats import Mean, clamped_log_ratio
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.models.moe import Aux, load_balancing_loss
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS

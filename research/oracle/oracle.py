@@ -21,9 +21,9 @@ from dcmdp_jax.algorithm.advantages import has_signal
 from dcmdp_jax.algorithm.charges import STATE_CHARGES
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, KlOver, kl_rejection
 from dcmdp_jax.algorithm.losses import LOSSES
-from dcmdp_jax.algorithm.numerics import KlEstimator
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.remedies import Corrected, Tokens
+from dcmdp_jax.algorithm.stats import KlEstimator
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS

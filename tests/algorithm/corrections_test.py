@@ -11,8 +11,8 @@ import pytest
 
 from dcmdp_jax.algorithm import corrections, losses, penalties, signals, stats
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, TRUNCATIONS, KlOver, chain, kl_rejection
-from dcmdp_jax.algorithm.numerics import KlEstimator
 from dcmdp_jax.algorithm.remedies import Tokens
+from dcmdp_jax.algorithm.stats import KlEstimator
 from dcmdp_jax.config.load import from_config_dict
 from tests.support.surrogate import policy_surrogate
 

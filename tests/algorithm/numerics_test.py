@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm.numerics import clamped_log_ratio, exp_minus_linear
+from dcmdp_jax.algorithm.stats import clamped_log_ratio, exp_minus_linear
 
 
 @pytest.mark.parametrize(

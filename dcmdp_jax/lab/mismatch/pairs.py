@@ -59,7 +59,7 @@ class TokenPairs:
 
     @property
     def log_ratio(self) -> np.ndarray:
-        """[n] float64, log p_train - log p_rollout, clamped to [-20, 20] as `algorithm/numerics.py` clamps it."""
+        """[n] float64, log p_train - log p_rollout, clamped to [-20, 20] as `algorithm/stats.py` clamps it."""
         return np.clip(self.train_logprobs.astype(np.float64) - self.rollout_logprobs, -20.0, 20.0)
 
     @property
