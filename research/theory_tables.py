@@ -108,7 +108,7 @@ def random_states(noise: float, *, states: int, actions: int = ACTIONS, seed: in
 
 
 def state_direction(policy: np.ndarray, engine: np.ndarray, charge: str) -> np.ndarray:
-    """-grad_z of a state's charge in the loss (`dcmdp_jax.algorithm.charges`), [..., K] of p and q [..., K]."""
+    """-grad_z of a state's charge in the loss (`dcmdp_jax.algorithm.penalties`), [..., K] of p and q [..., K]."""
     if charge == "state_kl":
         return engine - policy
     slope = np.sign(policy - engine) * (engine if charge == "state_delta" else 0.5)

@@ -10,12 +10,11 @@ from typing import Any, get_args
 import jax
 
 from dcmdp_jax.algorithm.centering import score_centering
-from dcmdp_jax.algorithm.charges import STATE_CHARGES
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, TRUNCATIONS, of_single_tokens
 from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
 from dcmdp_jax.algorithm.dual import BUDGET_ROOM, MULTIPLIER_MAX, QUANTILES
 from dcmdp_jax.algorithm.losses import LOSSES, Aggregation
-from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES
+from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES, STATE_CHARGES
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.errors import UserError

@@ -17,10 +17,10 @@ from jax import lax
 
 from dcmdp_jax.algorithm.advantages import has_signal, overlong_penalty
 from dcmdp_jax.algorithm.centering import centering_loss
-from dcmdp_jax.algorithm.charges import charge_loss
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.distribution import Head, distribution_statistics
 from dcmdp_jax.algorithm.masked import CompletionIndex, completion_means, masked_sum
+from dcmdp_jax.algorithm.penalties import charge_loss
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
 from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean, clamped_log_ratio

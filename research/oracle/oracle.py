@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.algorithm.advantages import has_signal
-from dcmdp_jax.algorithm.charges import STATE_CHARGES
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, KlOver, kl_rejection
 from dcmdp_jax.algorithm.losses import LOSSES
-from dcmdp_jax.algorithm.penalties import PENALTIES
+from dcmdp_jax.algorithm.penalties import PENALTIES, STATE_CHARGES
 from dcmdp_jax.algorithm.remedies import Corrected, Tokens
 from dcmdp_jax.algorithm.stats import KlEstimator
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
