@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from configs.base import get_config
-from dcmdp_jax.config.engine import forward_scheme
+from dcmdp_jax.config.checks import forward_scheme
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.data.episode import collect
 from dcmdp_jax.engines.engine_kind import EngineArguments

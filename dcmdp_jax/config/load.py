@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from dcmdp_jax.config.algorithm import AlgorithmSettings, canonical, spelled_out
-from dcmdp_jax.config.checks import validate, validate_sampling
-from dcmdp_jax.config.engine import check_name
+from dcmdp_jax.config.checks import check_name, validate, validate_sampling
 from dcmdp_jax.config.rollout import RolloutSettings
 from dcmdp_jax.config.settings import Config, WarmupSettings, setting_names, to_dict
 from dcmdp_jax.errors import UserError, shorten

@@ -12,7 +12,7 @@ import pytest
 
 from dcmdp_jax.commands import evaluate, probe, train
 from dcmdp_jax.commands.flags import parse
-from dcmdp_jax.config.engine import find_trainable
+from dcmdp_jax.config.checks import find_trainable
 from dcmdp_jax.data.episode import COLUMNS, single_turn
 from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.engines.protocol import SamplingParams

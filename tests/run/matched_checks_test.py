@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from configs import base, qwen3_8b
-from dcmdp_jax.config.engine import engine_arguments, forward_scheme
+from dcmdp_jax.config.checks import engine_arguments, forward_scheme
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.errors import UserError

@@ -344,7 +344,7 @@ keep_freed_memory()
 import json, sys
 from pathlib import Path
 from configs import base
-from dcmdp_jax.config.engine import engine_arguments
+from dcmdp_jax.config.checks import engine_arguments
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import LocalSettings

@@ -5,7 +5,7 @@ import functools
 
 import jax
 
-from dcmdp_jax.config.engine import engine_arguments, forward_scheme
+from dcmdp_jax.config.checks import engine_arguments, forward_scheme
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import Workload
 from dcmdp_jax.models.config import ModelConfig
