@@ -24,8 +24,7 @@ from benchmarks.compiled_parts.least import decode_bytes, least_of
 from benchmarks.compiled_parts.roofline import ASSUMPTIONS, roofline
 from benchmarks.compiled_parts.trips import one_token, step_trip_counts
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands.arguments import output_file
-from dcmdp_jax.commands.cli import Parser, run_main
+from dcmdp_jax.commands.cli import Parser, output_file, run_main
 from dcmdp_jax.commands.flags import parse_with
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import Lowerable

@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.commands.arguments import real, whole
-from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in
+from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in, real, whole
 from dcmdp_jax.commands.flags import parse_rest, split_overrides
 from dcmdp_jax.config.checks import may_change
 from dcmdp_jax.config.load import for_sampling

@@ -15,8 +15,7 @@ import functools
 import json
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands.arguments import output_file
-from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.cli import Parser, output_file
 from dcmdp_jax.commands.flags import parse_with
 from dcmdp_jax.config.arguments import PACKING, as_settings
 from dcmdp_jax.config.settings import MeshSettings

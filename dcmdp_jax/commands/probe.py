@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.commands import probe_recordings
-from dcmdp_jax.commands.arguments import output_directory, real, whole
-from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.cli import Parser, output_directory, real, whole
 from dcmdp_jax.commands.flags import load_config, parse_rest, split_overrides
 from dcmdp_jax.config.checks import settings_of
 from dcmdp_jax.config.load import for_sampling

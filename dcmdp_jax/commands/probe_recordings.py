@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from dcmdp_jax.commands.arguments import whole
+from dcmdp_jax.commands.cli import whole
 from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured

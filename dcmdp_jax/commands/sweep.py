@@ -19,8 +19,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dcmdp_jax.commands.arguments import each_once, whole
-from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.cli import Parser, each_once, whole
 from dcmdp_jax.commands.flags import call_function, load_values, split_overrides
 from dcmdp_jax.commands.flags import parse as parse_run
 from dcmdp_jax.config.load import for_sampling

@@ -8,8 +8,7 @@ meet action a6 is not ordered diff > log > ratio. docs/theory.md reads the table
 
 from pathlib import Path
 
-from dcmdp_jax.commands.arguments import each_once, real
-from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.cli import Parser, each_once, real
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.theory.policy import SIDES
 from dcmdp_jax.lab.theory.toy import BUDGETS, concentration, draw, solve_toy, table

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dcmdp_jax.commands.arguments import output_directory, whole
-from dcmdp_jax.commands.cli import Parser, run_main
+from dcmdp_jax.commands.cli import Parser, output_directory, run_main, whole
 from dcmdp_jax.commands.flags import parse, split_overrides
 from dcmdp_jax.commands.probe import EXPECTED, add_engines, open_session
 from dcmdp_jax.commands.sweep import load_study
