@@ -23,7 +23,7 @@ from dcmdp_jax.models.hf_weights import directory_digest, save_params
 from dcmdp_jax.models.lora import load_base
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.models.peft_files import base_checksum, save_adapter
-from dcmdp_jax.observe.model_card import model_card
+from dcmdp_jax.observe.report import model_card
 
 _DTYPES = ("bfloat16", "float32")
 

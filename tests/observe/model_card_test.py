@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from dcmdp_jax.models.hf_hub import is_hub_name
-from dcmdp_jax.observe.model_card import model_card
+from dcmdp_jax.observe.report import model_card
 
 _RUN = Path(__file__).resolve().parents[1] / "recorded" / "run_of_0_1_0"
 
