@@ -41,7 +41,7 @@ _LIBRARIES = {
     "optax": ("dcmdp_jax.training",),
     "orbax": ("dcmdp_jax.run.checkpoint", "dcmdp_jax.run.saved_params"),
     "flax": ("dcmdp_jax.models",),
-    "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights", "dcmdp_jax.models.peft_files"),
+    "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights", "dcmdp_jax.models.lora"),
     "qwix": ("dcmdp_jax.models.quantize",),
     "gguf": ("dcmdp_jax.models.gguf_weights",),
     "math_verify": ("dcmdp_jax.rewards.math",),

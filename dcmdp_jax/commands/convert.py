@@ -20,9 +20,8 @@ from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, push
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import directory_digest, save_params
-from dcmdp_jax.models.lora import load_base
+from dcmdp_jax.models.lora import base_checksum, load_base, save_adapter
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.models.peft_files import base_checksum, save_adapter
 from dcmdp_jax.observe.report import model_card
 
 _DTYPES = ("bfloat16", "float32")

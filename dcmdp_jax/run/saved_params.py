@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 from dcmdp_jax.models import hf_weights
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_hub import model_directory
-from dcmdp_jax.models.lora import SavedAdapters, adapter_declarations, load_base, merged, trained
+from dcmdp_jax.models.lora import SavedAdapters, adapter_declarations, base_checksum, load_base, merged, trained
 from dcmdp_jax.models.params import declared_shapes, draw_params, init_params, logical_axes, param_shapes
-from dcmdp_jax.models.peft_files import base_checksum
 from dcmdp_jax.models.rope import RopeScaling
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import param_shardings, to_global

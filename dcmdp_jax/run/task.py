@@ -28,8 +28,7 @@ from dcmdp_jax.models.hf_config import layer_pattern, read_model_config
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import directory_digest
-from dcmdp_jax.models.lora import trained
-from dcmdp_jax.models.peft_files import Adapter, read_adapter
+from dcmdp_jax.models.lora import Adapter, read_adapter, trained
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
 

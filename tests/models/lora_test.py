@@ -17,9 +17,17 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.layers import LoraKernel, kernel_matmul
-from dcmdp_jax.models.lora import adapted, adapter_declarations, merge_rounding, merged
+from dcmdp_jax.models.lora import (
+    CONFIG,
+    adapted,
+    adapter_declarations,
+    base_checksum,
+    merge_rounding,
+    merged,
+    read_adapter,
+    save_adapter,
+)
 from dcmdp_jax.models.params import draw_params, init_params
-from dcmdp_jax.models.peft_files import CONFIG, base_checksum, read_adapter, save_adapter
 from dcmdp_jax.models.quantize import quantize_kernel
 
 MODEL = ModelConfig("llama", 64, 32, 48, 2, 4, 2, 8)

@@ -17,9 +17,8 @@ from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import load_params, save_params
-from dcmdp_jax.models.lora import adapter_declarations
+from dcmdp_jax.models.lora import adapter_declarations, save_adapter
 from dcmdp_jax.models.params import draw_params, init_params
-from dcmdp_jax.models.peft_files import save_adapter
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import placement
 from dcmdp_jax.run import task as run_task
