@@ -40,7 +40,7 @@ reward/{reward}/mean | reward | mean of the reward {reward}, before its weight, 
 reward/{reward}/std | reward | standard deviation of the reward {reward}, before its weight, over the same completions
 reward/{reward}/failed | completions | completions that the reward {reward} failed on (rewards.on_error)
 logged/{name} | as logged | {name}: what reward functions logged under this name (log_metric), mean of the step
-@training/rollout_metrics.py:length_metrics
+@training/rollout_record.py:length_metrics
 reward/verifier_timeouts | completions | answers over the verifier's time limit; they get reward 0
 reward/verifier_errors | completions | answers the verifier raised on; they get reward 0
 reward/verifier_over_budget | completions | answers undecided when the verifier's budget for the batch ran out; reward 0
@@ -61,7 +61,7 @@ environment/done_fraction | fraction | completions that the environment ended, n
 @data/episode.py:identical_metrics
 completion/identical_fraction | fraction | completions that equal another one of their prompt token by token
 completion/identical_chance | fraction | the same as expected of independent samples of the engine's probabilities
-@training/rollout_metrics.py:rollout_metrics
+@training/rollout_record.py:rollout_metrics
 discrepancy/source/{source}/mean | discrepancy | mean over the completions of data source {source}, each counted once
 completion/source/{source}/length_mean | tokens | mean length of the completions of data source {source}
 rollout/sampled_prompts | prompts | prompts sampled by dynamic sampling, replaced groups included
@@ -114,7 +114,7 @@ distribution/kept_mass | probability | with top_p or top_k: mean S, the trainer'
 @training/batches.py:Batches
 mismatch/noise_floor | discrepancy | of the engine against itself in another batch shape, at steps 1, 17, 65, 257, ...
 mismatch/sampler | discrepancy | precision exact: of the sampler's own log-probs, which were replaced
-@training/rollout_metrics.py:leg_metrics
+@training/rollout_record.py:leg_metrics
 mismatch/leg_decoding | probability | mean |q - s|, s the engine's own in one pass; at recorded noise-floor steps
 mismatch/leg_one_pass | probability | mean |s - p| of the same tokens; q - p is the sum of both legs
 mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the other leg has the rest

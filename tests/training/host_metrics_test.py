@@ -5,7 +5,7 @@ import pytest
 
 from dcmdp_jax.observe.metric_names import METRICS
 from dcmdp_jax.rewards.math.verifier import Grades
-from dcmdp_jax.training.rollout_metrics import length_metrics
+from dcmdp_jax.training.rollout_record import length_metrics
 from tests.support.sampling import Rollout
 
 

@@ -10,7 +10,7 @@ from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.training import rollout_sampler
 from dcmdp_jax.training.phase_timer import PhaseTimer
-from dcmdp_jax.training.rollout_metrics import rollout_metrics
+from dcmdp_jax.training.rollout_record import rollout_metrics
 from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
 from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
 from tests.support.small_task import EchoEngine, ParityScoring, small_services, small_task
