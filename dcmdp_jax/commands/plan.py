@@ -22,8 +22,7 @@ from dcmdp_jax.config.settings import MeshSettings
 from dcmdp_jax.data.lengths import parse_lengths
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths, describe_plan, plan_record
-from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, compile_run
-from dcmdp_jax.plan.search import search, search_record, table
+from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, compile_run, search, search_record, table
 from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_topology, platform_of, set_environment
 
 

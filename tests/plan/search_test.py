@@ -6,7 +6,7 @@ import pytest
 from configs import qwen3_8b
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.plan.search import candidates, search, search_record, table
+from dcmdp_jax.plan.run_plan import candidates, search, search_record, table
 from dcmdp_jax.plan.topologies import CHIPS, Topology
 
 
