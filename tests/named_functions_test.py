@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from dcmdp_jax.fields import load_object
 from dcmdp_jax.named_functions import Call, parse_calls
-from dcmdp_jax.user_code import load_object
 
 
 @pytest.mark.parametrize(

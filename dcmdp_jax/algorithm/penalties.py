@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from dcmdp_jax.algorithm.distribution import Head, require_head, with_tail
+from dcmdp_jax.algorithm.centering import Head, require_head, with_tail
 from dcmdp_jax.algorithm.masked import weighted_sum
 from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens
 from dcmdp_jax.algorithm.require import require_number, require_same_shape

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 from dcmdp_jax.activity import command_started, terminal_size
 from dcmdp_jax.errors import UserError, one_line, shorten
-from dcmdp_jax.user_code import callback_error
+from dcmdp_jax.fields import callback_error
 
 _EXPECTED = 2
 _UNEXPECTED = 1

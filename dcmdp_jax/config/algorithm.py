@@ -18,9 +18,8 @@ from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES, STATE_CH
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.fields import setting
+from dcmdp_jax.fields import callback_error, error_place, load_object, setting
 from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
-from dcmdp_jax.user_code import callback_error, error_place, load_object
 
 _TRACING = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.UnexpectedTracerError)
 _CENTERING = "score_centering"

@@ -11,10 +11,9 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import find_engine, unknown_engine
 from dcmdp_jax.errors import UserError, shorten
-from dcmdp_jax.fields import INT32_MAX, build, check_choice, check_range, declared, get_value, nearest_name
+from dcmdp_jax.fields import INT32_MAX, build, check_choice, check_range, declared, get_value, is_place, nearest_name
 from dcmdp_jax.inputs import json_object
 from dcmdp_jax.models.scheme import Scheme
-from dcmdp_jax.user_code import is_place
 
 _ARGUMENTS = ("precision", "compute_dtype", "kv_cache_dtype", "max_rows", "min_rows", "top_logprobs", "lag")
 """Arguments of an engine that are settings of the rollout."""

@@ -7,8 +7,7 @@ import inspect
 from dcmdp_jax.engines import http, local, vllm
 from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.errors import ArgumentError, UserError, shorten
-from dcmdp_jax.fields import declared
-from dcmdp_jax.user_code import is_place, load_object
+from dcmdp_jax.fields import declared, is_place, load_object
 
 ENGINES: dict[str, EngineKind] = {"local": local.ENGINE, "vllm": vllm.ENGINE, "http": http.ENGINE}
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.fields import describe_error, load_object
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
 from dcmdp_jax.rewards.protocol import RewardError, gathered, plain_value, shown
-from dcmdp_jax.user_code import describe_error, load_object
 
 _LONGEST_OBSERVATION = 100_000
 _LARGEST = 1e9

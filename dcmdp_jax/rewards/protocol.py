@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.user_code import load_object
+from dcmdp_jax.fields import load_object
 
 MATH = "math"
 """The reward of `rewards.math.verifier`, computed in the trainer's process and the verifier's workers."""

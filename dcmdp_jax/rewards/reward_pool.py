@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.errors import one_line
+from dcmdp_jax.fields import describe_error
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
 from dcmdp_jax.rewards.protocol import (
     BEGINNING,
@@ -25,7 +26,6 @@ from dcmdp_jax.rewards.protocol import (
     load_reward,
     plain_value,
 )
-from dcmdp_jax.user_code import describe_error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from dcmdp_jax.algorithm.advantages import has_signal, overlong_penalty
-from dcmdp_jax.algorithm.centering import centering_loss
+from dcmdp_jax.algorithm.centering import Head, centering_loss, distribution_statistics
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
-from dcmdp_jax.algorithm.distribution import Head, distribution_statistics
 from dcmdp_jax.algorithm.masked import CompletionIndex, completion_means, masked_sum
 from dcmdp_jax.algorithm.penalties import charge_loss
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
