@@ -28,7 +28,7 @@ class Metric(NamedTuple):
 
 
 _TABLE = """
-@training/step_metrics.py:batch_metrics
+@training/loss_terms.py:batch_metrics
 reward/mean | reward | mean over the step's completions of the weighted sum of all rewards
 reward/std | reward | standard deviation of the reward over the step's completions
 reward/all_equal_groups | fraction | prompts whose completions all received the same reward (zero advantage)
@@ -79,7 +79,7 @@ dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charg
 policy/entropy | nats | mean entropy of the policy over sampled tokens
 @config/algorithm.py:AlgorithmSettings.bounded_metric
 discrepancy/spent | discrepancy | quantile that algorithm.budget names, compared with the tolerance; absent for "mean"
-@training/step_metrics.py:batch_metrics
+@training/loss_terms.py:batch_metrics
 discrepancy/p50 | discrepancy | median over sampled tokens
 discrepancy/p99 | discrepancy | 99th percentile over sampled tokens
 discrepancy/max | discrepancy | largest over sampled tokens
@@ -126,7 +126,7 @@ mismatch/merge_rounding | fraction | with adapters: as push_rounding, of the cha
 @models/quantize.py:arrival
 mismatch/push_changed | fraction | weights of the engine's matrices that the step's update changes; not with adapters
 mismatch/push_rounding | 1 | norm of what rounding adds to or takes from the update, over the update's; 1: none arrives
-@training/step_metrics.py:gap_metrics
+@training/loss_terms.py:gap_metrics
 staleness/log_ratio_mean | nats | with rollout.lag: mean of log p_train now - log p_train of the weights that sampled
 staleness/log_ratio_abs_mean | nats | mean of its absolute value
 staleness/log_ratio_max | nats | its largest absolute value
@@ -136,7 +136,7 @@ mismatch/log_ratio_max | nats | its largest absolute value
 gap/log_ratio_mean | nats | with rollout.lag: mean of log p_train now - log p_engine, the sum of staleness and mismatch
 gap/log_ratio_abs_mean | nats | mean of its absolute value
 gap/log_ratio_max | nats | its largest absolute value
-@training/step_metrics.py:step_metrics
+@training/loss_terms.py:step_metrics
 dual/multiplier | advantage / discrepancy | lambda, the price of a unit of discrepancy, as this step used it
 dual/tolerance | discrepancy | c, the budget for the mean discrepancy, or for the quantile of algorithm.budget
 optimizer/learning_rate | 1 | learning rate of the step's last update

@@ -23,6 +23,7 @@ from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.saved_params import Weights
 from dcmdp_jax.run.task import Task
+from dcmdp_jax.training.loss_terms import Metrics
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (
     batch_shardings,
@@ -34,7 +35,6 @@ from dcmdp_jax.training.state import (
     train_state_shardings,
 )
 from dcmdp_jax.training.step import StepParts, make_train_step
-from dcmdp_jax.training.step_metrics import Metrics
 from dcmdp_jax.training.stopping import Interrupted, StopSignal
 from dcmdp_jax.training.warmup import warm_up
 from dcmdp_jax.types import Batch, DualState, Params, TrainState

@@ -29,9 +29,9 @@ from dcmdp_jax.parallel.backend import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training import loss_terms
 from dcmdp_jax.training.accumulate import accumulate
+from dcmdp_jax.training.loss_terms import Metrics, TokenValues, Updates, recorded_tokens, step_metrics
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS, START_TOP_LOGPROBS, lags, with_logprobs
 from dcmdp_jax.training.state import apply_update, update_dual
-from dcmdp_jax.training.step_metrics import Metrics, TokenValues, Updates, recorded_tokens, step_metrics
 from dcmdp_jax.types import Array, Batch, DualState, Params, Rows, TrainState
 
 RECOMPUTE = "old_logprobs"
