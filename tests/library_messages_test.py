@@ -1,4 +1,4 @@
-"""Library code names its own arguments in messages; `config/arguments.py` alone says which settings those are."""
+"""Library code names its own arguments in messages; `config/checks.py` alone says which settings those are."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dcmdp_jax.config import arguments
+from dcmdp_jax.config import checks
 from dcmdp_jax.config.settings import setting_names
 from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.errors import ArgumentError, UserError
@@ -63,16 +63,16 @@ def test_library_code_names_no_setting():
     ],
 )
 def test_arguments_become_settings_in_one_place(engine, message, said):
-    with pytest.raises(UserError) as raised, arguments.as_settings(arguments.of_engine(ENGINES[engine])):
+    with pytest.raises(UserError) as raised, checks.as_settings(checks.of_engine(ENGINES[engine])):
         raise ArgumentError(*message.split(": ", 1))
     assert str(raised.value) == said
 
 
 def test_what_an_argument_holds_stays_behind_its_setting():
-    local = arguments.of_engine(ENGINES["local"])
+    local = checks.of_engine(ENGINES["local"])
     error = ArgumentError("mesh", "4 does not", " (tensor=4, expert=1)")
     assert str(error) == "mesh (tensor=4, expert=1): 4 does not"
-    with pytest.raises(UserError) as raised, arguments.as_settings(local):
+    with pytest.raises(UserError) as raised, checks.as_settings(local):
         raise error
     assert str(raised.value) == "config.rollout.local (tensor=4, expert=1): 4 does not"
 
@@ -80,12 +80,12 @@ def test_what_an_argument_holds_stays_behind_its_setting():
 def test_every_setting_that_an_argument_becomes_is_one():
     known = set(setting_names()) | set(_SECTIONS) | {"rollout.local", "rollout.vllm", "rollout.engine_args"}
     for names in (
-        arguments.HOSTS,
-        arguments.MESH,
-        arguments.EPISODES,
-        arguments.PACKING,
-        arguments.REWARDS,
-        *map(arguments.of_engine, ENGINES.values()),
+        checks.HOSTS,
+        checks.MESH,
+        checks.EPISODES,
+        checks.PACKING,
+        checks.REWARDS,
+        *map(checks.of_engine, ENGINES.values()),
     ):
         for setting in names.values():
             for part in re.split(" and | or ", setting):

@@ -17,7 +17,7 @@ import json
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.cli import Parser, output_file
 from dcmdp_jax.commands.flags import parse_with
-from dcmdp_jax.config.arguments import PACKING, as_settings
+from dcmdp_jax.config.checks import PACKING, as_settings
 from dcmdp_jax.config.settings import MeshSettings
 from dcmdp_jax.data.lengths import parse_lengths
 from dcmdp_jax.errors import UserError

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from dcmdp_jax.activity import COMPILING, activity
 from dcmdp_jax.commands.cli import keep_tracebacks_in
 from dcmdp_jax.commands.flags import load_config, parse
-from dcmdp_jax.config.arguments import HOSTS, as_settings
+from dcmdp_jax.config.checks import HOSTS, as_settings
 from dcmdp_jax.config.load import for_supervision, from_config_dict
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.config.text import print_config

@@ -1,19 +1,71 @@
 """Checks of a `Config`: each setting against its declaration, then the rules between settings."""
 
-from collections.abc import Collection, Iterator
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.config.algorithm import algorithm_rules
-from dcmdp_jax.config.arguments import as_settings, of_engine
 from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE, RolloutSettings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
-from dcmdp_jax.engines.registry import find_engine, unknown_engine
-from dcmdp_jax.errors import UserError, shorten
+from dcmdp_jax.engines.registry import ENGINES, find_engine, unknown_engine
+from dcmdp_jax.errors import ArgumentError, EngineError, UserError, shorten
 from dcmdp_jax.fields import INT32_MAX, build, check_choice, check_range, declared, get_value, is_place, nearest_name
 from dcmdp_jax.inputs import json_object
 from dcmdp_jax.models.scheme import Scheme
+
+HOSTS = {name: f"hosts.{name}" for name in ("coordinator", "processes", "process", "timeout_s")}
+MESH = {"mesh": "mesh", "completions": "training.prompts_per_mini_batch"}
+MESH |= {axis: f"mesh.{axis}" for axis in ("data", "fsdp", "tensor", "expert")}
+PACKING = {"limit": "rollout.max_completion_tokens", "max_completion_tokens": "rollout.max_completion_tokens"}
+PACKING |= {name: f"training.{name}" for name in ("row_lengths", "segments_per_row")}
+PACKING |= {"completions": "training.prompts_per_mini_batch or rollout.group_size"}
+EPISODES = {"drop": "rollout.on_non_finite=drop", "routed_experts": "rollout.router_replay"}
+EPISODES |= {"top_logprobs": "rollout.top_logprobs"}
+EVALUATION = {"task": "evaluation.task", "samples": "evaluation.samples"}
+LORA = {"lora_rank": "model.lora_rank", "lora_targets": "model.lora_targets"}
+REWARDS = {"memory_gib": "rewards.memory_limit"}
+
+
+def of_engine(kind: EngineKind) -> dict[str, str]:
+    """The settings of a run's engine, by argument."""
+    own = f"rollout.{kind.name}" if kind.pushes and kind in ENGINES.values() else "rollout.engine_args"
+    names = {"model": "model", "tokenizer": "model.tokenizer", "seed": "training.seed", "mesh": own}
+    names |= {"routed_experts": "rollout.router_replay"}
+    names |= {"max_total_tokens": "task.max_prompt_tokens and rollout.max_completion_tokens"}
+    names |= {field.name: f"rollout.{field.name}" for field in dataclasses.fields(RolloutSettings)}
+    return names | {field.name: f"{own}.{field.name}" for field in dataclasses.fields(kind.settings)}
+
+
+def in_settings(message: str, names: Mapping[str, str]) -> str:
+    """A message whose arguments in back quotes are said as settings.
+
+    Args:
+        message: text from library code.
+        names: argument -> dotted name of the setting.
+    """
+    for argument, setting in names.items():
+        message = message.replace(f"`{argument}`", setting)
+    return message
+
+
+@contextlib.contextmanager
+def as_settings(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about arguments leave the block as errors about settings."""
+    try:
+        yield
+    except ArgumentError as error:
+        if error.argument not in names:
+            raise
+        setting = names[error.argument]
+        raise UserError(f"config.{setting}{error.given}: {in_settings(error.said, names)}") from error
+    except (UserError, EngineError, MemoryError) as error:
+        if (said := in_settings(str(error), names)) == str(error):
+            raise
+        raise type(error)(said) from error
+
 
 _ARGUMENTS = ("precision", "compute_dtype", "kv_cache_dtype", "max_rows", "min_rows", "top_logprobs", "lag")
 """Arguments of an engine that are settings of the rollout."""

@@ -11,8 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
-from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
-from dcmdp_jax.config.checks import engine_arguments, forward_scheme
+from dcmdp_jax.config.checks import MESH, as_settings, engine_arguments, forward_scheme, of_engine
 from dcmdp_jax.config.settings import Config, MeshSettings
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import DeviceShare, EnginePlan, Lowerable

@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-from dcmdp_jax.config.arguments import as_settings, of_engine
-from dcmdp_jax.config.checks import engine_arguments
+from dcmdp_jax.config.checks import as_settings, engine_arguments, of_engine
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import Workload
 from dcmdp_jax.engines.registry import find_engine

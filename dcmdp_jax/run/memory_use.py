@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dcmdp_jax.config.arguments import as_settings, in_settings, of_engine
+from dcmdp_jax.config.checks import as_settings, in_settings, of_engine
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.episode import COLUMNS, column_shapes
 from dcmdp_jax.data.packing import abstract_batch

@@ -10,8 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
-from dcmdp_jax.config.arguments import MESH, as_settings, of_engine
-from dcmdp_jax.config.checks import engine_arguments, find_trainable, forward_scheme
+from dcmdp_jax.config.checks import MESH, as_settings, engine_arguments, find_trainable, forward_scheme, of_engine
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.episode import column_shapes
 from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
-from dcmdp_jax.config.arguments import EVALUATION, LORA, REWARDS, as_settings, in_settings
+from dcmdp_jax.config.checks import EVALUATION, LORA, REWARDS, as_settings, in_settings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations

@@ -18,7 +18,7 @@ import numpy as np
 
 from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.dual import QUANTILES
-from dcmdp_jax.config.arguments import PACKING, in_settings
+from dcmdp_jax.config.checks import PACKING, in_settings
 from dcmdp_jax.data.episode import COLUMNS, Episode
 from dcmdp_jax.data.lengths import padding_advice
 from dcmdp_jax.data.packing import pack, staleness_metrics

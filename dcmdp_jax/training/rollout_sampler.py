@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dcmdp_jax.activity import activity
-from dcmdp_jax.config.arguments import EPISODES, REWARDS, as_settings
+from dcmdp_jax.config.checks import EPISODES, REWARDS, as_settings
 from dcmdp_jax.data.episode import Episode, in_prompt_order
 from dcmdp_jax.engines.protocol import check_routed_experts, check_top_logprobs, unusable_completions
 from dcmdp_jax.parallel.hosts import Hosts

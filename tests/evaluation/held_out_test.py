@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcmdp_jax.config.arguments import EVALUATION, as_settings
+from dcmdp_jax.config.checks import EVALUATION, as_settings
 from dcmdp_jax.evaluation.held_out import held_out_tasks
 
 _TWO = "data/aime24.jsonl,data/own.jsonl"

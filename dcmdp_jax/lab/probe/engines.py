@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.config.arguments import as_settings, of_engine
-from dcmdp_jax.config.checks import engine_arguments
+from dcmdp_jax.config.checks import as_settings, engine_arguments, of_engine
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, collect
 from dcmdp_jax.data.packing import one_a_row
