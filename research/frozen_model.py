@@ -185,7 +185,7 @@ def charge(tokens: Tokens, strength: float) -> dict[str, float]:
 
 def state_measures_of(tokens: Tokens) -> dict[str, np.ndarray]:
     """[n] each: the total variation of p and q with its bound, the engine's expectation of delta, its head's mass."""
-    from dcmdp_jax.algorithm.centering import state_measures
+    from dcmdp_jax.algorithm.distribution import state_measures
 
     present = np.isfinite(tokens.top_rollout)
     names = (

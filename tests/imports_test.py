@@ -39,7 +39,7 @@ _LIBRARIES = {
     "jaxtyping": ("dcmdp_jax.types", "dcmdp_jax.algorithm", "dcmdp_jax.data", "dcmdp_jax.models"),
     "beartype": (),
     "optax": ("dcmdp_jax.training",),
-    "orbax": ("dcmdp_jax.run.checkpoint", "dcmdp_jax.run.saved_params"),
+    "orbax": ("dcmdp_jax.run.checkpoint", "dcmdp_jax.run.weights"),
     "flax": ("dcmdp_jax.models",),
     "safetensors": ("dcmdp_jax.models.hf_manifest", "dcmdp_jax.models.hf_weights", "dcmdp_jax.models.lora"),
     "qwix": ("dcmdp_jax.models.quantize",),

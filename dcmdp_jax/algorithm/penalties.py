@@ -1,8 +1,17 @@
-"""Penalties on the advantages for the discrepancy: one pure function for each method.
+"""Penalties on the advantages and charges in the loss for the discrepancy: one pure function for each method.
 
 A penalty is a remedy (`remedies`): from the tokens to their penalized advantages [R, L] in float32. To add one, write
 it in a file of yours, or here and name it in `PENALTIES`; its multiplier then moves by dual ascent, unless
 `FIXED_MULTIPLIERS` names a constant.
+
+The paper's charge lowers the advantage of a sampled token by lambda delta and holds delta constant: what that adds to
+the gradient is not the gradient of E_q[delta], and raises it where the engine stays and there are two actions
+(docs/theory.md). With the engine's k likeliest tokens the discrepancy of a state can be differentiated:
+
+    loss = surrogate + lambda sum_t w_t D(s_t),    grad D(s) = sum_a (dD / dp_a) p_a grad log p_a
+
+over the head H and the tail as one token more, q a constant and p the policy now. States are the ones that the engine's
+tokens lead to, weighed as their tokens are (`algorithm.corrections`). Ours, not in the paper.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from dcmdp_jax.algorithm.centering import Head, require_head, with_tail
+from dcmdp_jax.algorithm.distribution import Head, require_head, with_tail
 from dcmdp_jax.algorithm.masked import weighted_sum
 from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens
 from dcmdp_jax.algorithm.require import require_number, require_same_shape

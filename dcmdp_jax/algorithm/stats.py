@@ -1,4 +1,4 @@
-"""Statistics that carry their reduction as a type, so that no caller can merge them wrongly.
+"""Statistics that carry their reduction as a type, and differences of log-probabilities that stay finite.
 
 Rows are computed in micro-batches and on several devices. A statistic of part of them is one of four types; `merge`
 joins two parts, `across` joins the devices, `value` gives the number, once, at the end. Every type works on arrays

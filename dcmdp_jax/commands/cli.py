@@ -1,4 +1,4 @@
-"""Bad arguments and failures of commands: one clear line, an exit code, no lost traceback."""
+"""Types of command-line arguments; bad arguments and failures: one clear line, an exit code, no lost traceback."""
 
 import argparse
 import difflib

@@ -82,7 +82,7 @@ def _check(directory: Path) -> None:
 
 def _export(arguments: argparse.Namespace) -> None:
     # Orbax takes seconds to import; only this needs it.
-    from dcmdp_jax.run.saved_params import find_params
+    from dcmdp_jax.run.weights import find_params
 
     out_dir, dtype, overwrite = arguments.out_dir, arguments.dtype, arguments.overwrite
     if arguments.push:

@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 import jax
 
-from dcmdp_jax.algorithm.centering import score_centering
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, TRUNCATIONS, of_single_tokens
 from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
+from dcmdp_jax.algorithm.distribution import score_centering
 from dcmdp_jax.algorithm.dual import BUDGET_ROOM, MULTIPLIER_MAX, QUANTILES
 from dcmdp_jax.algorithm.losses import LOSSES, Aggregation
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES, STATE_CHARGES

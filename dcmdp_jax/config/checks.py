@@ -1,4 +1,8 @@
-"""Checks of a `Config`: each setting against its declaration, then the rules between settings."""
+"""Checks of a `Config`: each setting, rules between them, its engine; library code's messages as those of settings.
+
+Library code names its own arguments: an `ArgumentError` has one as an attribute, and a message others in back quotes. A
+user knows settings.
+"""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Tokenizers: load, check and save one; the tokens that end a text."""
+"""Tokenizers: load, check and save one; chats by its template; the tokens that end a text."""
 
 from __future__ import annotations
 

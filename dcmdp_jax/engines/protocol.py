@@ -1,4 +1,4 @@
-"""The protocol that every inference engine implements."""
+"""The protocol that every inference engine implements, and the validation of its inputs and outputs."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

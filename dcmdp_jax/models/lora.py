@@ -1,4 +1,4 @@
-"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685).
+"""Low-rank adapters of a model's linear layers (LoRA, Hu et al. 2021, arXiv:2106.09685); PEFT's directories.
 
     y = x W + (alpha / r) (x A) B,      A [in, r],   B [r, out],   W frozen
 

@@ -97,7 +97,7 @@ mismatch/pearson | correlation | Pearson correlation of train and rollout token 
 mismatch/effective_sample_size | fraction | effective share of tokens under train / rollout weights; 1 is best
 @training/stopping.py:AlarmWatch.record
 discrepancy/broken_completions | fraction | completions whose own mean is above 0.1 and 10 times the median completion's
-@algorithm/centering.py:distribution_statistics
+@algorithm/distribution.py:distribution_statistics
 distribution/total_variation | probability | with rollout.top_logprobs: mean over states, the tail as one token
 distribution/total_variation_bound | probability | how much larger it can be: mean of the smaller tail
 distribution/kl_engine | nats | mean over states of KL(engine || train), the tail as one token

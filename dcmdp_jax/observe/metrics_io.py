@@ -1,4 +1,4 @@
-"""The metrics of a run: written to JSON lines, TensorBoard and, when asked, trackers; read back.
+"""The metrics of a run: written to JSON lines, TensorBoard and, when asked, trackers; read back. The starts of a run.
 
 A run directory holds
 

@@ -1,4 +1,4 @@
-"""The report of one or several runs: plots as PNG, and one self-contained HTML page with the same figures."""
+"""The report of runs: plots as PNG, one self-contained HTML page with the same figures; the model card."""
 
 import json
 import math

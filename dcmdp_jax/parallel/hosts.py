@@ -3,6 +3,9 @@
 Every process runs the same program. It has an engine of its own, samples its share of a step's prompts and judges its
 own completions; then all have the completions of all (`Hosts.gather`) and run the same compiled step on one global
 mesh. So nothing after sampling depends on how many processes there are.
+
+Whether they live is for JAX to see. Each sends signs of life to the coordination service of process 0 from a thread
+without Python, which a loaded machine does not hold up for long; without one for `timeout_s` JAX aborts all others.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""A run at full size: its programs compiled for a topology, its memory by kind, what fits."""
+"""A run at full size: its programs compiled for a topology, its memory by kind, the search for what fits."""
 
 import dataclasses
 import functools
@@ -25,8 +25,8 @@ from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology, platform_of
 from dcmdp_jax.run.memory_use import CUDNN_WORKSPACE
 from dcmdp_jax.run.placement import Placement, placed, platform_kernel
-from dcmdp_jax.run.saved_params import model_shardings
 from dcmdp_jax.run.task import check_model
+from dcmdp_jax.run.weights import model_shardings
 from dcmdp_jax.training.build import make_step_programs
 
 GIB = 2**30

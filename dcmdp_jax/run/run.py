@@ -12,9 +12,9 @@ from dcmdp_jax.observe.trackers import require_tracker
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.run.directory import check_run_directory, fitted_rows
 from dcmdp_jax.run.placement import Placement, place, trainable_engine
-from dcmdp_jax.run.saved_params import Weights, model_shardings
 from dcmdp_jax.run.services import Services, start_services
 from dcmdp_jax.run.task import Task, read_task
+from dcmdp_jax.run.weights import Weights, model_shardings
 
 
 class Run(NamedTuple):

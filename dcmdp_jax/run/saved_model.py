@@ -24,7 +24,7 @@ from dcmdp_jax.run.task import sampling
 from dcmdp_jax.types import Params
 
 if TYPE_CHECKING:
-    from dcmdp_jax.run.saved_params import SavedParams
+    from dcmdp_jax.run.weights import SavedParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
     resolved = path.resolve()
     if (resolved / "checkpoints").is_dir() or "checkpoints" in (resolved.name, resolved.parent.name):
         # Orbax takes seconds to import; only a checkpoint needs it.
-        from dcmdp_jax.run.saved_params import find_params
+        from dcmdp_jax.run.weights import find_params
 
         found = find_params(resolved, step)
         name, files = f"{found.tokenizer.parent.name} step {found.step}", tuple(found.path.iterdir())

@@ -21,8 +21,8 @@ from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import sharded
 from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.placement import Placement
-from dcmdp_jax.run.saved_params import Weights
 from dcmdp_jax.run.task import Task
+from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training.loss_terms import Metrics
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (

@@ -24,9 +24,9 @@ from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.run.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.run.directory import claimed, record_config
 from dcmdp_jax.run.placement import Placement
-from dcmdp_jax.run.saved_params import Weights
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task, digest_of
+from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training.across_hosts import data_facts
 from dcmdp_jax.training.batches import Batches, ConversationBatches
 from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, start

@@ -1,4 +1,4 @@
-"""Assemble the configured loss: surrogate, reference KL, load balancing.
+"""Assemble the configured loss: surrogate, reference KL, load balancing; the metrics of a step on the device.
 
     loss = S / W + kl_coefficient K / V + router_aux_loss B
 
@@ -18,13 +18,13 @@ from jax import lax
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.advantages import has_signal, overlong_penalty
-from dcmdp_jax.algorithm.centering import Head, centering_loss, distribution_statistics
 from dcmdp_jax.algorithm.discrepancy import (
     completions_over_tolerance,
     displacement_statistics,
     mismatch_statistics,
     token_discrepancy,
 )
+from dcmdp_jax.algorithm.distribution import Head, centering_loss, distribution_statistics
 from dcmdp_jax.algorithm.dual import QUANTILES
 from dcmdp_jax.algorithm.masked import CompletionIndex, completion_means, masked_sum
 from dcmdp_jax.algorithm.penalties import charge_loss

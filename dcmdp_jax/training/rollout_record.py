@@ -1,4 +1,4 @@
-"""Records of a step's completions: a few texts for people, and the tokens with their log-probs."""
+"""Records and metrics of a step's completions: a few texts for people, the tokens with their log-probs."""
 
 import json
 from collections.abc import Mapping, Sequence

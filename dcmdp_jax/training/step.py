@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.advantages import group_advantages
-from dcmdp_jax.algorithm.centering import Head
+from dcmdp_jax.algorithm.distribution import Head
 from dcmdp_jax.algorithm.penalties import charge_length
 from dcmdp_jax.algorithm.remedies import Statistics, Tokens
 from dcmdp_jax.algorithm.signals import Signals, charge_share

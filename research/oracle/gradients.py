@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.algorithm.advantages import group_advantages
-from dcmdp_jax.algorithm.centering import Head
+from dcmdp_jax.algorithm.distribution import Head
 from dcmdp_jax.algorithm.losses import aggregation_weights, policy_loss
 from dcmdp_jax.algorithm.masked import gather_to_tokens
 from dcmdp_jax.algorithm.remedies import Tokens

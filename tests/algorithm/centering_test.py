@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm import corrections
-from dcmdp_jax.algorithm.centering import Head, centering_loss
+from dcmdp_jax.algorithm.distribution import Head, centering_loss
 from dcmdp_jax.algorithm.losses import log_ratio_squared, policy_loss, surrogate
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS

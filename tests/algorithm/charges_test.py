@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from dcmdp_jax.algorithm.centering import Head
+from dcmdp_jax.algorithm.distribution import Head
 from dcmdp_jax.algorithm.penalties import STATE_CHARGES, charge_loss
 from dcmdp_jax.algorithm.remedies import Tokens
 from research.theory_tables import charge_direction, discrepancy_slope, random_states, state_direction

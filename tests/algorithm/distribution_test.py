@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm.centering import state_measures
+from dcmdp_jax.algorithm.distribution import state_measures
 
 STATES, VOCAB = 200, 50
 _NAMES = ("total_variation", "kl_engine", "kl_trainer", "expected_discrepancy", "discrepancy_variance")

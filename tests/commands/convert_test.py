@@ -21,7 +21,7 @@ from dcmdp_jax.models.hf_config import read_model_config
 from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.run import checkpoint
-from dcmdp_jax.run.saved_params import find_params
+from dcmdp_jax.run.weights import find_params
 from dcmdp_jax.training.state import new_state
 from tests.support.waiting import HANGS_S
 

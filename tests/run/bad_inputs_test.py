@@ -23,8 +23,8 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import placement
 from dcmdp_jax.run import task as run_task
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.run.saved_params import Weights
 from dcmdp_jax.run.task import read_model
+from dcmdp_jax.run.weights import Weights
 from tests.support.refusals import refused
 
 _MODEL = ModelConfig("qwen3", 104, 16, 32, 2, 4, 2, 8, max_position_embeddings=256)

@@ -23,7 +23,7 @@ from dcmdp_jax.models.rope import RopeScaling
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.run import checkpoint
 from dcmdp_jax.run.checkpoint import CheckpointError, Checkpoints, PolicyScore, digests
-from dcmdp_jax.run.saved_params import find_params
+from dcmdp_jax.run.weights import find_params
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.types import LossScale, TrainState
 from tests.support.our_log import our_log

@@ -27,7 +27,7 @@ from dcmdp_jax.plan.run_plan import plan_step, planned_run
 from dcmdp_jax.run import memory_use as memory_plan
 from dcmdp_jax.run.memory_use import MemoryUse, fit_engine, free_host_bytes, loaded_parameters, this_machine
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.run.saved_params import Weights
+from dcmdp_jax.run.weights import Weights
 from tests.support.memory_plans import QWEN3_8B, memory_plan_of, part_of
 from tests.support.processes import finished
 from tests.support.refusals import refused
@@ -352,7 +352,7 @@ from dcmdp_jax.engines.registry import ENGINES
 from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.training.loop import train
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.run.saved_params import Weights
+from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.models.params import num_params
 config = base.get_config("debug")
 config.run_dir, config.task.prompt_suffix, config.mesh.cpu_devices = sys.argv[1], "", 1

@@ -273,7 +273,7 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
     from dcmdp_jax.data.arithmetic import build_tokenizer
     from dcmdp_jax.models import decoder
     from dcmdp_jax.models.decoder import Compute
-    from dcmdp_jax.run.saved_params import find_params
+    from dcmdp_jax.run.weights import find_params
 
     torch.manual_seed(0)
     source = tmp_path / "source"

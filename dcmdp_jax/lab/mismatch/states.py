@@ -76,7 +76,7 @@ def _program() -> Callable[..., dict[str, Any]]:
     # Recordings are read without JAX.
     import jax
 
-    from dcmdp_jax.algorithm.centering import state_measures
+    from dcmdp_jax.algorithm.distribution import state_measures
 
     return jax.jit(state_measures)
 

@@ -1,4 +1,4 @@
-"""Engines built from their specs; the one place that knows how each is made and asked."""
+"""What a probe compares: engines built from their specs, and the training stack, as things that score."""
 
 import dataclasses
 import functools

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dcmdp_jax.algorithm.centering import state_measures
+from dcmdp_jax.algorithm.distribution import state_measures
 from dcmdp_jax.commands import probe
 from dcmdp_jax.record import Recorder, packed_top, record_skyrl, record_trl, record_verl, unpacked_top
 from tests.support.commands import failed_command, run_command

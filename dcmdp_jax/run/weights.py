@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint alone, for evaluation and export."""
+"""Parameters that a run starts from (policy, base of adapters, reference), and those of a checkpoint alone."""
 
 import collections
 import contextlib

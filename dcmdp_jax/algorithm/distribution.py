@@ -1,4 +1,9 @@
-"""Score centering: the expected score of a token, subtracted (Marek and Ryabinin 2026, arXiv:2609.20807)."""
+"""A state's two whole distributions: their measures, and score centering (Marek and Ryabinin 2026, arXiv:2609.20807).
+
+p is the training stack's distribution of the next token, q the engine's. H, the head, are the engine's k likeliest
+tokens; what is left, 1 - p_H and 1 - q_H, is the tail. A measure is computed on the head and the tail as one token
+more; its bound says how much larger the true value can be. With k = V there is no tail, and the value is exact.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
