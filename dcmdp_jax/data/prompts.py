@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dcmdp_jax.data import chat
 from dcmdp_jax.data.tokenizer import check_tokenizer, encode_texts
 from dcmdp_jax.errors import UserError, one_line, shorten_name
 from dcmdp_jax.rewards.protocol import Message, Problem
@@ -96,16 +97,14 @@ def encode_prompts(
     if max_prompt_tokens < 1:
         raise UserError(f"max_prompt_tokens = {max_prompt_tokens}: must be at least 1")
     check_tokenizer(tokenizer)
-    variables = tokenizer.template_variables(chat_template_kwargs, tokenizer)
-    asked = [tokenizer.chat_messages(problem, prompt_suffix) if problem.prompt else [] for problem in problems]
+    variables = chat.template_variables(chat_template_kwargs, tokenizer)
+    asked = [chat.chat_messages(problem, prompt_suffix) if problem.prompt else [] for problem in problems]
     texts = []
     instructed = 0
     for problem, messages in zip(problems, asked, strict=True):
-        instructed += (
-            bool(prompt_suffix and messages) and tokenizer.with_suffix(problem, prompt_suffix) == problem.prompt
-        )
+        instructed += bool(prompt_suffix and messages) and chat.with_suffix(problem, prompt_suffix) == problem.prompt
         given = messages, "the chat template", _name(problem), variables, problem.tools
-        texts.append(tokenizer.render_checked(tokenizer, *given) if messages else "")
+        texts.append(chat.render_checked(tokenizer, *given) if messages else "")
     with_control_tokens = _count_control_tokens(problems, tokenizer)
     if instructed:
         _LOG.warning(
@@ -153,7 +152,7 @@ def _learned(
         return ids, np.arange(len(ids)) >= len(prompt)
     messages, name = [*asked, *problem.completion], _name(problem)
     turns = [place for place in range(len(asked), len(messages)) if messages[place]["role"] == "assistant"]
-    write = functools.partial(tokenizer.write_chat, tokenizer, tools=problem.tools, **variables)
+    write = functools.partial(chat.write_chat, tokenizer, tools=problem.tools, **variables)
     try:
         before = [write(messages[:place], add_generation_prompt=True) if place else "" for place in turns]
         texts = [write(messages), *before, *(write(messages[: place + 1]) for place in turns)]
@@ -187,7 +186,7 @@ def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedToke
     # Some models do not call theirs special (<think>); other added tokens are plain text, such as runs of spaces.
     names = [token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)]
     pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
-    found = [(problem, set(pattern.findall("\0".join(tokenizer.problem_texts(problem))))) for problem in problems]
+    found = [(problem, set(pattern.findall("\0".join(chat.problem_texts(problem))))) for problem in problems]
     counts = Counter(name for _, held in found for name in held)
     if holding := [problem for problem, held in found if held]:
         _LOG.warning(

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from dcmdp_jax.data.chat import chat_messages, render_chat
 from dcmdp_jax.data.episode import Episode, collect
-from dcmdp_jax.data.tokenizer import chat_messages, encode_texts, render_chat
+from dcmdp_jax.data.tokenizer import encode_texts
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.errors import one_line

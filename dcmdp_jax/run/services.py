@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import as_settings, of_engine
-from dcmdp_jax.data.tokenizer import template_variables
+from dcmdp_jax.data.chat import template_variables
 from dcmdp_jax.engines.protocol import Engine
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import TurnLimits, TurnSampler

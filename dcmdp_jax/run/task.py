@@ -12,10 +12,11 @@ from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import EVALUATION, LORA, REWARDS, as_settings, in_settings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
+from dcmdp_jax.data.chat import template_variables
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, join_prompts
-from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer, template_variables
+from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text

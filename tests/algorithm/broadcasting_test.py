@@ -12,8 +12,6 @@ import pytest
 import dcmdp_jax.algorithm
 from dcmdp_jax.algorithm import (
     advantages,
-    centering,
-    charges,
     corrections,
     dc_grpo,
     discrepancy,
@@ -21,7 +19,6 @@ from dcmdp_jax.algorithm import (
     dual,
     losses,
     masked,
-    numerics,
     penalties,
     remedies,
     signals,
@@ -84,11 +81,11 @@ def _part(function, *static, **options):
 
 
 CASES = {
-    "numerics.clamped_log_ratio": (
-        numerics.clamped_log_ratio, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS},
+    "stats.clamped_log_ratio": (
+        stats.clamped_log_ratio, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS},
     ),
-    "numerics.binary_kl": (numerics.binary_kl, {"x": ROWS, "y": ROWS}),
-    "numerics.log_difference": (numerics.log_difference, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS}),
+    "stats.binary_kl": (stats.binary_kl, {"x": ROWS, "y": ROWS}),
+    "stats.log_difference": (stats.log_difference, {"numerator_logprobs": ROWS, "denominator_logprobs": ROWS}),
     "discrepancy.token_discrepancy": (_part(discrepancy.token_discrepancy, **MEASURE), PAIR),
     "discrepancy.sequence_discrepancy": _of_completions(discrepancy.sequence_discrepancy, discrepancy_tokens=ROWS),
     "discrepancy.completions_over_tolerance": _of_completions(
@@ -146,15 +143,15 @@ CASES = {
         lambda mask, **head: distribution.distribution_statistics(distribution.Head(**head), mask, MEASURE),
         HEAD | {"mask": MASK},
     ),
-    "centering.score_centering": _of_tokens(centering.score_centering),
-    "centering.centering_loss": _of_head(_part(centering.centering_loss, loss=losses.surrogate)),
-    "charges.charge_length": (
-        lambda mask, **head: charges.charge_length(distribution.Head(**head), mask, "state_tv"),
+    "distribution.score_centering": _of_tokens(distribution.score_centering),
+    "distribution.centering_loss": _of_head(_part(distribution.centering_loss, loss=losses.surrogate)),
+    "penalties.charge_length": (
+        lambda mask, **head: penalties.charge_length(distribution.Head(**head), mask, "state_tv"),
         HEAD | {"mask": MASK},
     ),
-    "charges.charge_loss": _of_head(_part(charges.charge_loss, charge="state_tv")),
+    "penalties.charge_loss": _of_head(_part(penalties.charge_loss, charge="state_tv")),
     **{
-        f"charges.{one.__name__}": (one, {"log_p": LISTS, "log_q": LISTS}) for one in charges.STATE_CHARGES.values()
+        f"penalties.{one.__name__}": (one, {"log_p": LISTS, "log_q": LISTS}) for one in penalties.STATE_CHARGES.values()
     },
     "corrections.chain": _of_tokens(_part(corrections.chain, corrections=[corrections.tis])),
     "corrections.statistics": (
@@ -180,8 +177,8 @@ CASES = {
 # One array, numbers of Python alone, or by design another shape than the index (its own checks are in masked_test).
 OTHERS = set(
     """
-    distribution.require_head numerics.as_float numerics.clamp numerics.exp_minus_linear discrepancy.log_odds
-    numerics.kl_estimate corrections.of_single_tokens
+    distribution.require_head stats.as_float stats.clamp stats.exp_minus_linear discrepancy.log_odds
+    stats.kl_estimate corrections.of_single_tokens
     advantages.overlong_penalty masked.gather_to_tokens dual.dual_init penalties.grpo
 """.split()
 )

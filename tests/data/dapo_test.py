@@ -7,9 +7,9 @@ import pytest
 
 from dcmdp_jax.config.settings import TaskSettings
 from dcmdp_jax.data.arithmetic import build_tokenizer
+from dcmdp_jax.data.chat import with_suffix
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import encode_prompts
-from dcmdp_jax.data.tokenizer import with_suffix
 from dcmdp_jax.rewards.math.answers import extract_answer
 from dcmdp_jax.rewards.protocol import Problem
 

@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from dcmdp_jax.data.arithmetic import build_tokenizer
+from dcmdp_jax.data.chat import render_chat, template_variables
 from dcmdp_jax.data.prompts import encode_prompts
-from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer, render_chat, save_tokenizer, template_variables
+from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer, save_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.rewards.protocol import Problem
 from tests.support.our_log import our_log

@@ -190,11 +190,11 @@ def test_arguments_of_a_gpu():
     2 layers' keys and values of 128 bytes, 128 tokens of 40,001 rows, are 1.3 GB; of 4,097 rows 134 MB, and twice that
     is the whole cache: a reset goes through all blocks.
     """
-    checks = _arguments(cpu=False, memory_share=0.3, tensor_parallel_size=2, max_rows=40_000)
-    assert checks["gpu_memory_utilization"] == 0.3
-    assert checks["tensor_parallel_size"] == 2
+    arguments = _arguments(cpu=False, memory_share=0.3, tensor_parallel_size=2, max_rows=40_000)
+    assert arguments["gpu_memory_utilization"] == 0.3
+    assert arguments["tensor_parallel_size"] == 2
     cpu_only = {"enforce_eager", "block_size", "enable_chunked_prefill", "max_num_batched_tokens"}
-    assert not (cpu_only | {"kv_cache_memory_bytes"}) & checks.keys()
+    assert not (cpu_only | {"kv_cache_memory_bytes"}) & arguments.keys()
     assert _arguments(cpu=False)["kv_cache_memory_bytes"] == 2 * 2 * 128 * 128 * 4097
     assert _arguments(cpu=False, kv_cache_gib=2)["kv_cache_memory_bytes"] == 2 * _GIB
     assert "gpu_memory_utilization" not in _arguments()
@@ -202,9 +202,9 @@ def test_arguments_of_a_gpu():
 
 def test_replicas_share_rows_and_memory():
     """max_rows and a third of the memory are those of all replicas: 4096 rows are 2048 for each of two."""
-    checks = _arguments(replicas=2)
-    assert checks["max_num_seqs"] == 2048
-    assert checks["kv_cache_memory_bytes"] == 2 * 128 * 128 * 2049
+    arguments = _arguments(replicas=2)
+    assert arguments["max_num_seqs"] == 2048
+    assert arguments["kv_cache_memory_bytes"] == 2 * 128 * 128 * 2049
     wide = _arguments(replicas=2, available=600_000_000, compute_dtype="float32", precision="float32")
     assert wide["kv_cache_memory_bytes"] == 100_000_000  # of 134 million
     assert _arguments(replicas=8, max_rows=4)["max_num_seqs"] == 1
@@ -219,17 +219,17 @@ def test_sleep_needs_an_argument_that_the_cpu_build_refuses():
 @pytest.mark.parametrize(("precision", "scheme"), [("fp8", "fp8_per_tensor"), ("fp8_per_block", "fp8_per_block")])
 def test_fp8_is_quantized_by_vllm_at_each_push(precision, scheme):
     """W8A8. `quantization="fp8"` is for checkpoints that are FP8 already: vLLM 0.32 refuses it for others."""
-    checks = _arguments(precision=precision, cpu=False)
-    assert checks["quantization"] == "online"
-    assert checks["quantization_config"] == {"linear": scheme, "ignore": []}
+    arguments = _arguments(precision=precision, cpu=False)
+    assert arguments["quantization"] == "online"
+    assert arguments["quantization_config"] == {"linear": scheme, "ignore": []}
     experts = _arguments(MOE, precision=precision, cpu=False)["quantization_config"]
     assert experts == {"linear": scheme, "moe": scheme, "ignore": ["*.gate"]}
 
 
 def test_engine_args_come_last():
-    checks = _arguments(engine_args='{"block_size": 64, "enforce_eager": false, "swap_space": 1}')
-    assert (checks["block_size"], checks["enforce_eager"], checks["swap_space"]) == (64, False, 1)
-    assert checks["kv_cache_memory_bytes"] == 2 * _NUMBERS
+    arguments = _arguments(engine_args='{"block_size": 64, "enforce_eager": false, "swap_space": 1}')
+    assert (arguments["block_size"], arguments["enforce_eager"], arguments["swap_space"]) == (64, False, 1)
+    assert arguments["kv_cache_memory_bytes"] == 2 * _NUMBERS
     with pytest.raises(ValueError, match="^engine_args: dtype is set by `compute_dtype`; leave it out$"):
         _arguments(engine_args='{"dtype": "float32"}')
 
@@ -313,9 +313,9 @@ def test_a_mixture_of_experts_in_8_bits():
     config = ModelConfig(
         "qwen3_moe", 104, 32, 64, 2, 4, 2, 16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
     )
-    checks = _arguments(config, precision="fp8_per_block")
+    arguments = _arguments(config, precision="fp8_per_block")
     expected = {"linear": "fp8_per_block", "moe": "fp8_per_block", "ignore": ["*.gate"]}
-    assert (checks["quantization"], checks["quantization_config"]) == ("online", expected)
+    assert (arguments["quantization"], arguments["quantization_config"]) == ("online", expected)
     with pytest.raises(ValueError, match=r"^precision: got 'int8', which the bridge has no mixture"):
         _arguments(config, precision="int8")
 
@@ -323,8 +323,8 @@ def test_a_mixture_of_experts_in_8_bits():
 def test_router_replay_decides_the_prefix_cache():
     """Off where the sidecar records the experts of what is computed, on where vLLM keeps those of cached tokens."""
     for cpu in (True, False):
-        checks = _arguments(cpu=cpu, routed_experts=True)
-        assert checks["enable_return_routed_experts"] and checks["enable_prefix_caching"] is not cpu
+        arguments = _arguments(cpu=cpu, routed_experts=True)
+        assert arguments["enable_return_routed_experts"] and arguments["enable_prefix_caching"] is not cpu
         said = "true" if cpu else "false"
         line = refused(_arguments, cpu=cpu, routed_experts=True, engine_args=f'{{"enable_prefix_caching": {said}}}')
         assert line.startswith(f"engine_args: enable_prefix_caching is {cpu}, `routed_experts` needs {not cpu} in")

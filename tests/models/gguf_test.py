@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
-from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer, render_chat
+from dcmdp_jax.data.chat import render_chat
+from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.gguf_convert import convert_gguf, package_model

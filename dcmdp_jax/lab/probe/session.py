@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcmdp_jax.config.settings import TaskSettings
+from dcmdp_jax.data.chat import chat_messages, render_chat, template_variables, with_suffix
 from dcmdp_jax.data.prompts import encode_prompts
-from dcmdp_jax.data.tokenizer import (
-    chat_messages,
-    encode_texts,
-    render_chat,
-    template_variables,
-    token_text,
-    with_suffix,
-)
+from dcmdp_jax.data.tokenizer import encode_texts, token_text
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
 from dcmdp_jax.errors import UserError

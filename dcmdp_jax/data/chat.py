@@ -1,0 +1,152 @@
+"""Chats as text: the messages of a problem, by the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
+from dcmdp_jax.inputs import json_object
+from dcmdp_jax.rewards.protocol import Message, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# DAPO-Math-17K (`Answer: $Answer`, `after "Answer:"`), its variants (`Answer: \boxed{<final_answer>}`), and an empty or
+# named box (`\boxed{}`, `\boxed{answer}`, `within \boxed`). A box with anything else in it is part of a problem.
+_ANSWER_FORM = re.compile(
+    r"""\banswer\s?:\s?(?:\$answer\b|\\boxed\{|["'”’])|\\boxed(?![a-z])(?!\s?[{\d])"""
+    r"""|\\boxed\{\s?(?:\.\.\.|…|<[^<>{}]{0,40}+>|[$\[]?(?:your |the )?(?:final[ _]?)?answer[$\]]?)?\s?\}""",
+    re.IGNORECASE,
+)
+_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+# Of a template's own text; published ones have some thousands.
+_TEMPLATE_CHARACTERS = 1_000_000
+# Arguments of apply_chat_template, which a template's variables share.
+_OURS = (
+    "messages conversation tokenize add_generation_prompt chat_template tools documents continue_final_message "
+    "return_dict return_tensors padding truncation max_length"
+).split()
+_QUESTION = ({"role": "user", "content": "What is 2+3?"},)
+
+
+def render_checked(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, what: str,
+    variables: Mapping[str, Any] = MappingProxyType({}), tools: Sequence[Mapping[str, Any]] = (),
+) -> str:  # fmt: skip
+    """The text of a chat up to the assistant's turn; refused without each message's text and each tool's name.
+
+    A chat that ends with the assistant's message goes on in it. A template may leave out an assistant's earlier
+    thoughts, so the assistant's messages are not looked for.
+    """
+    try:
+        text = render_chat(tokenizer, messages, tools, **variables)
+    except Exception as error:  # jinja2's errors, and any that a template raises
+        raise UserError(f"{template} can't render {what}: {shorten_name(one_line(error))}") from error
+    for message in messages:
+        if message["role"] != "assistant" and message["content"].strip() not in text:
+            raise UserError(
+                f"{template} leaves out the text of the {shorten_name(message['role'])} in {what}; it must write each "
+                "message's content: compare chat_template.jinja with the model's own"
+            )
+    for tool in tools:
+        name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), Mapping) else None
+        if not isinstance(name, str) or name not in text:
+            raise UserError(
+                f"{template} leaves out the tool {shorten(name)} in {what}; use a template that describes tools, or "
+                "name the column something else than tools"
+            )
+    return text
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    generation: bool = True,
+    **variables: Any,
+) -> str:
+    """A chat as its template writes it, up to the assistant's turn, or within it if the last message is its.
+
+    A last message of the assistant's follows the generation prompt as it is: templates write an empty thought before an
+    answer, or drop one from it. A thought that the generation prompt begins, or leaves empty, gives way to the
+    message's.
+
+    Raises:
+        Exception: any exception of the template; ValueError if it writes far more than the chat.
+    """
+    given, write = list(messages), functools.partial(write_chat, tokenizer, tools=tools, **variables)
+    if given[-1]["role"] != "assistant":
+        return write(given, add_generation_prompt=generation)
+    if len(given) == 1:
+        return write(given, continue_final_message=True)
+    begun, prompt, whole = given[-1]["content"], write(given[:-1], add_generation_prompt=True), write(given)
+    # What the template puts between the two, if it is space.
+    space = whole[len(prompt) :].partition(begun.strip() or "\0")[0] if whole.startswith(prompt) else ""
+    prompt = _THOUGHT.sub("", prompt) if begun.startswith("<think>") else prompt
+    return prompt + ("" if space.strip() else space) + begun
+
+
+def write_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Sequence[Any] = (), **options: Any
+) -> Any:
+    """Messages as the template writes them, by `apply_chat_template` with these options.
+
+    Raises:
+        Exception: any exception of the template; ValueError if it writes far more than the chat.
+    """
+    given, described = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
+    most = _TEMPLATE_CHARACTERS + 8 * len(str((given, described)))
+    text = tokenizer.apply_chat_template(given, tools=described, **{"tokenize": False, **options})
+    if len(text) > most:
+        raise ValueError(f"it writes {len(text):,} characters, at most {most:,} are taken for this chat")
+    return text
+
+
+def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:
+    """The chat of a problem, with the suffix at the end of the user's last message."""
+    asked = {"role": "user", "content": with_suffix(problem, prompt_suffix)}
+    if not problem.messages:
+        return [asked]
+    messages = list(problem.messages)
+    if users := [place for place, message in enumerate(messages) if message["role"] == "user"]:
+        messages[users[-1]] = {**messages[users[-1]], **asked}
+    return messages
+
+
+def problem_texts(problem: Problem) -> list[str]:
+    """The problem's own texts."""
+    return [problem.prompt, *(message["content"] for message in (*problem.messages, *problem.completion))]
+
+
+def with_suffix(problem: Problem, prompt_suffix: str) -> str:
+    """The user's last message: the problem and the suffix, unless both say how the answer is to be written.
+
+    An example's "Answer: 4", or a box in a puzzle, does not say so.
+    """
+    twice = _ANSWER_FORM.search(prompt_suffix) and any(_ANSWER_FORM.search(text) for text in problem_texts(problem))
+    return problem.prompt if twice else problem.prompt + prompt_suffix
+
+
+def template_variables(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """`chat_template_kwargs` as a dict. A template ignores variables that it does not know, so these are refused."""
+    variables = json_object(text, "chat_template_kwargs")
+    for name in variables:
+        if name in _OURS or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            reason = "is set by encode_prompts" if name in _OURS else "is no variable of the tokenizer's chat template"
+            raise UserError(f"chat_template_kwargs: {shorten(name)} {reason}; leave it out")
+    for name, value in variables.items():
+        meant = {"false": False, "true": True, "0": False, "1": True}.get(str(value).lower(), value)
+        given, other = ({**variables, name: each} for each in (value, meant))
+        render = functools.partial(render_checked, tokenizer, _QUESTION, "the chat template", "a question")
+        if render(given) != render(other):
+            raise UserError(
+                f"chat_template_kwargs: {name!r} is {json.dumps(value)}, which this template does not take for "
+                f"{json.dumps(meant)}; write {json.dumps(meant)}"
+            )
+    return variables
