@@ -19,7 +19,7 @@ PRECISE = jax.lax.Precision.HIGHEST
 """`precision` of float32 products in a program whose other products are in the compute dtype."""
 
 
-def products_in(dtype: jnp.typing.DTypeLike) -> AbstractContextManager[object]:
+def products_in(dtype: jax.typing.DTypeLike) -> AbstractContextManager[object]:
     """Within it, a program that computes in `dtype` is traced: forward, backward, kernels.
 
     XLA's default for float32 operands is TensorFloat-32 on NVIDIA GPUs and bfloat16 on TPUs, which leaves 10 or 7 bits
@@ -43,7 +43,7 @@ def in_compute_dtype(function: Callable[..., _T]) -> Callable[..., _T]:
     return traced
 
 
-def precision_of(dtype: jnp.typing.DTypeLike) -> jax.lax.Precision | None:
+def precision_of(dtype: jax.typing.DTypeLike) -> jax.lax.Precision | None:
     """`precision` of a product of two arrays of `dtype`, for code that is traced outside of `products_in`."""
     return PRECISE if jnp.dtype(dtype) == jnp.float32 else None
 

@@ -29,7 +29,7 @@ def abstract(config: ModelConfig, rows: int, slots: int, *, dtypes: tuple[str, s
     dtype, compute_dtype = dtypes
     stored = jnp.uint8 if dtype == FLOAT8 else jnp.dtype(dtype)
 
-    def held(*dims: int, dtype: jnp.typing.DTypeLike = stored) -> jax.ShapeDtypeStruct:
+    def held(*dims: int, dtype: jax.typing.DTypeLike = stored) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=sharding)
 
     heads, size = config.num_kv_heads, config.head_dim
