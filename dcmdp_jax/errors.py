@@ -16,7 +16,7 @@ class UserError(ValueError):
 
 
 class ArgumentError(UserError):
-    """A wrong argument of library code. `config.arguments` says it as one of a setting or a flag.
+    """A wrong argument of library code. `config.checks` says it as one of a setting or a flag.
 
     Args:
         argument: the argument's name.
