@@ -25,8 +25,7 @@ from dcmdp_jax.parallel.hosts import join_hosts
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training import loop
-from dcmdp_jax.training.across_hosts import settings_and_code
-from dcmdp_jax.training.stopping import Interrupted, TrainingStopped
+from dcmdp_jax.training.stopping import Interrupted, TrainingStopped, settings_and_code
 
 EXPECTED = (EngineError, MemoryError, TrainingStopped)
 """Failures whose message is enough."""

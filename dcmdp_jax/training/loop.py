@@ -27,7 +27,6 @@ from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task, digest_of
 from dcmdp_jax.run.weights import Weights
-from dcmdp_jax.training.across_hosts import data_facts
 from dcmdp_jax.training.batches import Batches, ConversationBatches
 from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, start
 from dcmdp_jax.training.loss_terms import RECORDED
@@ -35,7 +34,7 @@ from dcmdp_jax.training.phase_timer import KEPT_BYTES, PhaseTimer
 from dcmdp_jax.training.rollout_record import leg_metrics, recorded_completions, rollout_metrics, shown_samples
 from dcmdp_jax.training.rollout_sampler import trainer_state
 from dcmdp_jax.training.state import measure_tolerance
-from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, CollectiveExit, SkippedUpdates, StopSignal
+from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, CollectiveExit, SkippedUpdates, StopSignal, data_facts
 from dcmdp_jax.types import Params, TrainState
 
 logger = logging.getLogger(__name__)
