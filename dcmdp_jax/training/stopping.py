@@ -1,4 +1,4 @@
-"""How a run ends early: on all hosts together with everything saved, by too many skipped updates, or by an alarm."""
+"""How a run ends early: all hosts together, all saved; by skipped updates; by an alarm. Facts that hosts share."""
 
 from __future__ import annotations
 
