@@ -14,9 +14,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from dcmdp_jax.commands.sweep import load_study
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.lab.studies.results import tables
-from dcmdp_jax.lab.studies.study_figures import DPI
+from dcmdp_jax.lab.studies.results import DPI, read_kept_metrics, tables
 from research import (
     ascents,
     certificates,

@@ -28,8 +28,17 @@ from scipy.special import stdtr
 from configs.studies.dose_response import doses
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_quantile
-from dcmdp_jax.lab.studies.results import Estimate, Table, curves, estimate, held_out, recorded
-from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, color_of, plot_curve
+from dcmdp_jax.lab.studies.results import (
+    BASELINE_COLOR,
+    Estimate,
+    Table,
+    color_of,
+    curves,
+    estimate,
+    held_out,
+    plot_curve,
+    recorded,
+)
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import INK, LEGEND, make_figure, style_axes

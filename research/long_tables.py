@@ -10,9 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.stats import ttest_ind
 
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.lab.studies.results import Estimate, Table, estimate
-from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, color_of
+from dcmdp_jax.lab.studies.results import BASELINE_COLOR, Estimate, Table, color_of, estimate, read_kept_metrics
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.alarms import alarms
 from dcmdp_jax.observe.metrics_io import Series

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from matplotlib.figure import Figure
 
-from dcmdp_jax.lab.studies.results import Table
-from dcmdp_jax.lab.studies.study_figures import BASELINE_COLOR, color_of
+from dcmdp_jax.lab.studies.results import BASELINE_COLOR, Table, color_of
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import make_figure, style_axes

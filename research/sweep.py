@@ -25,7 +25,7 @@ from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.table import read_scores
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
+from dcmdp_jax.lab.studies.results import read_kept_metrics, write_kept_metrics
 from dcmdp_jax.lab.studies.study import Study, StudyRun
 from dcmdp_jax.lab.studies.study_runs import EVALUATION, evaluate_run, evaluation_words, write_results
 from dcmdp_jax.observe.metrics_io import read_metrics

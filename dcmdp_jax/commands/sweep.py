@@ -27,7 +27,7 @@ from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.lab.studies.arms import Values, arm_table, check_arm
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
+from dcmdp_jax.lab.studies.results import read_kept_metrics
 from dcmdp_jax.lab.studies.study import SET_BY_THE_STUDY, Arm, Study, StudyRun, check_collisions, runs_of
 from dcmdp_jax.lab.studies.study_runs import EVALUATION, STOPPED, compare, evaluation_words, finish_run, write_results
 from dcmdp_jax.run.directory import check_run_directory

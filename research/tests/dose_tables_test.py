@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.results import estimate
-from dcmdp_jax.lab.studies.study_figures import color_of
+from dcmdp_jax.lab.studies.results import color_of, estimate
 from research.dose_tables import (
     ascending,
     ascent_table,

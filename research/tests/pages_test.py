@@ -16,8 +16,7 @@ from dcmdp_jax.algorithm.losses import LOSSES
 from dcmdp_jax.algorithm.penalties import PENALTIES
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.evaluation.estimators import t_half_width, t_quantile
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.lab.studies.results import tables
+from dcmdp_jax.lab.studies.results import read_kept_metrics, tables
 from research import paper_regime
 from research.ascents import ascents, fixed
 from research.charge_in_a_real_model import ENGINES, MEANS

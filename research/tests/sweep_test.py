@@ -13,7 +13,7 @@ import pytest
 from dcmdp_jax.commands.sweep import load_study
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
+from dcmdp_jax.lab.studies.results import read_kept_metrics, write_kept_metrics
 from dcmdp_jax.observe.metrics_io import read_metrics
 from dcmdp_jax.run.services import Services
 from research import sweep

@@ -17,8 +17,7 @@ from dcmdp_jax.config.load import to_saved
 from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.studies import study_runs
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics
-from dcmdp_jax.lab.studies.results import MEASURES, measure_arms, paired_differences
+from dcmdp_jax.lab.studies.results import MEASURES, measure_arms, paired_differences, read_kept_metrics
 from dcmdp_jax.observe.metrics_io import read_metrics
 from tests.support.commands import failed_command
 from tests.support.each import check_each

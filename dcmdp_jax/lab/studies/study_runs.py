@@ -12,10 +12,8 @@ from pathlib import Path
 import dcmdp_jax
 from dcmdp_jax.evaluation.log import write_json
 from dcmdp_jax.evaluation.table import format_comparison, read_scores
-from dcmdp_jax.lab.studies.kept_metrics import write_kept_metrics
-from dcmdp_jax.lab.studies.results import Table, tables
+from dcmdp_jax.lab.studies.results import Table, save_figures, tables, write_kept_metrics
 from dcmdp_jax.lab.studies.study import Study, StudyRun
-from dcmdp_jax.lab.studies.study_figures import save_figures
 from dcmdp_jax.observe.metrics_io import read_metrics
 
 EVALUATION = "evaluation.json"

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.studies.kept_metrics import read_kept_metrics, write_kept_metrics
-from dcmdp_jax.lab.studies.results import tables
+from dcmdp_jax.lab.studies.results import read_kept_metrics, tables, write_kept_metrics
 
 _REWARD, _SCORE = "reward/mean", "eval/arithmetic/avg@8"
 
