@@ -142,7 +142,7 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
     from dcmdp_jax.data.prompts import encode_prompts
     from dcmdp_jax.engines.protocol import SamplingParams
     from dcmdp_jax.lab.probe import engines
-    from dcmdp_jax.lab.probe.specs import parse_spec
+    from dcmdp_jax.lab.probe.engines import parse_spec
     from dcmdp_jax.models.hf_weights import save_params
     from dcmdp_jax.run.saved_model import Policy, find_model
 

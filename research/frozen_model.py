@@ -335,8 +335,8 @@ def _session(name: str, arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The probe's session of one engine that also gives its likeliest tokens, and the engine."""
     from dcmdp_jax.config.load import for_sampling
     from dcmdp_jax.data.problems import load_problems
+    from dcmdp_jax.lab.probe.engines import parse_spec
     from dcmdp_jax.lab.probe.session import Session
-    from dcmdp_jax.lab.probe.specs import parse_spec
     from dcmdp_jax.run.saved_model import Policy, find_model
 
     spec, saved = parse_spec(name), find_model(Path(arguments.model))

@@ -32,9 +32,8 @@ from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch import page
 from dcmdp_jax.lab.mismatch.analysis import Measured, analyze
-from dcmdp_jax.lab.probe.engines import settings_for
+from dcmdp_jax.lab.probe.engines import ProbeSpec, parse_spec, settings_for
 from dcmdp_jax.lab.probe.session import Session, check_specs, probe_pairs
-from dcmdp_jax.lab.probe.specs import ProbeSpec, parse_spec
 from dcmdp_jax.run.saved_model import Policy, find_model
 
 _PROBES_OWN = {"rollout.group_size": 8, "rollout.max_rows": 256, "training.seed": 0, "task.verifier_budget": 0.0}

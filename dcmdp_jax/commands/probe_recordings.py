@@ -14,7 +14,7 @@ from dcmdp_jax.lab.mismatch.over_training import RecordedFile, find_files, read_
 from dcmdp_jax.lab.mismatch.page import LEFT_OUT
 from dcmdp_jax.lab.mismatch.recording import Columns, read_recording
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut
-from dcmdp_jax.lab.probe.specs import ProbeSpec
+from dcmdp_jax.lab.probe.engines import ProbeSpec
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE
 from dcmdp_jax.observe.metrics_io import read_metrics, without_placeholder
 from dcmdp_jax.run.directory import read_config

@@ -29,12 +29,11 @@ from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.estimators import t_quantile
-from dcmdp_jax.lab.mismatch.pairs import make_pairs
-from dcmdp_jax.lab.mismatch.states import StateMeasure, compare_states, measure_states
+from dcmdp_jax.lab.mismatch.analysis import StateMeasure, compare_states
+from dcmdp_jax.lab.mismatch.pairs import make_pairs, measure_states
 from dcmdp_jax.lab.probe import engines
-from dcmdp_jax.lab.probe.engines import in_places
+from dcmdp_jax.lab.probe.engines import ProbeSpec, in_places
 from dcmdp_jax.lab.probe.session import Session
-from dcmdp_jax.lab.probe.specs import ProbeSpec
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.row_logprobs import RowOutputs, make_row_logprobs
 from dcmdp_jax.named_functions import Call

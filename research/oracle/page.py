@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.lab.mismatch.states import state_lines
+from dcmdp_jax.lab.mismatch.page import state_lines
 from dcmdp_jax.number_format import number, text_table
 from dcmdp_jax.observe.jsonl import json_values
 from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, make_figure, style_axes

@@ -15,7 +15,8 @@ from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.recording import Columns
-from dcmdp_jax.lab.probe import engines, rescoring
+from dcmdp_jax.lab.probe import engines
+from dcmdp_jax.lab.probe.compare import Rescoring
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.run.saved_model import find_model
@@ -186,7 +187,7 @@ def test_a_probe_that_is_stopped_leaves_what_it_had(model, tmp_path, capsys, mon
         raise EngineError("stopped here")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rescoring.Rescoring, "_temperature", stopped)
+        patched.setattr(Rescoring, "_temperature", stopped)
         code, _, error = _run(capsys, *arguments)
     record = json.loads((tmp_path / "probe.json").read_text())
     (pair,) = record["pairs"]

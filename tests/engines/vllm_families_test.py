@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from dcmdp_jax.lab.probe.operators import observed, operator_differences, tokens_of
+from dcmdp_jax.lab.probe.operators import operator_differences
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.families import FAMILIES
@@ -67,7 +67,6 @@ def test_logprobs_are_the_training_stacks_after_each_push(start, config):
     log = (live.replicas[0].supervisor.sidecar._launch.directory / "sidecar.log").read_text(encoding="utf-8")
     assert log.count("Reloading and processing weights took") == 1
     # Each operator of its network too, as hooks see it.
-    tokens = tokens_of(asked, answers)
-    found = operator_differences(params, config, tokens, observed(live, tokens))
+    found = operator_differences(live, params, config, asked, answers)
     found = {str(each): each.relative for each in found}
     assert len(found) == 3 + 3 * config.num_layers and max(found.values()) < 1e-4, found

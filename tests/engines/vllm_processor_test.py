@@ -11,7 +11,7 @@ import pytest
 from dcmdp_jax.commands import train
 from dcmdp_jax.engines.vllm import launch
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.lab.probe.specs import parse_spec
+from dcmdp_jax.lab.probe.engines import parse_spec
 from dcmdp_jax.parallel import backend
 from tests.support.commands import run_command
 from tests.support.processors import CACHES, PROCESSORS, REFUSED, WEIGHTS, pretend

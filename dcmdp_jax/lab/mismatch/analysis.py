@@ -12,8 +12,7 @@ from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding
 from dcmdp_jax.lab.mismatch.diagnosis import diagnose
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, OperatorDifference, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
-from dcmdp_jax.lab.mismatch.pairs import Recommendation, Statistics, TokenPairs, measure, recommend
-from dcmdp_jax.lab.mismatch.states import StateMeasure, compare_states
+from dcmdp_jax.lab.mismatch.pairs import STATE_MEASURES, Recommendation, Statistics, TokenPairs, measure, recommend
 from dcmdp_jax.observe.jsonl import json_values
 from dcmdp_jax.observe.legs import legs_of
 
@@ -137,6 +136,52 @@ def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Gro
         for label, n, s, r in zip(labels, counts.tolist(), sums.tolist(), ratios.tolist(), strict=True)
         if n
     ]
+
+
+class StateMeasure(NamedTuple):
+    """A measure of whole states and its estimate from sampled tokens; of the head's mass the exact value alone.
+
+    Attributes:
+        title: for people.
+        exact: mean over the states.
+        bound: how much larger the true mean can be.
+        sampled: mean of the sampled tokens' terms.
+        noise: standard error of `sampled` for the states given, sqrt(sum (term - exact)^2) / n.
+    """
+
+    title: str
+    exact: float
+    bound: float
+    sampled: float
+    noise: float
+
+
+def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
+    """How far two engines are apart in whole states, and how noisily the sampled tokens say so; see `state_measures`.
+
+    The engine's k likeliest tokens give the exact value of a state, within its bound. Everybody's metric has the
+    sampled token alone, whose term has that value as its mean under q:
+
+        total variation        |r - 1| / 2        r = p / q of the sampled token
+        KL(q || p)             -log r             (k1)
+        KL(p || q)             r log r
+        expected |p - q|       |p - q|
+
+    Returns:
+        Each measure over the states of sampled tokens, with its estimate; empty without likeliest tokens.
+    """
+    if pairs.states is None:
+        return ()
+    log_ratio, states = pairs.log_ratio, pairs.states.astype(np.float64)
+    ratio = np.exp(log_ratio)
+    terms = np.abs(ratio - 1) / 2, -log_ratio, ratio * log_ratio, pairs.discrepancy
+    found = []
+    for place, (title, term) in enumerate(zip(STATE_MEASURES.values(), terms, strict=True)):
+        exact, bound = states[:, 2 * place], states[:, 2 * place + 1]
+        noise = float(np.sqrt(np.sum((term - exact) ** 2)) / len(term))
+        found.append(StateMeasure(title, float(exact.mean()), float(bound.mean()), float(term.mean()), noise))
+    mass, count = states[:, -2:].mean(axis=0)
+    return (*found, StateMeasure(f"mass of the engine's {count:g} likeliest", float(mass), *(math.nan,) * 3))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured
+from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured, StateMeasure
 from dcmdp_jax.lab.mismatch.evidence import outliers
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, means_by_completion
-from dcmdp_jax.lab.mismatch.states import state_lines
 from dcmdp_jax.number_format import number, percent, text_table
 from dcmdp_jax.observe.page_kit import (
     COLORS,
@@ -118,6 +117,14 @@ def _first_operator(analysis: Analysis) -> list[str]:
     stand_out = [f"the first to stand out: {each}, {each.relative:.2g}" for each in outliers(operators)]
     said = (stand_out or ["none stands out"])[0]
     return [f"  {len(operators)} operators on the same input, half within {half:.2g} of their size; {said}"]
+
+
+def state_lines(states: Sequence[StateMeasure]) -> list[str]:
+    """A table for a terminal; no line without states."""
+    if not states:
+        return []
+    rows = [[title, *(number(x, ".4g") for x in values)] for title, *values in states]
+    return text_table([["  whole states", "exact", "at most more", "sampled tokens say", "+-"], *rows])
 
 
 _LABELS = "tokens; completions; mean |dp|; p50; p99; max; k1, nats; k3, nats; Pearson; |eps|: mean, p50, p95"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -239,3 +241,43 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
         else f"{_FLOORS:g} times the noise floor: no policy can go below the floor itself"
     )
     return Recommendation(value, f"c = {value:.2g} is {why}. Noise floor: {said}.")
+
+
+STATE_MEASURES = {
+    "total_variation": "total variation",
+    "kl_engine": "KL(q || p), nats",
+    "kl_trainer": "KL(p || q), nats",
+    "expected_discrepancy": "expected |p - q|",
+}
+"""Name in `state_measures` without `distribution/` -> title. `TokenPairs.states` has these, each before its bound."""
+_ENTRIES = 1 << 16
+
+
+def measure_states(ids: np.ndarray, train_logprobs: np.ndarray, rollout_logprobs: np.ndarray) -> np.ndarray:
+    """`state_measures` of T states, a few at a time in one shape.
+
+    Args:
+        ids: [T, k] int32, likeliest first, -1 where the engine has fewer.
+        train_logprobs, rollout_logprobs: [T, k] nats.
+
+    Returns:
+        [T, 10] float32: each of `STATE_MEASURES` and its bound, the head's mass, and k.
+    """
+    names = [name for each in STATE_MEASURES for name in (each, f"{each}_bound")] + ["head_mass"]
+    size, found = max(1, _ENTRIES // ids.shape[1]), [np.zeros((0, len(names)), np.float32)]
+    for start in range(0, len(ids), size):
+        parts = [values[start : start + size] for values in (train_logprobs, rollout_logprobs, ids)]
+        train, rollout, part = (np.pad(x, ((0, size - len(x)), (0, 0))) for x in parts)
+        values = _program()(train, rollout, part >= 0)
+        found.append(np.stack([values[f"distribution/{name}"] for name in names], axis=1)[: len(parts[0])])
+    return np.pad(np.concatenate(found), ((0, 0), (0, 1)), constant_values=ids.shape[1])
+
+
+@functools.cache
+def _program() -> Callable[..., dict[str, Any]]:
+    # Recordings are read without JAX.
+    import jax
+
+    from dcmdp_jax.algorithm.distribution import state_measures
+
+    return jax.jit(state_measures)

@@ -11,9 +11,8 @@ import numpy as np
 
 from dcmdp_jax.data.likeliest_tokens import list_problems
 from dcmdp_jax.errors import UserError, shorten
-from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs
+from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs, measure_states
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut, read_rows
-from dcmdp_jax.lab.mismatch.states import measure_states
 from dcmdp_jax.record import unpacked_top
 
 # Half precision may leave a log-prob a little above 0 and an entropy a little below.

@@ -1,10 +1,16 @@
-"""What a probe compares: engines built from their specs, and the training stack, as things that score."""
+"""What a probe compares: engines by name, as the command line gives them, and the training stack, as things that score.
+
+A name is `vllm:bfloat16,cache=fp8,model=DIR`.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +18,13 @@ import numpy as np
 
 from dcmdp_jax.config.checks import as_settings, engine_arguments, of_engine
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
-from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, collect
+from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
 from dcmdp_jax.data.packing import one_a_row
-from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.process_memory import show_torch
 from dcmdp_jax.engines.protocol import Engine, SamplingParams, check_top_logprobs
-from dcmdp_jax.engines.registry import find_engine
-from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.probe.specs import ProbeSpec
+from dcmdp_jax.engines.registry import ENGINES, find_engine
+from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_weights import save_params
@@ -28,6 +33,109 @@ from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
 from dcmdp_jax.run.saved_model import Policy
 from dcmdp_jax.types import Params, Rows
+
+SAMPLING_KINDS = tuple(ENGINES)
+"""Built-in engines that sample. `SCORERS` only score."""
+_DTYPES = ("float32", "bfloat16", "float16")
+"""What a server with weights of its own may compute in, and the trainer."""
+SCORERS = {"trainer": _DTYPES, "hf": ("float32",)}
+"""What only scores -> precisions; the first is the default."""
+
+
+class ProbeSpec(NamedTuple):
+    """An engine to build.
+
+    Attributes:
+        kind: a name in `SCORERS` or `SAMPLING_KINDS`, or an engine by path, `module:NAME` or `file.py:NAME`.
+        precision: precision of the weights; for `trainer` the compute dtype.
+        compute: dtype of activations.
+        cache: dtype of the key-value cache; "auto" is the compute dtype.
+        model: directory of its own model; "" for the one that is probed.
+        like: with `trainer`, the engine whose roundings of weights, activations and `cache` it repeats, KIND:PRECISION.
+    """
+
+    kind: str
+    precision: str
+    compute: str
+    cache: str = "auto"
+    model: str = ""
+    like: str = ""
+
+    @property
+    def record(self) -> EngineKind | None:
+        """The engine's record; None of what only scores."""
+        return None if self.kind in SCORERS else find_engine(self.kind)
+
+    @property
+    def costs(self) -> dict[str, str]:
+        """Cause of `mismatch.causes` -> the setting that has it as its price."""
+        found = {}
+        if self.record is not None and self.precision in self.record.quantized:
+            found["quantized_weights"] = f"the engine's weights are {self.precision}"
+        if self.record is not None and self.cache != "auto":
+            found["quantized_cache"] = f"the engine's key-value cache is {self.cache}"
+        return found
+
+    def without(self, cause: str) -> ProbeSpec:
+        """The same engine without the setting that has this cause of `costs` as its price."""
+        other = {"cache": "auto"} if cause == "quantized_cache" else {"precision": self.compute}
+        return self._replace(**other)
+
+    def __str__(self) -> str:
+        usual = {"compute": (self.precision, _default_compute(self.kind, self.precision)), "cache": ("auto",)}
+        options = {name: getattr(self, name) for name in ("compute", "like", "cache", "model")}
+        given = [f"{name}={value}" for name, value in options.items() if value not in usual.get(name, ("",))]
+        return ",".join([f"{self.kind}:{self.precision}", *given])
+
+
+def parse_spec(text: str) -> ProbeSpec:
+    """Read `KIND[:PRECISION][,compute=DTYPE][,cache=DTYPE][,model=DIR]`; KIND may be `file.py:NAME` or `module:NAME`.
+
+    The trainer takes `like=KIND:PRECISION`, and with it `cache=DTYPE`, of an engine whose roundings it repeats.
+
+    Raises:
+        UserError: naming what is not known and what is allowed.
+    """
+    head, *options = text.split(",")
+    kind, _, precision = head.partition(":")
+    if precision and kind not in (*SCORERS, *SAMPLING_KINDS) and ("." in kind or (kind and find_spec(kind))):
+        name, _, precision = precision.partition(":")
+        kind = f"{kind}:{name}"
+        record = find_engine(kind)
+    else:
+        _one_of("engine", kind, (*SCORERS, *SAMPLING_KINDS), text)
+        record = ENGINES.get(kind)
+    precisions = SCORERS[kind] if record is None else record.precisions or _DTYPES
+    precision = precision or precisions[0]
+    _one_of("precision", precision, precisions, text)
+    values = {"compute": _default_compute(kind, precision), "cache": "auto", "model": "", "like": ""}
+    allowed = {"compute": record.compute_dtypes, "cache": record.cache_dtypes} if record else {}
+    if kind == "trainer":
+        repeated = [one for one in TRAINABLE.values() if one.emulated]
+        allowed["like"] = tuple(f"{one.name}:{each}" for one in repeated for each in one.precisions if each != "exact")
+    for option in options:
+        name, _, value = option.partition("=")
+        if name == "like" and value in allowed.get("like", ()):
+            allowed["cache"] = ("auto", *TRAINABLE[value.partition(":")[0]].emulated_caches)
+        known = [key for key in values if key == "model" or allowed.get(key)]
+        _one_of("option", name, tuple(known), text)
+        if name != "model":
+            _one_of(name, value, allowed[name], text)
+        values[name] = value
+    return ProbeSpec(kind, precision, **values)
+
+
+def _default_compute(kind: str, precision: str) -> str:
+    """The precision where it is a dtype; else what the engine computes quantized weights in."""
+    if precision in _DTYPES or kind in SCORERS:
+        return precision
+    return find_engine(kind).quantized_compute
+
+
+def _one_of(what: str, value: str, allowed: tuple[str, ...], text: str) -> None:
+    if value not in allowed:
+        raise UserError(f"engine {shorten(text)}: {what} {shorten(value)}, allowed are {', '.join(allowed)}")
+
 
 LOGPROB_CHUNK = 256
 """Tokens whose logits exist at one time: 50 MB of a vocabulary of 50,000."""
@@ -146,6 +254,7 @@ class Sampled:
         logprobs: [T_i] float32 each, as the engine reported them while sampling.
         top_ids, top_logprobs: [T_i, k] int32 and float32 each, the engine's likeliest tokens; None without
             `rollout.top_logprobs`.
+        episodes: the engine's own, of which these are.
     """
 
     prompt_index: np.ndarray
@@ -153,6 +262,7 @@ class Sampled:
     logprobs: list[np.ndarray]
     top_ids: list[np.ndarray] | None = None
     top_logprobs: list[np.ndarray] | None = None
+    episodes: Sequence[Episode] = ()
 
 
 def sample(engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int) -> Sampled:
@@ -166,6 +276,7 @@ def sample(engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingPara
         [episode.completion_ids for episode in episodes],
         [episode.rollout_logprobs[episode.sampled_mask] for episode in episodes],
         *([episode.columns[name][episode.sampled_mask] for episode in episodes] for name in lists),
+        episodes=episodes,
     )
 
 

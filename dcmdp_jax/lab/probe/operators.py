@@ -20,7 +20,7 @@ from dcmdp_jax.models.decoder import Attend, block_of, final_norm, is_recurrent,
 from dcmdp_jax.models.gated_delta import Recur
 from dcmdp_jax.models.gated_delta import rows as recurrent_rows
 from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
-from dcmdp_jax.models.ops import Ops, choose_ops
+from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.products import in_compute_dtype, products_in
 from dcmdp_jax.models.scheme_products import round_cache
 from dcmdp_jax.types import Params
@@ -30,6 +30,9 @@ NORMS = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 
 Pair, Sizes = tuple[Any, Any], dict[str, jax.Array]
 """What an operator read and gave, [T, width] each, floating point; operator -> relative difference."""
+
+Cached = Callable[[jax.Array], jax.Array]
+"""Keys or values -> the same as a cache gives them back."""
 
 
 class OnePass(NamedTuple):
@@ -63,29 +66,30 @@ class Observed(NamedTuple):
     rounding: str = ""
 
 
-def tokens_of(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]) -> OnePass:
-    """The tokens to look at."""
-    rows: list[np.ndarray] = []
-    for pair in zip(prompts, completions, strict=False):
-        if len(row := np.concatenate(pair)[: _TOKENS - sum(map(len, rows))]):
-            rows.append(row)
-    lengths = [len(row) for row in rows]
-    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
-    return OnePass(rows, positions[None], np.repeat(np.arange(1, 1 + len(rows), dtype=np.int32), lengths)[None])
-
-
 def operator_differences(
-    params: Params, config: ModelConfig, tokens: OnePass, seen: Observed
+    engine: Any, params: Params, config: ModelConfig, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]
 ) -> list[OperatorDifference]:
-    """Run the training stack's operators, in float32, on what the engine's own read.
+    """Run the training stack's operators, in float32, on what an engine's own read.
 
     ||y - f(x)|| / ||f(x)||, x and y what the engine's operator read and gave: an error is seen where it arises, not in
     later layers. "norm" is a layer's worst. "cache" is the difference of the attention that reads the cache to one that
     keeps keys and values whole.
 
+    Args:
+        engine: the engine.
+        params, config: the training stack's model.
+        prompts, completions: token ids; the first 256 are looked at.
+
     Returns:
-        Differences in the order of the forward pass.
+        Differences in the order of the forward pass; none of an engine of another model, or without weights, or that
+        nobody can look into.
+
+    Raises:
+        EngineError: see `VllmEngine.observe`.
     """
+    tokens = _tokens_of(prompts, completions)
+    if getattr(engine, "config", config) != config or (seen := _observed(engine, tokens)) is None:
+        return []
     looked_up = embedding_scale(config, params["embedding"].astype(jnp.float32)[np.concatenate(tokens.rows)])
     found = [OperatorDifference("embedding", None, float(_relative(seen.embedding, looked_up)))]
     kinds = zip(config.layer_ropes, config.layer_windows(tokens.positions.size), strict=True)
@@ -96,17 +100,37 @@ def operator_differences(
     return found + in_order(_last(outer, seen.norm, seen.head, config=config), None)
 
 
-def attention_over(
-    segment_ids: jax.Array, platform: str, ops: Ops, window: int, cached: Callable[[jax.Array], jax.Array]
-) -> Attend:
-    """Attention of packed rows; `cached` makes of keys and values what a cache would."""
+def _tokens_of(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]) -> OnePass:
+    """The tokens to look at."""
+    rows: list[np.ndarray] = []
+    for pair in zip(prompts, completions, strict=False):
+        if len(row := np.concatenate(pair)[: _TOKENS - sum(map(len, rows))]):
+            rows.append(row)
+    lengths = [len(row) for row in rows]
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    return OnePass(rows, positions[None], np.repeat(np.arange(1, 1 + len(rows), dtype=np.int32), lengths)[None])
+
+
+def _observed(engine: Any, tokens: OnePass) -> Observed | None:
+    """Have an engine that has weights compute the tokens; None of one that nobody can look into."""
+    if isinstance(engine, VllmEngine):
+        return _of_vllm(engine, tokens)
+    if isinstance(engine, LocalEngine) and engine.weights is not None and engine.program.mesh.size == 1:
+        return _of_embedded(engine.program, engine.weights, tokens)
+    return None
+
+
+def _mixer(
+    layer: Params, config: ModelConfig, segment_ids: jax.Array, window: int, platform: str, cached: Cached
+) -> Attend | Recur:
+    """What mixes the tokens of packed rows in a layer; `cached` makes of keys and values what a cache would."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
         kernel = choose_kernel("auto", query.dtype, platform, query.shape[1])
-        how = {"kernel": kernel, "one_segment": False, "ops": ops, "window": window}
+        how = {"kernel": kernel, "one_segment": False, "ops": choose_ops(platform), "window": window}
         return row_attention(query, cached(key), cached(value), segment_ids, **how), None
 
-    return attend
+    return functools.partial(recurrent_rows, config, segment_ids) if is_recurrent(layer) else attend
 
 
 def _relative(own: jax.Array, trained: jax.Array) -> jax.Array:
@@ -122,12 +146,8 @@ def _layer(
     (positions, segment_ids), (rope, window, rounding) = rows, kind
     block = block_of(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained), config)
     platform, rotary, sizes = jax.default_backend(), all_rotary_tables(config, positions)[rope], {}
+    mixer = functools.partial(_mixer, trained, config, segment_ids, window, platform)
     ops = choose_ops(platform)
-
-    def attend(cache: str) -> Attend | Recur:
-        if is_recurrent(trained):
-            return functools.partial(recurrent_rows, config, segment_ids)
-        return attention_over(segment_ids, platform, ops, window, lambda x: round_cache(x, cache))
 
     def compare(part: str, operator: Callable[[jax.Array], Any], _: jax.Array) -> Any:
         read, gave = pairs[part]
@@ -136,9 +156,10 @@ def _layer(
         return trained
 
     with products_in("float32"):
-        block(jnp.zeros_like(pairs["mlp"][0], jnp.float32)[None], rotary, attend(rounding), ops, observe=compare)
+        mix = mixer(lambda x: round_cache(x, rounding))
+        block(jnp.zeros_like(pairs["mlp"][0], jnp.float32)[None], rotary, mix, ops, observe=compare)
         if "cache" in pairs:
-            compare("cache", lambda x: block.attention(x, rotary, attend(""), ops), None)
+            compare("cache", lambda x: block.attention(x, rotary, mixer(lambda x: x), ops), None)
     return {"norm": jnp.max(jnp.stack([sizes.pop(part) for part in NORMS if part in sizes])), **sizes}
 
 
@@ -150,19 +171,6 @@ def _last(params: Params, norm: Pair, head: Pair, *, config: ModelConfig) -> Siz
         centered = (each - jnp.mean(each, -1, keepdims=True) for each in (head[1], own_logits))
         hidden = final_norm(params, config, norm[0].astype(jnp.float32))
         return {"norm": _relative(norm[1], hidden), "head": _relative(*centered)}
-
-
-def observed(engine: Any, tokens: OnePass) -> Observed | None:
-    """Have an engine that has weights compute the tokens; None of one that nobody can look into.
-
-    Raises:
-        EngineError: see `VllmEngine.observe`.
-    """
-    if isinstance(engine, VllmEngine):
-        return _of_vllm(engine, tokens)
-    if isinstance(engine, LocalEngine) and engine.weights is not None and engine.program.mesh.size == 1:
-        return _of_embedded(engine.program, engine.weights, tokens)
-    return None
 
 
 def _of_vllm(engine: VllmEngine, tokens: OnePass) -> Observed:
@@ -182,41 +190,33 @@ def _of_vllm(engine: VllmEngine, tokens: OnePass) -> Observed:
 def _of_embedded(program: Program, weights: Params, tokens: OnePass) -> Observed:
     config, layers = program.config, []
     outer = program.own_weights({key: leaf for key, leaf in weights.items() if key != "layers"})
-    x = looked_up = _embedded(outer, np.concatenate(tokens.rows)[None], program=program)
-    windows = config.layer_windows(x.shape[1])
-    for layer, rope, window in zip(weights["layers"], config.layer_ropes, windows, strict=True):
-        x, pairs = _engine_layer(layer, x, tokens[1:], program=program, rope=rope, window=window)
+    x = looked_up = embed(outer, np.concatenate(tokens.rows)[None], program).astype(program.compute_dtype)
+    kinds = zip(config.layer_ropes, config.layer_windows(x.shape[1]), strict=True)
+    for layer, kind in zip(weights["layers"], kinds, strict=True):
+        x, pairs = _engine_layer(layer, x, tokens[1:], program=program, kind=kind)
         layers.append(pairs)
     return Observed(looked_up[0], layers, *_engine_last(outer, x[0], program=program))
 
 
-@functools.partial(jax.jit, static_argnames=("program",))
-def _embedded(weights: Params, tokens: jax.Array, *, program: Program) -> jax.Array:
-    return embed(weights, tokens, program).astype(program.compute_dtype)
-
-
-@functools.partial(jax.jit, static_argnames=("program", "rope", "window"))
+@functools.partial(jax.jit, static_argnames=("program", "kind"))
 @in_compute_dtype
 def _engine_layer(
-    own: Params, x: jax.Array, rows: Pair, *, program: Program, rope: str, window: int
+    own: Params, x: jax.Array, rows: Pair, *, program: Program, kind: tuple[str, int]
 ) -> tuple[jax.Array, dict[str, Pair]]:
     """The residual stream after the layer, and what its operators read and gave."""
-    positions, segment_ids = rows
-    block = block_of(program.own_weights(own), program.config)
-    rotary, seen = all_rotary_tables(program.config, positions)[rope], {}
-    attend = functools.partial(attention_over, segment_ids, program.platform, program.ops, window)
-    recurs = is_recurrent(own)
-    mix = functools.partial(recurrent_rows, program.config, segment_ids) if recurs else attend(lambda x: x)
+    (positions, segment_ids), (rope, window), config = rows, kind, program.config
+    block, rotary, seen = block_of(program.own_weights(own), config), all_rotary_tables(config, positions)[rope], {}
+    mixer = functools.partial(_mixer, own, config, segment_ids, window, program.platform)
 
     def keep(part: str, operator: Callable[[jax.Array], Any], read: jax.Array) -> Any:
         gave = operator(read)
         seen[part] = read[0], jax.tree.leaves(gave)[0][0]
         return gave
 
-    after, _, _ = block(x, rotary, mix, program.ops, observe=keep)
-    if program.cache_dtype != program.compute_dtype and not recurs:
-        read_cache = attend(lambda x: load(store(x, program.cache_dtype), x.dtype))
-        keep("cache", lambda x: block.attention(x, rotary, read_cache, program.ops), seen["attention"][0][None])
+    after, _, _ = block(x, rotary, mixer(lambda x: x), program.ops, observe=keep)
+    if program.cache_dtype != program.compute_dtype and not is_recurrent(own):
+        mix = mixer(lambda x: load(store(x, program.cache_dtype), x.dtype))
+        keep("cache", lambda x: block.attention(x, rotary, mix, program.ops), seen["attention"][0][None])
     return after, seen
 
 

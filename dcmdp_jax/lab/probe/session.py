@@ -22,9 +22,8 @@ from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.evidence import Lifted
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, probability_difference
 from dcmdp_jax.lab.probe import engines
-from dcmdp_jax.lab.probe.compare import compare, explained, is_settled, sampling_floor
-from dcmdp_jax.lab.probe.rescoring import Setup
-from dcmdp_jax.lab.probe.specs import SAMPLING_KINDS, ProbeSpec
+from dcmdp_jax.lab.probe.compare import Setup, compare, explained, is_settled, sampling_floor
+from dcmdp_jax.lab.probe.engines import SAMPLING_KINDS, ProbeSpec
 from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.run.saved_model import Policy, SavedModel
 
@@ -153,7 +152,7 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[
             session.run.model, session.run.params, prompts[1], session.score_temperature,
             {saved.name: saved.load("float32") for saved in session.earlier}, variants,
             token_text(models[1].tokenizer), spec.compute, spec.costs,
-            sampling_floor(built[0], prompts[0], sampling, sampled, seed=session.seed),
+            sampling_floor(built[0], sampled.episodes, sampling, seed=session.seed),
             session.run.saved.load_as_rounded(spec.precision) if session.rescore else None,
             engines.cache_rounding(spec),
         )  # fmt: skip
@@ -226,11 +225,8 @@ def lift(
     found = []
     for cause in spec.costs:
         other = spec.without(cause)
-        engine = build(other)
-        try:
+        with contextlib.closing(build(other)) as engine:
             left = probability_difference(np.concatenate(engine.score(*asked, temperature=temperature)), train).sum()
-        finally:
-            engine.close()
         found.append(Lifted(str(other), cause, float(1 - left / whole) if whole else 0.0))
     return found
 

@@ -11,12 +11,9 @@ from dcmdp_jax.engines.local import cache, decode
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.lab.mismatch.analysis import analyze
 from dcmdp_jax.lab.mismatch.evidence import outliers
-from dcmdp_jax.lab.probe import rescoring
-from dcmdp_jax.lab.probe.compare import compare, explained, sampling_floor
-from dcmdp_jax.lab.probe.engines import Sampled, TrainingStack, cache_rounding, sample
-from dcmdp_jax.lab.probe.rescoring import Setup
+from dcmdp_jax.lab.probe.compare import Setup, compare, explained, sampling_floor
+from dcmdp_jax.lab.probe.engines import Sampled, TrainingStack, cache_rounding, parse_spec, sample
 from dcmdp_jax.lab.probe.session import lift
-from dcmdp_jax.lab.probe.specs import parse_spec
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.lora import adapter_declarations, merged
@@ -80,15 +77,12 @@ def test_a_clean_pair_is_called_clean():
 def test_the_sampling_floor_is_that_of_another_batch():
     engine = local(precision="bfloat16", compute_dtype="bfloat16")
     found = sampled(engine)
-    floor = sampling_floor(engine, PROMPTS, SAMPLING, found, seed=0)
+    floor = sampling_floor(engine, found.episodes, SAMPLING, seed=0)
     # bfloat16 rounds logits near 4 by 2^-6 at most; float32 would leave 1e-7, another seed nothing to compare.
     assert floor is not None and floor < 0.02
-    alone = dataclasses.replace(
-        found, prompt_index=found.prompt_index[:1], completion_ids=found.completion_ids[:1], logprobs=found.logprobs[:1]
-    )
-    assert sampling_floor(engine, PROMPTS, SAMPLING, alone, seed=0) is None
-    moved = dataclasses.replace(found, logprobs=[values - 1 for values in found.logprobs])
-    assert sampling_floor(engine, PROMPTS, SAMPLING, moved, seed=0) > 10 * floor
+    assert sampling_floor(engine, found.episodes[:1], SAMPLING, seed=0) is None
+    moved = [episode.with_columns(rollout_logprobs=episode.rollout_logprobs - 1) for episode in found.episodes]
+    assert sampling_floor(engine, moved, SAMPLING, seed=0) > 10 * floor
 
 
 def test_bfloat16_is_rounding_noise():
@@ -167,7 +161,7 @@ def test_a_cache_is_rounded_again_as_the_engine_rounds_it():
     ],
 )
 def test_what_no_emulation_reproduces_is_measured_by_the_engine_without_it(engine, cause, said, monkeypatch):
-    monkeypatch.setattr(rescoring, "_EMULATED", ())
+    monkeypatch.setattr("dcmdp_jax.lab.probe.compare._EMULATED", ())
     spec = parse_spec(engine)
 
     def build(spec):
