@@ -3,14 +3,14 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding
 from dcmdp_jax.lab.mismatch.diagnosis import diagnose
-from dcmdp_jax.lab.mismatch.evidence import Evidence, Explanation, Lifted, OperatorDifference, collect
+from dcmdp_jax.lab.mismatch.evidence import Evidence, Known, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import STATE_MEASURES, Recommendation, Statistics, TokenPairs, measure, recommend
 from dcmdp_jax.observe.jsonl import json_values
@@ -185,7 +185,7 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class Measured(Known):
     """A pair as it was measured, before anything is concluded.
 
     Attributes:
@@ -194,12 +194,8 @@ class Measured:
         pairs: the tokens.
         text: id -> text; None without a tokenizer.
         floors: engine -> mean |p - q| of the engine against itself in another batch shape.
-        rounding: see `evidence.Evidence`.
-        explanations: controlled re-scorings.
-        settings, lifted, operators, recurrent: see `evidence.Evidence`.
         scored: [n] float32 nats, the first engine's own log-probs of the tokens in one pass; None if it does not score.
         over_training: mismatch by step, rank and source; None unless the pair was recorded over training.
-        framework: who recorded it; "" for two engines.
     """
 
     name: str
@@ -207,15 +203,8 @@ class Measured:
     pairs: TokenPairs
     text: TokenText | None = None
     floors: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    rounding: float | None = None
-    explanations: Sequence[Explanation] = ()
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    lifted: Sequence[Lifted] = ()
-    operators: Sequence[OperatorDifference] = ()
     scored: np.ndarray | None = None
     over_training: OverTraining | None = None
-    framework: str = ""
-    recurrent: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,12 +252,11 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     """
     pairs, text = measured.pairs, measured.text
     floor = max(measured.floors.values(), default=None)
-    names = ("rounding", "explanations", "settings", "lifted", "operators", "recurrent")
-    known = {name: getattr(measured, name) for name in names}
+    known = {field.name: getattr(measured, field.name) for field in dataclasses.fields(Known)}
     legs = [] if measured.scored is None else legs_of(pairs.rollout_logprobs, measured.scored, pairs.train_logprobs)
     over = measured.over_training
     course = next((alarm.text for alarm in over.alarms if alarm.name == "unseen_updates"), "") if over else ""
-    evidence = collect(pairs, floor=floor, legs=legs, course=course, framework=measured.framework, **known)
+    evidence = collect(pairs, floor=floor, legs=legs, course=course, **known)
     findings = tuple(diagnose(evidence))
     verdict = findings[0]
     odd_rank = over.odd_rank if over else ""

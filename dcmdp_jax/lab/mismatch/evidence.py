@@ -162,8 +162,31 @@ class TokenMean(NamedTuple):
 UNKNOWN = TokenMean(np.nan, np.nan)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Known:
+    """What engines and their recorders show of a pair, besides its columns.
+
+    Attributes:
+        framework: who recorded the columns; "" for two engines, or if it is not known.
+        rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if not measured.
+        explanations: controlled re-scorings; empty without a model.
+        settings: cause -> setting of the engine that has it as its price; empty for a recording without them.
+        lifted: re-scorings without each of these settings; empty if not measured.
+        recurrent: whether the model has recurrent layers.
+        operators: differences of the engine's operators, embedded or vLLM; empty for others.
+    """
+
+    framework: str = ""
+    rounding: float | None = None
+    explanations: Sequence[Explanation] = ()
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    lifted: Sequence[Lifted] = ()
+    recurrent: bool = False
+    operators: Sequence[OperatorDifference] = ()
+
+
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class Evidence(Known):
     """Measurements from which `diagnosis.diagnose` names the cause.
 
     What is sampled from q has E[p / q] = 1, whatever p is; E[p / q] = p(S) if q is cut to a set S of tokens; what is
@@ -204,15 +227,8 @@ class Evidence:
         identical: completions that equal another one, by ids and about by log q, both of a probability below
             1 / (1000 N^2) on both sides: of N independent ones fewer than one in 1,000 recordings has such a pair.
         course: evidence over the steps that updates do not reach the engine; "" if none.
-        framework: who recorded the columns; "" if not known.
         floor: the larger of both engines' noise floors; None if not measured.
-        rounding: mean |p - h| of the training stack itself computed in the engine's dtype; None if not measured.
-        explanations: controlled re-scorings; empty without a model.
-        settings: cause -> setting of the engine that has it as its price; empty for a recording.
-        lifted: re-scorings without each of these settings; empty if not measured.
         legs: the gap's two legs; empty if the engine does not score.
-        recurrent: whether the model has recurrent layers.
-        operators: differences of the engine's operators, embedded or vLLM; empty for others.
 
     From `median_log_ratio` to `correlation` all is over the other completions where some are broken, and from the 17th
     token on where the first ones stand apart, so that a second cause shows.
@@ -249,15 +265,8 @@ class Evidence:
     columns: Alignment
     identical: int
     course: str = ""
-    framework: str = ""
     floor: float | None = None
-    rounding: float | None = None
-    explanations: Sequence[Explanation] = ()
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    lifted: Sequence[Lifted] = ()
     legs: Sequence[Leg] = ()
-    recurrent: bool = False
-    operators: Sequence[OperatorDifference] = ()
     lowered: float = 1.0
 
 

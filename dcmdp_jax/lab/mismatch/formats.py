@@ -6,7 +6,7 @@ To add a format, add an entry to `FORMATS`.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ _SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".pt")
 class Place(NamedTuple):
     """Where in a run a row was recorded; None where it is not known."""
 
-    step: int | None
-    rank: int | None
+    step: int | None = None
+    rank: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Format:
         patterns: globs of its files, at any depth below a directory; JSON lines may also be compressed.
         keys: columns that tell it from the others; each row has them.
         columns: names of the columns that it always has.
-        place: (path, row) -> step and rank.
+        named: regular expression of the step, or of step and rank, in a path; by default none is found.
+        numbered: columns of step and rank in each row, of a file whose path does not say them.
         writer: who writes it, for people.
         optional: kind of column -> name, used where a row has it.
         source: column with the name of the task or environment; "" for none.
@@ -45,11 +46,19 @@ class Format:
     patterns: tuple[str, ...]
     keys: frozenset[str]
     columns: Columns
-    place: Callable[[Path, Mapping[str, Any]], Place]
     writer: str
+    named: str = "(?!)"
+    numbered: Sequence[str] = ("step", "rank")
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     source: str = ""
     prepare: Callable[[dict[str, Any]], None] = lambda row: None
+
+    def place(self, path: Path, row: Mapping[str, Any]) -> Place:
+        """Where in a run a row of a file was recorded."""
+        if named := re.search(self.named, path.as_posix()):
+            return Place(*map(int, named.groups()))
+        values = (row.get(name) for name in self.numbered)
+        return Place(*(value if isinstance(value, int) and not isinstance(value, bool) else None for value in values))
 
 
 class RecordedFile(NamedTuple):
@@ -183,28 +192,6 @@ _SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
 """Columns that `dcmdp view` shows of a completion."""
 
 
-def _named(pattern: str) -> Callable[[Path, Mapping[str, Any]], Place]:
-    """The step from the file's name."""
-
-    def place(path: Path, row: Mapping[str, Any]) -> Place:
-        found = re.search(pattern, path.name)
-        return Place(int(found[1]) if found else None, None)
-
-    return place
-
-
-def _in_row(path: Path, row: Mapping[str, Any]) -> Place:
-    """The step and rank from the row, where its directory does not say them."""
-    if named := re.search(r"step_(\d+)/rank_(\d+)\.jsonl", path.as_posix()):
-        return Place(int(named[1]), int(named[2]))
-    values = [row.get(name) for name in ("step", "rank")]
-    return Place(*(value if isinstance(value, int) and not isinstance(value, bool) else None for value in values))
-
-
-def _of_sample(path: Path, row: Mapping[str, Any]) -> Place:
-    return Place(row.get("rollout_id"), row.get("data_parallel_rank"))
-
-
 def _nemo_row(row: dict[str, Any]) -> None:
     """NeMo-RL writes each row as a batch of one: every cell is in a list of its own."""
     for name in ("token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs", "advantages"):
@@ -234,7 +221,8 @@ FORMATS = {
         keys=frozenset({"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"}),
         columns=Columns("token_ids", "prev_logprobs", "generation_logprobs", "token_loss_mask"),
         source="agent_ref",
-        place=_named(r"step(\d+)\.jsonl"),
+        named=r"step(\d+)\.jsonl[^/]*$",
+        numbered=(),
         prepare=_nemo_row,
         writer="NeMo-RL, train_data_step*.jsonl of its log directory",
     ),
@@ -244,14 +232,14 @@ FORMATS = {
         columns=Columns("token_ids", "trainer_logprobs", "inference_logprobs", "loss_mask"),
         optional={"entropy": "entropy"},
         source="env_name",
-        place=_in_row,
+        named=r"step_(\d+)/rank_(\d+)\.jsonl",
         writer="prime-rl, trainer.enable_token_export",
     ),
     "slime": Format(
         patterns=("train_*.pt", "train_data/*.pt"),
         keys=frozenset({"format_version", "samples", "log_probs", "rollout_log_probs", "loss_masks"}),
         columns=Columns("tokens", "log_probs", "rollout_log_probs", "loss_masks"),
-        place=_of_sample,
+        numbered=("rollout_id", "data_parallel_rank"),
         prepare=_slime_sample,
         writer="slime, --save-debug-train-data",
     ),
@@ -261,7 +249,8 @@ FORMATS = {
         columns=Columns("token_ids", "train_logprobs", "rollout_logprobs", "mask", lag="policy_versions"),
         optional={"lag": "lag", "top": "top"},
         source="source",
-        place=_named(r"step_(\d+)\.parquet$"),
+        named=r"step_(\d+)\.parquet$",
+        numbered=(),
         prepare=_own_row,
         writer="this trainer, rollouts/ of a run directory",
     ),
@@ -271,7 +260,7 @@ FORMATS = {
         columns=Columns("token_ids", "train_logprobs", "rollout_logprobs"),
         optional={"mask": "mask", "entropy": "entropies", "lag": "lag", "top": "top"},
         source="source",
-        place=_in_row,
+        named=r"step_(\d+)/rank_(\d+)\.jsonl",
         writer="dcmdp_jax.record, or columns of its names, from TRL, verl, SkyRL or any other trainer",
     ),
 }

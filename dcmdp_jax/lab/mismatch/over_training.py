@@ -135,7 +135,7 @@ def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
     if not found:
         raise UserError(f"{shorten_name(', '.join(paths))}: no row in any file{left_out.after('; left out: ')}")
     _refuse_mixed(list(found.values()))
-    return sorted(found.values(), key=lambda each: (_number(each.place.step), _number(each.place.rank), each.path))
+    return sorted(found.values(), key=lambda each: ([-1 if at is None else at for at in each.place], each.path))
 
 
 def read_run(
@@ -257,10 +257,6 @@ def _standing_out(parts: list[Slice]) -> list[str]:
         if part.mean > max(_STANDS_OUT * usual, _ROUNDING):
             lines.append(f"{part.name} stands out: mean |dp| {part.mean:.2g}, the others' median is {usual:.2g}.")
     return lines
-
-
-def _number(value: int | None) -> int:
-    return -1 if value is None else value
 
 
 def _refuse_mixed(files: list[RecordedFile]) -> None:

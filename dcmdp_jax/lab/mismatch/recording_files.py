@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -82,23 +83,13 @@ def read_rows(
     if path.suffix != ".parquet":
         yield from _json_rows(path, wanted, left_out)
         return
-    # pyarrow takes a while to import; only this needs it.
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        # Opened here: pyarrow takes no name that is not UTF-8.
-        with path.open("rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
-            names = file.schema_arrow.names
-            require(path, wanted, names)
-            read = dict.fromkeys((*wanted.values(), *(name for name in optional if name in names)))
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=list(read)):
-                columns = {name: _cells(batch.column(name)) for name in batch.schema.names}
-                yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: holds text that is not UTF-8 ({error})") from None
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UnreadableError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
+    with _parquet(path) as file:
+        names = file.schema_arrow.names
+        require(path, wanted, names)
+        read = dict.fromkeys((*wanted.values(), *(name for name in optional if name in names)))
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=list(read)):
+            columns = {name: _cells(batch.column(name)) for name in batch.schema.names}
+            yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 def column_names(path: Path, left_out: LeftOut) -> list[str]:
@@ -109,13 +100,24 @@ def column_names(path: Path, left_out: LeftOut) -> list[str]:
     """
     if path.suffix != ".parquet":
         return next((row.names for row in _json_rows(path, {}, left_out)), [])
+    with _parquet(path) as file:
+        return list(file.schema_arrow.names)
+
+
+@contextlib.contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """A `pyarrow.parquet.ParquetFile`; what is wrong with it while it is read is a UserError."""
+    # pyarrow takes a while to import; only this needs it.
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with path.open("rb") as opened:
-            return list(pyarrow.parquet.read_schema(opened).names)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        # Opened here: pyarrow takes no name that is not UTF-8.
+        with path.open("rb") as opened, pyarrow.parquet.ParquetFile(opened) as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: holds text that is not UTF-8 ({error})") from None
+    except (pyarrow.ArrowException, OSError) as error:
         raise UnreadableError(f"{path}: not readable as parquet ({shorten_name(str(error))})") from None
 
 

@@ -126,7 +126,7 @@ def compare(
     # Until it is measured: `explained`.
     rounding = FLOAT32_ROUNDING if setup.compute == "float32" else None
     return Measured(
-        name, source, pairs, setup.text, floors, rounding, settings=setup.settings, operators=operators,
+        name, source, pairs, setup.text, floors, rounding=rounding, settings=setup.settings, operators=operators,
         scored=None if scored is None else np.concatenate(scored), recurrent=bool(setup.config.recurrent_layers),
     )  # fmt: skip
 
@@ -325,19 +325,18 @@ class Rescoring:
 
     def _unsynchronized(self, name: str, earlier: Params) -> Iterator[Explanation]:
         """Every tensor of the earlier weights alone; all tensors of a layer. The best of each is shown."""
-        config, now = self._setup.config, self._setup.params
-        tensors = hf_tensors(config).items()
-        equal = {tensor: np.array_equal(_part(now, place), _part(earlier, place)) for tensor, place in tensors}
-        differing = {tensor: place for tensor, place in tensors if not equal[tensor]}
-        layers: dict[str, list[str]] = {}
-        for tensor, place in differing.items():
-            if place.index:
-                layers.setdefault(f"layer {'.'.join(map(str, place.index))}", []).append(tensor)
-        for candidates in ({tensor: [tensor] for tensor in differing}, layers):
-            if len(differing) > 1 and candidates:
+        now = self._setup.params
+        tensors, layers = {}, {}
+        for tensor, place in hf_tensors(self._setup.config).items():
+            if not np.array_equal(_part(now, place), _part(earlier, place)):
+                tensors[tensor] = [place]
+                if place.index:
+                    layers.setdefault(f"layer {'.'.join(map(str, place.index))}", []).append(place)
+        for candidates in (tensors, layers):
+            if len(tensors) > 1 and candidates:
                 shares = {
-                    each: self._share(self._ask(_Change("", "", params=_swapped(config, now, earlier, names))))
-                    for each, names in candidates.items()
+                    each: self._share(self._ask(_Change("", "", params=_swapped(now, earlier, places))))
+                    for each, places in candidates.items()
                 }
                 best = max(shares, key=shares.get)
                 yield Explanation(f"{best} of {name}, all else as it is", "unsynchronized_tensor", shares[best])
@@ -416,14 +415,13 @@ def _part(params: Params, place: HFTensor) -> np.ndarray:
     return np.asarray(place.leaf(params)[place.index])
 
 
-def _swapped(config: ModelConfig, now: Params, earlier: Params, names: Sequence[str]) -> Params:
-    """`now`, with the named tensors of `earlier`."""
-    places = hf_tensors(config)
-    changed = jax.tree.map(lambda leaf: leaf, now)
-    for name in names:
-        *parents, last = places[name].path
-        node = changed
-        for key in parents:
-            node = node[key]
-        node[last] = jnp.asarray(node[last]).at[places[name].index].set(_part(earlier, places[name]))
-    return changed
+def _swapped(now: Params, earlier: Params, places: Sequence[HFTensor]) -> Params:
+    """`now`, with some tensors of `earlier`."""
+
+    def leaf(path: tuple[jax.tree_util.DictKey, ...], x: jax.Array) -> jax.Array:
+        for place in places:
+            if place.path == tuple(key.key for key in path):
+                x = jnp.asarray(x).at[place.index].set(_part(earlier, place))
+        return x
+
+    return jax.tree_util.tree_map_with_path(leaf, now)
