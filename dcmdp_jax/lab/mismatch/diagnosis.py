@@ -80,9 +80,7 @@ def _causes(e: Evidence) -> list[Finding]:
         ]
     if e.mean <= max(e.floor or 0.0, FLOAT32_ROUNDING):
         return [_agreeing(e)]
-    by_columns = () if few else (_course, _filled, _misaligned)
-    if not e.columns.shift and not few:
-        by_columns += (_support, _breaks, _lag, _start, _power, _penalty)
+    by_columns = () if few else (_by_columns,)
     found: dict[str, Finding] = {}
     for rule in (functools.partial(_explained, least=_EXPLAINED_ALONE), *by_columns, _lifted, _explained):
         for finding in rule(e):
@@ -166,21 +164,16 @@ def _which_temperature(e: Evidence, expected: float = np.inf) -> tuple[str, str]
     return "raw_logprobs", f"{gap}: the tokens were sampled from its distribution, the engine reports another one."
 
 
-def _course(e: Evidence) -> Iterator[Finding]:
+def _by_columns(e: Evidence) -> Iterator[Finding]:
+    """What the columns show alone; of columns that are shifted against each other nothing else is asked."""
     if e.course:
         yield _say("unseen_updates", e.course)
-
-
-def _filled(e: Evidence) -> Iterator[Finding]:
     if (found := e.filled) is not None:
         yield _say(
             "filled",
             f"The {found.column}'s log-prob is exactly {found.value:g} on {found.tokens:,} tokens where the other's is "
             f"not near: {found.last} completions end with such a token, {found.first} completions begin with one.",
         )
-
-
-def _misaligned(e: Evidence) -> Iterator[Finding]:
     if shift := e.columns.shift:
         said = ", ".join(f"{by:+d}: {value:.2f}" for by, value in sorted(e.columns.correlations.items()))
         places = f"{abs(shift)} place{'s' * (abs(shift) > 1)} {'earlier' if shift > 0 else 'later'}"
@@ -189,15 +182,33 @@ def _misaligned(e: Evidence) -> Iterator[Finding]:
             f"The training stack's column is shifted: it fits the engine's {places}.",
             f"Correlation of log p with log q of the same token (+0) and others: {said}.",
         )
-    elif e.columns.exchanged:
+        return
+    if e.columns.exchanged:
         yield _say(
             "misaligned",
             f"{e.columns.exchanged} of {e.completions} completions or more have another one's log-probs: unrelated to "
             "their own, correlated with the other's.",
         )
-
-
-def _penalty(e: Evidence) -> Iterator[Finding]:
+    yield from _support(e)
+    if e.broken > 0:
+        yield _say(
+            "retokenization",
+            f"In {e.broken:.1%} of the completions the columns agree up to one token and have nothing to do with each "
+            f"other from there on: correlation {e.broken_correlation:.2f}, elsewhere {e.whole_correlation:.2f}.",
+        )
+    older = _OLDER_TIMES * (fresh.mean + fresh.margin) if (fresh := e.lag_means.get(0)) else np.inf
+    if any(each.mean - each.margin > older for each in e.lag_means.values()):
+        said = ", ".join(f"{lag}: {each.mean:.2g}" for lag, each in sorted(e.lag_means.items()))
+        yield _say("stale_weights", f"Mean |dp| by the age of the weights in steps: {said}.")
+    if e.start > LARGE_LOG_RATIO and e.start_excess.above(0):
+        yield _say(
+            "chat_template",
+            f"Mean |log-ratio| is {e.start:.2g} nats over the first tokens of a completion and {e.start_expected:.2g} "
+            "over later ones that the engine finds as likely: the completions begin in different contexts.",
+        )
+    cause, said = _temperature(e)
+    if cause:
+        yield _say(cause, *said)
     if e.penalty_share >= _PENALTY_SHARE and e.penalty.above(0, _LEAST_PENALTY):
         yield _say(
             "penalty",
@@ -236,29 +247,6 @@ def _support(e: Evidence) -> Iterator[Finding]:
             f"So the engine leaves out tokens that hold {1 - e.ratio.mean:.1%} of p. Effective sample size "
             f"{e.sample_size:,.0f} tokens.",
         )
-
-
-def _breaks(e: Evidence) -> Iterator[Finding]:
-    if e.broken > 0:
-        yield _say(
-            "retokenization",
-            f"In {e.broken:.1%} of the completions the columns agree up to one token and have nothing to do with each "
-            f"other from there on: correlation {e.broken_correlation:.2f}, elsewhere {e.whole_correlation:.2f}.",
-        )
-
-
-def _lag(e: Evidence) -> Iterator[Finding]:
-    if (fresh := e.lag_means.get(0)) is None:
-        return
-    if any(old.mean - old.margin > _OLDER_TIMES * (fresh.mean + fresh.margin) for old in e.lag_means.values()):
-        said = ", ".join(f"{lag}: {each.mean:.2g}" for lag, each in sorted(e.lag_means.items()))
-        yield _say("stale_weights", f"Mean |dp| by the age of the weights in steps: {said}.")
-
-
-def _power(e: Evidence) -> Iterator[Finding]:
-    cause, said = _temperature(e)
-    if cause:
-        yield _say(cause, *said)
 
 
 def _temperature(e: Evidence) -> tuple[str, tuple[str, ...]]:
@@ -307,15 +295,6 @@ def _least_spread(e: Evidence) -> float:
     A temperature moves the spread by its size and the correlation by its square; noise moves both by its square.
     """
     return max(_LEAST_SPREAD, _SPREAD_TIMES * (1 - e.correlation**2), e.spread.margin)
-
-
-def _start(e: Evidence) -> Iterator[Finding]:
-    if e.start > LARGE_LOG_RATIO and e.start_excess.above(0):
-        yield _say(
-            "chat_template",
-            f"Mean |log-ratio| is {e.start:.2g} nats over the first tokens of a completion and {e.start_expected:.2g} "
-            "over later ones that the engine finds as likely: the completions begin in different contexts.",
-        )
 
 
 def _others_tokens(e: Evidence) -> Iterator[Finding]:

@@ -18,16 +18,8 @@ from dcmdp_jax.lab.mismatch.evidence import outliers
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, means_by_completion
 from dcmdp_jax.number_format import number, percent, text_table
-from dcmdp_jax.observe.page_kit import (
-    COLORS,
-    INK,
-    Completion,
-    completions_data,
-    inline_svg,
-    make_figure,
-    render_page,
-    style_axes,
-)
+from dcmdp_jax.observe import page_kit
+from dcmdp_jax.observe.page_kit import COLORS, INK, make_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,12 +54,12 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
         for stem, (caption, draw) in _FIGURES.items():
             if (figure := draw(one.pairs, analysis)) is not None:
                 figure.savefig(plots / f"{slug}-{stem}.png", dpi=_DPI)
-                images.append((caption, inline_svg(figure)))
+                images.append((caption, page_kit.inline_svg(figure)))
         parts.append((analysis, images))
     write_json(title, analyses, out_dir, finished=True)
-    completions = completions_data([each for one in measured for each in _completions(one)])
-    page = render_page("mismatch.html", scripts=["completions.js"], title=title, parts=parts, completions=completions)
-    atomic_write(out_dir / PAGE_FILE, page)
+    completions = page_kit.completions_data([each for one in measured for each in _completions(one)])
+    given = {"title": title, "parts": parts, "completions": completions}
+    atomic_write(out_dir / PAGE_FILE, page_kit.render_page("mismatch.html", scripts=["completions.js"], **given))
     return out_dir / PAGE_FILE
 
 
@@ -78,13 +70,13 @@ def write_json(title: str, analyses: Sequence[Analysis], out_dir: Path, *, finis
     atomic_write(out_dir / JSON_FILE, json.dumps(record, indent=1, allow_nan=False) + "\n")
 
 
-def _completions(one: Measured) -> Iterator[Completion]:
+def _completions(one: Measured) -> Iterator[page_kit.Completion]:
     pairs, text = one.pairs, one.text
     for row in np.argsort(-means_by_completion(pairs), kind="stable")[:_MOST_COMPLETIONS]:
         span = slice(int(pairs.starts[row]), int(pairs.starts[row] + pairs.lengths[row]))
         p, q = (np.exp(each[span].astype(np.float64)) for each in (pairs.train_logprobs, pairs.rollout_logprobs))
         words = [f" {token}" if text is None else text(token) for token in pairs.token_ids[span].tolist()]
-        yield Completion(run=one.name, tokens=words, train_probs=p, rollout_probs=q)
+        yield page_kit.Completion(run=one.name, tokens=words, train_probs=p, rollout_probs=q)
 
 
 def table(analyses: Sequence[Analysis]) -> str:

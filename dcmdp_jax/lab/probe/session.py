@@ -1,15 +1,13 @@
 """A whole probe: pairs of engines on one model and one task."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config.settings import TaskSettings
 from dcmdp_jax.data.chat import chat_messages, render_chat, template_variables, with_suffix
@@ -26,9 +24,6 @@ from dcmdp_jax.lab.probe.compare import Setup, compare, explained, is_settled, s
 from dcmdp_jax.lab.probe.engines import SAMPLING_KINDS, ProbeSpec
 from dcmdp_jax.rewards.protocol import Problem
 from dcmdp_jax.run.saved_model import Policy, SavedModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _MOST_LIFTED = 64
 _SYSTEM = "You are a helpful assistant."
