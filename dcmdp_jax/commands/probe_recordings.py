@@ -10,9 +10,9 @@ from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch.analysis import Measured
 from dcmdp_jax.lab.mismatch.formats import FORMATS, format_of
-from dcmdp_jax.lab.mismatch.over_training import RecordedFile, find_files, read_run
+from dcmdp_jax.lab.mismatch.over_training import RecordedFile, find_files, read_recording, read_run
 from dcmdp_jax.lab.mismatch.page import LEFT_OUT
-from dcmdp_jax.lab.mismatch.recording import Columns, read_recording
+from dcmdp_jax.lab.mismatch.recording import Columns
 from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.lab.probe.engines import ProbeSpec
 from dcmdp_jax.observe.jsonl import CONFIG_FILE, METRICS_FILE

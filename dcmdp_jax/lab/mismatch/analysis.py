@@ -237,10 +237,8 @@ class Analysis:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; what is not finite is None."""
-        record = dataclasses.asdict(self)
-        for finding, said in zip(self.findings, record["findings"], strict=True):
-            said |= {"title": finding.title, "remedy": finding.remedy}
-        return json_values(record)
+        findings = [each._asdict() | {"title": each.title, "remedy": each.remedy} for each in self.findings]
+        return json_values(dataclasses.asdict(self) | {"findings": findings})
 
 
 def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:

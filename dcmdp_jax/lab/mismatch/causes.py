@@ -1,10 +1,9 @@
 """The kinds of mismatch: a title and a remedy for each, with the framework's own setting where it is known."""
 
-import dataclasses
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """A kind of mismatch.
 
     Attributes:
@@ -123,8 +122,7 @@ CAUSES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A cause and why it is named.
 
     Attributes:

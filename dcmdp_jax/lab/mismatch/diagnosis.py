@@ -1,6 +1,5 @@
 """Name the likely cause of a mismatch from measured evidence. Pure: no engine, no file."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -65,7 +64,7 @@ def diagnose(evidence: Evidence) -> list[Finding]:
         said = f"{evidence.identical} of {evidence.completions} completions equal another one token by token"
         chance = "likelier ones are left out: of these fewer than 1 in 1,000 recordings has any by chance"
         found.insert(len(found) if CAUSES[found[0].cause].defect else 0, _say("identical", f"{said}; {chance}."))
-    return [dataclasses.replace(one, setting=setting_of(one.cause, evidence.framework)) for one in found]
+    return [one._replace(setting=setting_of(one.cause, evidence.framework)) for one in found]
 
 
 def _causes(e: Evidence) -> list[Finding]:

@@ -1,9 +1,8 @@
-"""Mismatch over the steps, ranks and sources of a run that was recorded in many files."""
+"""What recordings hold: one file by its columns; many files of a run, measured over its steps, ranks and sources."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import glob
 import itertools
 import operator
@@ -13,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.errors import UserError, shorten_name
+from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.lab.mismatch.formats import Place, RecordedFile, files_below, format_of, identify, rows_of
-from dcmdp_jax.lab.mismatch.pairs import Statistics, measure, probability_difference, recommend
-from dcmdp_jax.lab.mismatch.recording import KeptRows, Recording, Row, checked_row, pairs_of
-from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError
+from dcmdp_jax.lab.mismatch.pairs import Statistics, TokenPairs, measure, probability_difference, recommend
+from dcmdp_jax.lab.mismatch.recording import Columns, KeptRows, Row, checked_row, pairs_of
+from dcmdp_jax.lab.mismatch.recording_files import LeftOut, UnreadableError, read_rows
 from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
 
@@ -54,8 +53,7 @@ class Slice(NamedTuple):
     mean: float
 
 
-@dataclasses.dataclass(frozen=True)
-class OverTraining:
+class OverTraining(NamedTuple):
     """Mismatch over a run.
 
     Attributes:
@@ -82,18 +80,25 @@ class OverTraining:
         if not self.tolerance_from.startswith("recommended"):
             return self
         kept = tuple(alarm for alarm in self.alarms if alarm.name not in OF_A_BUDGET)
-        return dataclasses.replace(self, alarms=kept, tolerance=np.nan, tolerance_from="")
+        return self._replace(alarms=kept, tolerance=np.nan, tolerance_from="")
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingRecord(Recording):
-    """Content of a recording of many files.
+class Recording(NamedTuple):
+    """Content of a recording.
 
     Attributes:
+        pairs: the tokens.
+        rows: in the file.
+        kept_every: 1 if all rows are in `pairs`; k if only every k-th is, because of `max_tokens`.
+        left_out: tokens and lines that are not in `pairs` nor in `rows`.
         over_training: None where the steps are not known.
     """
 
-    over_training: OverTraining | None
+    pairs: TokenPairs
+    rows: int
+    kept_every: int
+    left_out: LeftOut
+    over_training: OverTraining | None = None
 
 
 def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
@@ -110,19 +115,17 @@ def find_files(paths: Sequence[str], left_out: LeftOut) -> list[RecordedFile]:
     found: dict[Path, RecordedFile] = {}
     for text in paths:
         path = Path(text)
-        if path.is_dir():
-            if (path / METRICS_FILE).is_file() and not any(path.glob(f"{ROLLOUTS_DIRECTORY}/*.parquet")):
-                raise UserError(
-                    f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample anew with its "
-                    f"model by --model={text}, or record by observe.rollouts_every_steps"
-                )
-            if not (files := files_below(path)):
-                raise UserError(f"{text}: no .jsonl, .parquet or .pt file in this directory or below")
-        else:
-            files = [path] if path.is_file() else sorted(map(Path, glob.glob(text, recursive=True)))
-            files = sum((files_below(each) if each.is_dir() else [each] for each in files), [])
-            if not files:
-                raise FileNotFoundError(2, "No such file or directory", text)
+        if (path / METRICS_FILE).is_file() and not any(path.glob(f"{ROLLOUTS_DIRECTORY}/*.parquet")):
+            raise UserError(
+                f"{text}: a run directory without recorded tokens ({ROLLOUTS_DIRECTORY}/); sample anew with its "
+                f"model by --model={text}, or record by observe.rollouts_every_steps"
+            )
+        roots = [path] if path.exists() else sorted(map(Path, glob.glob(text, recursive=True)))
+        files = [each for root in roots for each in (files_below(root) if root.is_dir() else [root])]
+        if not files and roots == [path]:
+            raise UserError(f"{text}: no .jsonl, .parquet or .pt file in this directory or below")
+        if not files:
+            raise FileNotFoundError(2, "No such file or directory", text)
         newest = max(files, key=lambda each: each.stat().st_mtime) if len(files) > 1 else None
         for each in files:
             try:
@@ -146,7 +149,7 @@ def read_run(
     allow_gaps: bool = False,
     tolerance: float | None = None,
     metrics: Series | None = None,
-) -> TrainingRecord:
+) -> Recording:
     """Read and measure a recording, with one step and the kept tokens in memory at a time.
 
     Args:
@@ -190,10 +193,35 @@ def read_run(
     if not allow_gaps:
         _refuse_gaps(places)
     where = str(files[0].path) if len(files) == 1 else f"{files[0].path} and {len(files) - 1} more"
-    recording = kept.recording(where, format_of(files[0].framework).columns, left_out)
+    pairs = kept.pairs(where, format_of(files[0].framework).columns, left_out)
     slices = _slices(ranks, "rank {}"), _slices(sources, "{}")
     over = _over_training([steps[step] for step in sorted(steps)], *slices, tolerance, metrics) if steps else None
-    return TrainingRecord(**vars(recording), over_training=over)
+    return Recording(pairs, kept.rows, kept.every, left_out, over)
+
+
+def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Recording:
+    """Read a recording in bounded memory (`KeptRows`); every row is checked, kept or not.
+
+    Args:
+        path: .parquet, or .jsonl or .jsonl.gz with one JSON object a line.
+        columns: names of the columns.
+        max_tokens: tokens to keep at most, except that one row is always kept.
+
+    Raises:
+        UserError: one line naming file, row, column and what is wrong: a column that is not there (with the ones that
+            are), there twice or given for two things, text that is not UTF-8, cells of different lengths, a value
+            that the column cannot have, log-probs in base 2 or 10 or never filled in.
+        FileNotFoundError: if the file is missing.
+    """
+    path = Path(path)
+    options: dict[str, str] = {}
+    for option, name in columns.options().items():
+        if (other := options.setdefault(name, option)) != option:
+            raise UserError(f"{other} and {option}: both are {shorten(name)}; name a column of its own for each")
+    kept, left_out = KeptRows(max_tokens), LeftOut()
+    for number, cells in enumerate(read_rows(path, columns.options(), left_out=left_out)):
+        kept.add(checked_row(f"{path}, row {number}", cells, columns, left_out))
+    return Recording(kept.pairs(path, columns, left_out), kept.rows, kept.every, left_out)
 
 
 def _step_mismatch(step: int, rows: list[Row]) -> StepMismatch:

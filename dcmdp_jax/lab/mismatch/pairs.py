@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -98,8 +98,7 @@ def make_pairs(
     return TokenPairs(np.concatenate(token_ids).astype(np.int32), lengths=lengths, **flat)
 
 
-@dataclasses.dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """Mismatch over all tokens, p = training stack, q = engine, d = log p - log q clamped to [-20, 20].
 
     Attributes:
@@ -196,8 +195,7 @@ def _pearson(x: np.ndarray, y: np.ndarray) -> float:
 _FLOORS = 2.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Recommendation:
+class Recommendation(NamedTuple):
     """A budget for the mean |p_train - p_rollout|.
 
     Attributes:

@@ -12,7 +12,7 @@ import numpy as np
 from dcmdp_jax.data.likeliest_tokens import list_problems
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, make_pairs, measure_states
-from dcmdp_jax.lab.mismatch.recording_files import LeftOut, read_rows
+from dcmdp_jax.lab.mismatch.recording_files import LeftOut
 from dcmdp_jax.record import unpacked_top
 
 # Half precision may leave a log-prob a little above 0 and an entropy a little below.
@@ -220,23 +220,6 @@ Row = dict[str, np.ndarray]
 """Kind of column -> the sampled tokens' values; from `checked_row`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Recording:
-    """Content of a recording.
-
-    Attributes:
-        pairs: the tokens.
-        rows: in the file.
-        kept_every: 1 if all rows are in `pairs`; k if only every k-th is, because of `max_tokens`.
-        left_out: tokens and lines that are not in `pairs` nor in `rows`.
-    """
-
-    pairs: TokenPairs
-    rows: int
-    kept_every: int
-    left_out: LeftOut
-
-
 class KeptRows:
     """Rows in bounded memory, spread evenly over all that come.
 
@@ -261,7 +244,7 @@ class KeptRows:
             self._kept = [each for each in self._kept if each[0] % self.every == 0] or self._kept[:1]
             self._held = sum(len(row["token"]) for _, row in self._kept)
 
-    def recording(self, source: str | Path, columns: Columns, left_out: LeftOut) -> Recording:
+    def pairs(self, source: str | Path, columns: Columns, left_out: LeftOut) -> TokenPairs:
         """The tokens kept.
 
         Raises:
@@ -274,7 +257,7 @@ class KeptRows:
             said = " and ".join(map(str, counts))
             raise UserError(f"{source}: lists of {said} likeliest tokens; a recording has one k, probe each alone")
         _check_whole(source, pairs, columns)
-        return Recording(pairs, self.rows, self.every, left_out)
+        return pairs
 
 
 def pairs_of(rows: list[Row]) -> TokenPairs:
@@ -282,28 +265,3 @@ def pairs_of(rows: list[Row]) -> TokenPairs:
     optional = {"entropies": "entropy", "lags": "lag", "states": "states"}
     given = {key: [row[name] for row in rows] for key, name in optional.items() if all(name in row for row in rows)}
     return make_pairs(*([row[name] for row in rows] for name in ("token", "train", "rollout")), **given)
-
-
-def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Recording:
-    """Read a recording in bounded memory (`KeptRows`); every row is checked, kept or not.
-
-    Args:
-        path: .parquet, or .jsonl or .jsonl.gz with one JSON object a line.
-        columns: names of the columns.
-        max_tokens: tokens to keep at most, except that one row is always kept.
-
-    Raises:
-        UserError: one line naming file, row, column and what is wrong: a column that is not there (with the ones that
-            are), there twice or given for two things, text that is not UTF-8, cells of different lengths, a value
-            that the column cannot have, log-probs in base 2 or 10 or never filled in.
-        FileNotFoundError: if the file is missing.
-    """
-    path = Path(path)
-    options: dict[str, str] = {}
-    for option, name in columns.options().items():
-        if (other := options.setdefault(name, option)) != option:
-            raise UserError(f"{other} and {option}: both are {shorten(name)}; name a column of its own for each")
-    kept, left_out = KeptRows(max_tokens), LeftOut()
-    for number, cells in enumerate(read_rows(path, columns.options(), left_out=left_out)):
-        kept.add(checked_row(f"{path}, row {number}", cells, columns, left_out))
-    return kept.recording(path, columns, left_out)

@@ -29,7 +29,7 @@ from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import HFTensor, hf_tensors, quantized_leaves
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through
-from dcmdp_jax.models.scheme import FULL, Scheme
+from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.models.scheme_products import rounded_in_blocks
 from dcmdp_jax.types import Array, Params, Rows
 
@@ -113,7 +113,7 @@ def compare(
     for (engine_name, engine), together in zip(engines.items(), (scored, train), strict=True):
         if together is not None:
             try:
-                floor = noise_floor(engine, *asked, temperature=setup.temperature, together=together)
+                floor = noise_floor(engine, asked, together, temperature=setup.temperature)
                 floors[engine_name] = max(floor, floors.get(engine_name, 0.0))
             except EngineError as error:
                 logger.warning("no noise floor: %s", error)
@@ -186,24 +186,19 @@ def sampling_floor(engine: Engine, episodes: Sequence[Episode], sampling: Sampli
 
 
 def noise_floor(
-    engine: Scorer,
-    prompts: Sequence[np.ndarray],
-    completions: Sequence[np.ndarray],
-    *,
-    temperature: float,
-    together: Sequence[np.ndarray],
+    engine: Scorer, asked: Sequence[Sequence[np.ndarray]], together: Sequence[np.ndarray], *, temperature: float
 ) -> float:
     """Mean |p - p'| of an engine against itself: the first 16 completions, each alone and all together.
 
     Args:
         engine: the engine.
-        prompts, completions: token ids.
-        temperature: temperature of its log-probs.
+        asked: prompts and completions, token ids.
         together: log-probs for all of them in one call.
+        temperature: temperature of these.
     """
     alone = [
         engine.score([prompt], [completion], temperature=temperature)[0]
-        for prompt, completion in zip(prompts[:_SCORED_AGAIN], completions, strict=False)
+        for prompt, completion in list(zip(*asked, strict=True))[:_SCORED_AGAIN]
     ]
     return float(probability_difference(*map(np.concatenate, (together[: len(alone)], alone))).mean())
 
@@ -361,9 +356,7 @@ def _logprobs_at(
     """
     place = rows.input_ids, rows.position_ids, rows.segment_ids
     how = {"temperature": 1.0, "chunk": compute.logprob_chunk, "ops": choose_ops(jax.default_backend())}
-
-    def hidden(scheme: Scheme) -> Callable[[], jax.Array]:
-        return lambda: hidden_states(weights, config, *place, compute, scheme=scheme)
+    hidden = functools.partial(hidden_states, weights, config, *place, compute)
 
     def at(k: jax.Array, found: jax.Array) -> jax.Array:
         scaled = (states * inverse[k]).astype(states.dtype)
@@ -371,7 +364,7 @@ def _logprobs_at(
         return found.at[k].set(logprobs)
 
     with products_in(compute.dtype):
-        states = jax.lax.cond(fp8_cache, hidden(Scheme(cache=cache)), hidden(FULL))
+        states = jax.lax.cond(fp8_cache, functools.partial(hidden, scheme=Scheme(cache=cache)), hidden)
         found = jnp.zeros((len(inverse), *rows.input_ids.shape), jnp.float32)
         return jax.lax.fori_loop(0, jnp.sum(inverse > 0), at, found)
 

@@ -67,10 +67,9 @@ def largest_mismatch(inference_policy: np.ndarray, *, measure: str, sided: str =
 
 def check_names(measure: str, sided: str) -> None:
     """Raise ValueError for a measure or side that is none."""
-    if measure not in MEASURES:
-        raise ValueError(f"measure = {measure!r}: allowed are {', '.join(MEASURES)}")
-    if sided not in SIDES:
-        raise ValueError(f"sided = {sided!r}: allowed are {', '.join(SIDES)}")
+    for name, given, allowed in (("measure", measure, MEASURES), ("sided", sided, SIDES)):
+        if given not in allowed:
+            raise ValueError(f"{name} = {given!r}: allowed are {', '.join(allowed)}")
 
 
 class Optimum(NamedTuple):
@@ -200,10 +199,7 @@ def _one_sided(a: np.ndarray, q: np.ndarray, gain: np.ndarray, multiplier: float
     def policy(nu: float, active: np.ndarray) -> np.ndarray:
         return np.where(active, q + (a - nu) * gain / (2 * multiplier), 0.0)
 
-    def solve(active: np.ndarray, low: float, high: float) -> tuple[np.ndarray, float]:
-        return _with_active(a, q, gain, multiplier, active)
-
-    return fill_levels(a, q, policy, solve)
+    return fill_levels(a, q, policy, lambda active, low, high: _with_active(a, q, gain, multiplier, active))
 
 
 def _unpenalized(a: np.ndarray, q: np.ndarray, measure: str, sided: str) -> Optimum:

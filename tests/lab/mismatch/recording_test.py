@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.mismatch.recording import Columns, read_recording
+from dcmdp_jax.lab.mismatch.over_training import read_recording
+from dcmdp_jax.lab.mismatch.recording import Columns
 
 _COLUMNS = Columns("ids", "train", "rollout")
 _ROW = {"ids": [5, 6, 7], "train": [-0.5, -1.0, -2.0], "rollout": [-0.4, -1.0, -2.5]}
