@@ -1,7 +1,7 @@
 """Alarms over the metrics of a run: they name its kind of mismatch by the reasoning of `lab.mismatch.diagnosis`."""
 
-import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,8 +39,7 @@ WATCHED = (
 """Metrics that the alarms look at."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Alarm:
+class Alarm(NamedTuple):
     """One problem of a run.
 
     Attributes:
@@ -78,7 +77,7 @@ def alarms(series: Series) -> list[Alarm]:
     """  # noqa: E501 - a table
     found: dict[str, str] = {}
     for name, (rule, explained_by) in _RULES.items():
-        if not found.keys() & explained_by and (text := rule(series)):
+        if not found.keys() & explained_by and (text := next(rule(series), None)):
             found[name] = text
     return [Alarm(name, text) for name, text in found.items()]
 
@@ -143,39 +142,36 @@ def _trend(series: Series, name: str) -> tuple[float, float, float]:
     return float(values[:5].mean()), float(values[-5:].mean()), _rank_correlation(values)
 
 
-def _support(series: Series) -> str | None:
+def _support(series: Series) -> Iterator[str]:
     k1, k3, size = (_last(series, f"mismatch/{name}") for name in ("k1", "k3", "effective_sample_size"))
     missing = k1 - k3
     if size.mean() >= _LEAST_SAMPLE_SIZE and missing.mean() - 4 * missing.std() / np.sqrt(WINDOW) > _MISSING_MASS:
-        return (
+        yield (
             f"The trainer gives {missing.mean():.1%} of its probability to tokens that the engine did not: sampling is "
             "cut (top-p, top-k). Sample with top_p=1 and no top_k."
         )
-    return None
 
 
-def _retokenization(series: Series) -> str | None:
+def _retokenization(series: Series) -> Iterator[str]:
     broken = _last(series, "discrepancy/broken_completions", _BROKEN_STEPS)
     if broken.min() > 0 and not _mixed_lag(series, _BROKEN_STEPS):
-        return (
+        yield (
             f"{broken.mean():.1%} of the completions disagree wildly while the others agree: they, or their prompts, "
             "were decoded and encoded again on their way. Pass the sampled token ids on."
         )
-    return None
 
 
-def _staleness(series: Series) -> str | None:
+def _staleness(series: Series) -> Iterator[str]:
     if (moved := _last(series, _STALENESS).mean()) > _MOST_STALENESS:
-        return (
+        yield (
             f"Since its tokens were sampled the policy moved by {moved:.2g} nats a token: the clip stops many. "
             "Lower rollout.lag or the learning rate, or set algorithm.ratio_denominator=proximal."
         )
     if (lag := _mixed_lag(series)) and (over := _over(series)):
-        return (
+        yield (
             f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g}, and the tokens were sampled by weights up "
             f"to {lag:.0f} steps old. Push weights more often, or correct by importance weights."
         )
-    return None
 
 
 def _jump(series: Series) -> tuple[float, float, int] | None:
@@ -189,14 +185,15 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
     return (usual, float(values[-3:].mean()), start) if start <= len(values) - 3 else None
 
 
-def _charge(series: Series) -> str | None:
+def _charge(series: Series) -> Iterator[str]:
     share, every = _charge_share(series), series.get("dual/multiplier", _NOTHING)[1]
     if len(every) and share > _CHARGE_SHARE:
         text = f"The charge is {share:.1%} of the update at lambda = {every[-1]:.3g}: the policy learns the charge."
-    elif (text := _vain_lambda(series, share)) is None:
-        return None
-    remedy = "or a smaller multiplier" if every.min() == every.max() else "lower multiplier_max, or raise c"
-    return f"{text} Set algorithm.method=grpo, {remedy}."
+    else:
+        text = next(_vain_lambda(series, share), None)
+    if text:
+        remedy = "or a smaller multiplier" if every.min() == every.max() else "lower multiplier_max, or raise c"
+        yield f"{text} Set algorithm.method=grpo, {remedy}."
 
 
 def _charge_share(series: Series) -> float:
@@ -207,94 +204,90 @@ def _charge_share(series: Series) -> float:
     return float(np.median(share)) if 2 * len(share) >= _SHARE_STEPS else np.nan
 
 
-def _vain_lambda(series: Series, share: float) -> str | None:
+def _vain_lambda(series: Series, share: float) -> Iterator[str]:
     """A lambda that rises without effect, or charges single tokens an advantage while delta rises."""
     names = "dual/multiplier", bounded_metric(series), "discrepancy/max"
     multiplier, delta, largest = (_last(series, name) for name in names)
     (first, last), (earlier, later) = multiplier[[0, -1]], (half.mean() for half in np.split(delta, 2))
     vain = later >= earlier and not later <= _last(series, "dual/tolerance", 1)[0] and not share < _LEAST_SHARE
     if vain and last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY:
-        return (
+        yield (
             f"lambda went from {first:.3g} to {last:.3g} over {WINDOW} steps, and the discrepancy, now {later:.3g}, "
             "did not follow: c may be below what a charge reaches."
         )
     whole = (multiplier * largest)[-3:]
     if whole.min() >= _WHOLE_ADVANTAGE and (jump := _jump(series)):
-        return (
+        yield (
             f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g}, and lambda = {last:.3g} charges single tokens "
             f"{whole.max():.2g}, as much as an advantage: the charge may be the cause. If not, check the push."
         )
-    return None
 
 
-def _weight_sync(series: Series) -> str | None:
+def _weight_sync(series: Series) -> Iterator[str]:
     if (jump := _jump(series)) is None or _entropy_moves(series):
-        return None
+        return
     usual, last, place = jump
     rewards = np.asarray(series.get("reward/mean", _NOTHING)[1], np.float64)
     if len(rewards) == len(series["discrepancy/mean"][1]) and place >= 3:
         before = float(np.median(rewards[:-WINDOW]))
         if rewards[place - 3 : place].mean() < before - _REWARD_FALL * abs(before):
-            return None
-    return (
+            return
+    yield (
         f"The discrepancy rose from {usual:.3g} to {last:.3g} within a few steps: the engine's weights are not the "
         "trainer's. Check the push, compare checksums, and run dcmdp probe with --earlier."
     )
 
 
-def _unseen_updates(series: Series) -> str | None:
+def _unseen_updates(series: Series) -> Iterator[str]:
     delta = _course(series)
     if len(delta) < WINDOW:
-        return None
+        return
     first, last = float(delta[0]), float(delta[-3:].mean())
     if last < max(_BEHIND * first, _FLOORS * _floor(series)) or _rank_correlation(delta) < _STEADY_BEHIND:
-        return None
+        return
     kept, surprise = np.median(_last(series, _PUSH_ROUNDING)), _last(series, "engine/surprise", len(delta))
     before, now = (float(part.mean()) for part in np.array_split(surprise, 3)[::2])
     if kept >= _MOSTLY_KEPT:
         why = f"rounding keeps back {kept:.0%} of an update's norm"
     elif not np.isnan(kept) or not abs(now - before) <= _ENGINE_MOVES * before:
-        return None
+        return
     elif series["mismatch/median_log_ratio"][1][0] <= _AS_ROUNDING:
         why = f"its own mean -log q stays at {before:.2g} to {now:.2g} nats"
     else:
-        return None
-    return (
+        return
+    yield (
         f"The discrepancy rose steadily from {first:.2g} to {last:.2g} while the engine stands still: {why}. The "
         "updates do not reach it: no push, or updates below what its dtype holds. Compare its weights over steps; give "
         "the engine float32, or raise the learning rate."
     )
 
 
-def _identical(series: Series) -> str | None:
+def _identical(series: Series) -> Iterator[str]:
     twins, chance = (_last(series, name) for name in _IDENTICAL)
     more = twins - chance
     if more.mean() - 4 * more.std() / np.sqrt(WINDOW) > _TWINS:
-        return (
+        yield (
             f"{twins.mean():.1%} of the completions equal another one of their group token by token, "
             f"{chance.mean():.1%} would by chance. Seed each completion of a group differently."
         )
-    return None
 
 
-def _noise(series: Series) -> str | None:
+def _noise(series: Series) -> Iterator[str]:
     delta, c, floor = _last(series, bounded_metric(series)), _last(series, "dual/tolerance", 1)[0], _floor(series)
     if np.mean(delta > c) > 0.5 and floor <= c and delta.mean() <= _FLOORS * floor:
-        return (
+        yield (
             f"The discrepancy {delta.mean():.3g} is over the budget c = {c:.3g} but within the noise of the engine, "
             f"{floor:.3g} against itself: lambda charges for rounding. Raise c above {2 * floor:.2g}."
         )
-    return None
 
 
-def _mismatch(series: Series) -> str | None:
-    if (over := _over(series)) is None:
-        return None
-    floor = f"of {_floor(series):.3g}" if _floor(series) else "that was not measured"
-    return (
-        f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor {floor}: the engines differ. "
-        "Run dcmdp probe on this run for the cause; then raise c, or the engine's precision."
-    )
+def _mismatch(series: Series) -> Iterator[str]:
+    if over := _over(series):
+        floor = f"of {_floor(series):.3g}" if _floor(series) else "that was not measured"
+        yield (
+            f"The discrepancy is {over[0]:.3g} at a budget of {over[1]:.3g} and a noise floor {floor}: the engines "
+            "differ. Run dcmdp probe on this run for the cause; then raise c, or the engine's precision."
+        )
 
 
 def _entropy_moves(series: Series) -> bool:
@@ -304,29 +297,27 @@ def _entropy_moves(series: Series) -> bool:
     return first > 0 and not least < last / first < 1 / least and abs(steady) >= _RANK_CORRELATION
 
 
-def _collapse(series: Series) -> str | None:
+def _collapse(series: Series) -> Iterator[str]:
     first, last, steady = _trend(series, "discrepancy/mean")
     rises = last > _FLOORS * _floor(series) and last >= _GROWTH * first and steady >= _RANK_CORRELATION
-    if not rises or not _entropy_moves(series):
-        return None
-    before, after, _ = _trend(series, "policy/entropy")
-    return (
-        f"Over {_TREND_WINDOW} steps the discrepancy rose from {first:.3g} to {last:.3g} and the entropy went from "
-        f"{before:.3g} to {after:.3g} nats: a collapse may be ahead. Go back to an earlier checkpoint with a lower "
-        "learning rate, a more precise engine or, where lambda is above 0, without the charge."
-    )
+    if rises and _entropy_moves(series):
+        before, after, _ = _trend(series, "policy/entropy")
+        yield (
+            f"Over {_TREND_WINDOW} steps the discrepancy rose from {first:.3g} to {last:.3g} and the entropy went from "
+            f"{before:.3g} to {after:.3g} nats: a collapse may be ahead. Go back to an earlier checkpoint with a lower "
+            "learning rate, a more precise engine or, where lambda is above 0, without the charge."
+        )
 
 
-def _displacement(series: Series) -> str | None:
+def _displacement(series: Series) -> Iterator[str]:
     first, last, steady = _trend(series, "displacement/abs_p95")
     before, after, _ = _trend(series, "discrepancy/mean")
     if after <= before and last >= _TAIL_GROWTH * first and steady >= _RANK_CORRELATION:
-        return (
+        yield (
             f"Over {_TREND_WINDOW} steps the 95th percentile of |logit p - logit q| rose from {first:.3g} to "
             f"{last:.3g}, the discrepancy did not: the policy became confident while the engines diverged. Constrain "
             "log-odds instead: measure=logit, budget=p95."
         )
-    return None
 
 
 def _rank_correlation(values: np.ndarray) -> float:
@@ -337,7 +328,7 @@ def _rank_correlation(values: np.ndarray) -> float:
     return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
 
 
-_RULES: Mapping[str, tuple[Callable[[Series], str | None], tuple[str, ...]]] = {
+_RULES: Mapping[str, tuple[Callable[[Series], Iterator[str]], tuple[str, ...]]] = {
     "support": (_support, ()),
     "retokenization": (_retokenization, ()),
     "staleness": (_staleness, ()),
@@ -350,7 +341,7 @@ _RULES: Mapping[str, tuple[Callable[[Series], str | None], tuple[str, ...]]] = {
     "collapse": (_collapse, ("weight_sync", "unseen_updates")),
     "displacement": (_displacement, ("collapse",)),
 }
-"""Alarm -> its rule, which returns what is wrong or None, and the alarms before it that explain it."""
+"""Alarm -> its rule, which yields what is wrong (the first counts), and the alarms before it that explain it."""
 
 ALARMS = {name: f"alarm/{name}" for name in _RULES}
 """Every alarm's name -> its metric."""

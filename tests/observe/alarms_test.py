@@ -1,6 +1,5 @@
 """Each alarm fires on what is planted in the metrics of a recorded run, and none on the run as it is."""
 
-import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -225,4 +224,3 @@ def test_every_alarm_says_what_to_do():
         (alarm,) = alarms(CLEAN | changed)
         assert alarm.name == name and alarm.text.endswith(".") and "\n" not in alarm.text
         assert any(word in alarm.text for word in ("Raise", "Run ", "Push", "Check", "Sample"))
-    assert dataclasses.is_dataclass(alarm)
