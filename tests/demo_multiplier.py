@@ -12,7 +12,7 @@ import numpy as np
 
 from dcmdp_jax.observe.alarms import ALARMS
 from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.observe.run_summary import describe_multiplier, read_run
+from dcmdp_jax.observe.report import describe_multiplier, read_run
 from research.replay import broken_rule
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.observe.metrics_io import without_placeholder
-from dcmdp_jax.observe.run_summary import describe_multiplier
+from dcmdp_jax.observe.report import describe_multiplier
 from research.replay import broken_rule
 
 # c: 1.25 x the median of (0.25, 0.75 raised to its floor of 1) = 1.25 x 0.625 = 0.78125, from the third step on. lambda

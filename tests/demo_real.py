@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from dcmdp_jax.observe.metrics_io import read_metrics
-from dcmdp_jax.observe.run_summary import read_run, verdict
+from dcmdp_jax.observe.report import read_run, verdict
 
 
 def contradictions(run_dir):

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.accelerator_parts.sizes import Size, Tell
 from dcmdp_jax.observe.metrics_io import CLOCK, read_metrics
-from dcmdp_jax.observe.run_summary import read_run
+from dcmdp_jax.observe.report import read_run
 from tests.demo_multiplier import broken_rule
 
 _ROOT = Path(__file__).resolve().parents[2]

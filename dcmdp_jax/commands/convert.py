@@ -7,9 +7,11 @@ dcmdp convert export RUNDIR OUT_DIR [--step N] [--dtype bfloat16|float32] [--ove
 """
 
 import argparse
+import math
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
@@ -22,9 +24,25 @@ from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import directory_digest, save_params
 from dcmdp_jax.models.lora import base_checksum, load_base, save_adapter
 from dcmdp_jax.models.params import num_params
-from dcmdp_jax.observe.report import model_card
+from dcmdp_jax.number_format import markdown_table, number
+from dcmdp_jax.observe.metrics_io import Series
+from dcmdp_jax.observe.report import facts, provenance, read_run, verdict
+from dcmdp_jax.version import REPOSITORY
 
 _DTYPES = ("bfloat16", "float32")
+_POINTS = 12
+"""Rows of the curve's table."""
+_COLUMNS = {"dual/multiplier": "lambda", "discrepancy/mean": "mean discrepancy", "dual/tolerance": "c"}
+_COLUMNS["reward/mean"] = "reward"
+_PROJECT = f"[dcmdp_jax]({REPOSITORY})" if REPOSITORY else "dcmdp_jax"
+CITATION = """@article{liu2026dcmdp,
+  title = {Reformulate LLM Reinforcement Learning for Efficient Training under Black-box Discrepancy},
+  author = {Liu, Jiashun and Liu, Runze and Wan, Xu and Liang, Jing and Tang, Hongyao and Pan, Ling},
+  year = {2026}
+}
+@software{dcmdp_jax,
+  title = {dcmdp_jax: DC-GRPO in JAX}
+}"""
 
 
 def main(argv: list[str]) -> None:
@@ -104,10 +122,52 @@ def _export(arguments: argparse.Namespace) -> None:
     save_params(found.load(), found.model, out_dir, dtype=dtype, tokenizer_dir=found.tokenizer, overwrite=overwrite)
     print(f"checkpoint of step {found.step}\n{_describe(found.model)}")
     print(f"wrote {out_dir} in {dtype}, tokenizer of {found.tokenizer}")
-    card = model_card(found.tokenizer.parent, found.step, on_hub=is_hub_name)
-    (out_dir / "README.md").write_text(card, encoding="utf-8")
+    (out_dir / "README.md").write_text(model_card(found.tokenizer.parent, found.step), encoding="utf-8")
     if arguments.push:
         print(f"pushed to {push(out_dir, arguments.push, message=f'Step {found.step}, {dtype}')}")
+
+
+def model_card(run_dir: Path, step: int) -> str:
+    """The text of the card: the run's sentence and facts up to `step`, lambda's curve, command, versions, citation.
+
+    What a run did not record is left out. A model on the Hub that the run started from is the base model.
+
+    Args:
+        run_dir: the run directory.
+        step: the checkpoint's step; later steps are left out.
+    """
+    run = read_run(run_dir, without_metrics=True).until(step)
+    front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    if is_hub_name(start := str(run.config.get("model.path") or "")):
+        front.append(f"base_model: {start.partition('@')[0]}")
+    front += ["tags: [dcmdp_jax, dc-grpo, grpo, reinforcement-learning]", "---"]
+    parts = [
+        "\n".join(front),
+        f"# {run.label}, step {step}",
+        f"Trained with {_PROJECT}, method `{run.config.get('algorithm.method', 'dc_grpo')}`: reinforcement learning "
+        "under a budget c for the mean of |p_train - p_infer|, the difference between the probabilities that the "
+        "training stack and the inference engine give a sampled token. Lambda is the price of that difference.",
+    ]
+    if run.series:
+        rows = [[cell.replace("|", r"\|") for cell in fact] for fact in facts(run)]
+        parts += [verdict(run), "\n".join(markdown_table(["", "at this step", ""], rows))]
+        parts += _curve(run.series)
+    if said := provenance(run):
+        parts.append(f"## How it was made\n\n    {said.pop('command')}\n\n{', '.join(said.values())}.")
+    parts.append(f"## Citation\n\n```bibtex\n{CITATION}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _curve(series: Series) -> list[str]:
+    """Lambda and what it follows, at about a dozen steps."""
+    if "dual/multiplier" not in series:
+        return []
+    names = [name for name in _COLUMNS if name in series]
+    steps = series["dual/multiplier"][0]
+    chosen = steps[np.unique(np.linspace(0, len(steps) - 1, min(_POINTS, len(steps))).round().astype(int))]
+    values = {name: dict(zip(*map(np.ndarray.tolist, series[name]), strict=True)) for name in names}
+    rows = [[str(each), *(number(values[name].get(each, math.nan)) for name in names)] for each in chosen.tolist()]
+    return ["## Lambda's curve", "\n".join(markdown_table(["step", *map(_COLUMNS.get, names)], rows))]
 
 
 def _describe(config: ModelConfig) -> str:

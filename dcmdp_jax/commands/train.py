@@ -91,8 +91,7 @@ def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) 
         stopped = None if dry_run else _loop(run, say)
         if hosts.is_writer and not dry_run and stopped is None:
             # Imported late: the plotting library takes most of a second.
-            from dcmdp_jax.observe.report import write_report
-            from dcmdp_jax.observe.run_summary import read_run, verdict
+            from dcmdp_jax.observe.report import read_run, verdict, write_report
 
             with activity("drawing the report"):
                 report = write_report([config.run_dir], config.run_dir)

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.observe.metrics_io import MetricsWriter
-from dcmdp_jax.observe.report import write_report
-from dcmdp_jax.observe.run_summary import read_run, verdict
+from dcmdp_jax.observe.report import read_run, verdict, write_report
 
 _HOSTILE = '<script>alert("x")</script> & <img src=http://example.org/a.png>'
 

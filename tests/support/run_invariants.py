@@ -9,7 +9,7 @@ import numpy as np
 
 from dcmdp_jax.observe.metric_names import METRICS, STEP_PHASES, metric_of
 from dcmdp_jax.observe.metrics_io import Series, read_metrics
-from dcmdp_jax.observe.run_summary import read_run
+from dcmdp_jax.observe.report import read_run
 
 _NOT_NEGATIVE = (0.0, np.inf)
 # The unit of a metric says where its values can lie.

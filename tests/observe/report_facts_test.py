@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.observe.metrics_io import without_placeholder
-from dcmdp_jax.observe.run_summary import (
+from dcmdp_jax.observe.report import (
     RecordedRun,
     describe_multiplier,
     facts,
