@@ -14,7 +14,8 @@ import io
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jinja2
@@ -115,6 +116,25 @@ def inline_svg(figure: Figure) -> markupsafe.Markup:
             text = drawn.getvalue()
             made.append(re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL))
     return markupsafe.Markup("".join(made))
+
+
+def save_figures(figures: Iterable[tuple[str, str, Figure | None]], directory: Path) -> list[tuple[str, str]]:
+    """Save figures as `directory`/STEM.png, and draw them for a page; a figure that is None is left out.
+
+    Args:
+        figures: file stem, caption and figure.
+        directory: made if absent.
+
+    Returns:
+        Each caption and its figure as HTML, see `inline_svg`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for stem, caption, figure in figures:
+        if figure is not None:
+            figure.savefig(directory / f"{stem}.png", dpi=_DPI)
+            drawn.append((caption, inline_svg(figure)))
+    return drawn
 
 
 @functools.cache

@@ -17,10 +17,9 @@ from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.alarms import alarms, bounded_metric, finite_values
 from dcmdp_jax.observe.metric_names import METRICS, form_of_score, metric_of
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
-from dcmdp_jax.observe.page_kit import drawable, inline_svg, render_page
+from dcmdp_jax.observe.page_kit import drawable, render_page, save_figures
 from dcmdp_jax.observe.plots import FIGURES
 
-_DPI = 130
 _STUCK_STEPS = 5
 _ENGINE = ("rollout.engine", "rollout.precision", "rollout.compute_dtype", "rollout.kv_cache_dtype")
 _SHARES = {
@@ -119,15 +118,10 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
         raise UserError("no run directory given; name at least one")
     paths = [Path(run_dir).resolve() for run_dir in run_dirs]
     runs = [read_run(path, label) for path, label in zip(paths, labels_of(paths), strict=True)]
-    plots = Path(out_dir) / jsonl.PLOTS_DIRECTORY
-    plots.mkdir(parents=True, exist_ok=True)
     # matplotlib would read a dollar in a directory's name as mathematics.
     series = {drawable(run.label).replace("$", r"\$"): run.series for run in runs}
-    figures = []
-    for stem, (caption, draw) in FIGURES.items():
-        if (figure := draw(series)) is not None:
-            figure.savefig(plots / f"{stem}.png", dpi=_DPI)
-            figures.append((caption, inline_svg(figure)))
+    drawn = ((stem, caption, draw(series)) for stem, (caption, draw) in FIGURES.items())
+    figures = save_figures(drawn, Path(out_dir) / jsonl.PLOTS_DIRECTORY)
     report = Path(out_dir) / jsonl.REPORT_FILE
     atomic_write(report, render_page("report.html", figures=figures, **report_content(runs)))
     return report

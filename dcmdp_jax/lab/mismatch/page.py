@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 JSON_FILE, PAGE_FILE, PLOTS_DIRECTORY = "probe.json", "probe.html", "plots"
 LEFT_OUT = "left out"
 """Label, in a pair's source, of what a recording holds and was not read."""
-_DPI = 110
 _MOST_COMPLETIONS = 500
 """Of each pair, those with the largest mean |p - q|."""
 _POINTS = 20_000
@@ -45,17 +44,11 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
     Returns:
         The path of the page, which embeds its figures and completions and makes no request.
     """
-    plots = out_dir / PLOTS_DIRECTORY
-    plots.mkdir(parents=True, exist_ok=True)
     parts = []
     for one, analysis in zip(measured, analyses, strict=True):
         slug = re.sub(r"[^A-Za-z0-9.=_]+", "-", analysis.name).strip("-")
-        images = []
-        for stem, (caption, draw) in _FIGURES.items():
-            if (figure := draw(one.pairs, analysis)) is not None:
-                figure.savefig(plots / f"{slug}-{stem}.png", dpi=_DPI)
-                images.append((caption, page_kit.inline_svg(figure)))
-        parts.append((analysis, images))
+        drawn = ((f"{slug}-{stem}", said, draw(one.pairs, analysis)) for stem, (said, draw) in _FIGURES.items())
+        parts.append((analysis, page_kit.save_figures(drawn, out_dir / PLOTS_DIRECTORY)))
     write_json(title, analyses, out_dir, finished=True)
     completions = page_kit.completions_data([each for one in measured for each in _completions(one)])
     given = {"title": title, "parts": parts, "completions": completions}
