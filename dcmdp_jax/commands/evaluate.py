@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in, real, whole
-from dcmdp_jax.commands.flags import parse_rest, split_overrides
+from dcmdp_jax.commands.flags import parse_settings
 from dcmdp_jax.config.checks import may_change
 from dcmdp_jax.config.load import for_sampling
 from dcmdp_jax.config.settings import Config, to_dict
@@ -95,8 +95,7 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     Raises:
         UserError: in one line, for a misspelled or ill-typed one, or neither MODEL nor --table.
     """
-    overrides, rest = split_overrides(words)
-    arguments = parse_rest(_parser(), rest)
+    arguments, overrides = parse_settings(_parser(), words)
     if (arguments.model is None) == (arguments.table is None):
         raise UserError("MODEL is missing; name a directory to evaluate, or --table FILE ... and no MODEL")
     return arguments, overrides
@@ -137,11 +136,17 @@ def _evaluate(
         if setup.kind.pushes:
             services.engine.push_weights(saved.load(pushed_dtype(saved, task.config)), saved.step or 0)
             release_freed_memory()
-        for one, prompts in task.held_out:
+        for done, (one, prompts) in enumerate(task.held_out, start=1):
             began = time.monotonic()
-            result = _evaluate_task(task, services, one, prompts, top_p, log)
-            results.append(result)
-            _report_progress(result, len(task.held_out), len(results), time.monotonic() - began)
+            results.append(result := _evaluate_task(task, services, one, prompts, top_p, log))
+            seconds = time.monotonic() - began
+            print(
+                f"[{done}/{len(task.held_out)}] {one.name}: avg@{one.samples} {shown_score(result, result.average)}, "
+                f"{len(result.scores)} problems, {result.scores.size} completions, {seconds:.1f} s, "
+                f"{result.scores.size * result.length_mean / seconds:,.0f} tokens/s",
+                file=sys.stderr,
+                flush=True,
+            )
             asked = [task.tokenizer.decode(ids) for ids in prompts.token_ids]
             print("\n".join(describe(result, asked, [problem.answer for problem in prompts.problems])), file=sys.stderr)
     return results
@@ -189,17 +194,6 @@ def _changes_a_score(name: str, config: Config) -> bool:
     if name in ("training.seed", "rollout.engine_args", "rollout.max_rows") or name.startswith("evaluation."):
         return True
     return name.startswith(("task.", "rewards.", "rollout.")) and not may_change(name, config)
-
-
-def _report_progress(result: EvaluationResult, tasks: int, done: int, seconds: float) -> None:
-    completions = result.scores.size
-    rate = completions * result.length_mean / seconds
-    print(
-        f"[{done}/{tasks}] {result.task}: avg@{result.samples} {shown_score(result, result.average)}, "
-        f"{len(result.scores)} problems, {completions} completions, {seconds:.1f} s, {rate:,.0f} tokens/s",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def _parser() -> Parser:

@@ -74,8 +74,7 @@ def parse_with(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """
     about = f"a preset ({', '.join(preset_names())}), a config file and its argument, or a .yaml or .toml file"
     parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help=about)
-    overrides, rest = split_overrides(argv[1:])
-    parsed = parse_rest(parser, rest)
+    parsed, overrides = parse_settings(parser, argv[1:])
     if parsed.config is None:
         raise UserError("--config is missing; for example --config=demo")
     parsed.config = load_config(parsed.config, overrides)
@@ -119,20 +118,24 @@ def load_values(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
     return values
 
 
-def parse_rest(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments that are no overrides; one that names a setting is told how those are given.
+def parse_settings(parser: Parser, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Parse a command's arguments and overrides; an argument that names a setting is told how those are given.
+
+    Returns:
+        The arguments; values of the overrides by dotted name.
 
     Raises:
-        UserError: in one line, for an argument that is unknown or ill-typed.
+        UserError: in one line, for an argument that is unknown or ill-typed, and see `split_overrides`.
     """
+    overrides, rest = split_overrides(words)
     tails = [name.rpartition(".")[2] for name in setting_names()]
     settings = {tail: name for tail, name in zip(tails, setting_names(), strict=True) if tails.count(tail) == 1}
     settings |= {**OTHER_NAMES, **{name: name for name in setting_names()}}
-    for word in words:
+    for word in rest:
         name = word.removeprefix("--").partition("=")[0]
         if name != word and name in settings and f"--{name}" not in parser.flags():
             raise UserError(f"--{name}: no such argument; settings are given as --config.{settings[name]}=VALUE")
-    return parser.parse_args(words)
+    return parser.parse_args(rest), overrides
 
 
 def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

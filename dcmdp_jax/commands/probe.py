@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.commands.cli import Parser, output_directory, real, whole
-from dcmdp_jax.commands.flags import load_config, parse_rest, split_overrides
+from dcmdp_jax.commands.flags import load_config, parse_settings
 from dcmdp_jax.config.checks import settings_of
 from dcmdp_jax.config.load import for_sampling
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
@@ -58,8 +58,7 @@ EXPECTED = (EngineError, MemoryError)
 
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), measure, conclude, write and print."""
-    overrides, rest = split_overrides(argv[1:])
-    arguments = parse_rest(_parser(), rest)
+    arguments, overrides = parse_settings(_parser(), argv[1:])
     recorded = arguments.recording
     if sum(map(bool, (recorded, arguments.model, arguments.config))) != 1:
         raise UserError("give one of PATH (a recording), --model DIR and --config FILE; see --help")

@@ -123,12 +123,10 @@ def resolve(
     Raises:
         UserError: in one line, naming the run or the argument.
     """
-    for word in overrides:
-        name, equals, _ = word.removeprefix(_OVERRIDE).partition("=")
-        if not equals:
-            raise UserError(f"{word}: its value is missing; settings are given as --config.section.name=value")
-        if name in SET_BY_THE_STUDY:
-            raise UserError(f"{word}: the study sets {name} for each run; use --out and --seeds")
+    given, _ = split_overrides(overrides)
+    for name in SET_BY_THE_STUDY:
+        if name in given:
+            raise UserError(f"--config.{name}={given[name]}: the study sets {name} for each run; use --out and --seeds")
     runs = runs_of(study, out, overrides)
     if arms is not None:
         known = dict.fromkeys(run.arm for run in runs)
@@ -136,7 +134,6 @@ def resolve(
             raise UserError(f"--arms: got {unknown[0]!r}, which is none of the study's: {', '.join(known)}")
         runs = [run for arm in arms for run in runs if run.arm == arm]
     base, paper = default_values(), arm_values(Arm(_PAPERS_CONFIG))
-    given = {word.removeprefix(_OVERRIDE).partition("=")[0] for word in overrides}
     configs = []
     for run in runs:
         try:

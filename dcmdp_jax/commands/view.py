@@ -7,10 +7,8 @@
 A run shows every recorded token (rollouts/) or, without a recording, its sample completions.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +53,7 @@ def main(argv: list[str]) -> None:
     elif all(path.name.endswith(_EVALUATION) for path in paths):
         sources = [_evaluated(paths)]
     else:
-        sources = [_recorded(arguments.paths, None, _Words(arguments.tokenizer))]
+        sources = [_recorded(arguments.paths, None, arguments.tokenizer)]
     found = [each for source in sources for each in _kept(source, arguments.completions)]
     if not found:
         raise UserError(f"{paths[0]}: holds no completions yet")
@@ -76,22 +74,21 @@ def _evaluations_in(path: Path) -> list[Path]:
 def _of_run(path: Path, label: str | None, tokenizer: str | None) -> Iterator[Completion]:
     if any((path / jsonl.ROLLOUTS_DIRECTORY).glob("*.parquet")):
         own = path / "tokenizer"
-        return _recorded([str(path)], label, _Words(tokenizer or (str(own) if own.is_dir() else None)))
+        return _recorded([str(path)], label, tokenizer or (str(own) if own.is_dir() else None))
     return _samples(path, label)
 
 
 def _samples(path: Path, label: str | None) -> Iterator[Completion]:
     for record in jsonl.read(path / jsonl.SAMPLES_FILE):
-        texts = {"prompt": "prompt", "answer": "answer", "text": "completion"}
-        fields = {name: _text(record.get(key)) for name, key in texts.items()}
-        numbers = {"reward": _number(record.get("reward")), "discrepancy": _number(record.get("discrepancy_mean"))}
-        yield Completion(run=label, step=record.get("step"), **fields, **numbers)
+        prompt, answer, text = (_text(record.get(name)) for name in ("prompt", "answer", "completion"))
+        reward, discrepancy = (_number(record.get(name)) for name in ("reward", "discrepancy_mean"))
+        known = {"run": label, "step": record.get("step"), "reward": reward, "discrepancy": discrepancy}
+        yield Completion(prompt=prompt, answer=answer, text=text, **known)
 
 
 def _evaluated(paths: list[Path]) -> Iterator[Completion]:
     for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(2, "No such file or directory", str(path))
+        path.stat()  # what does not exist is an error here, and no file without records
         for record in jsonl.read(path):
             columns = [record.get(name) for name in ("completions", "scores", "found")]
             if columns[0] is None:  # no problem's line
@@ -99,30 +96,47 @@ def _evaluated(paths: list[Path]) -> Iterator[Completion]:
             if not all(isinstance(each, list) and len(each) == len(columns[0]) for each in columns):
                 raise UserError(f"{path}: a problem's completions, scores and found are not lists of one length")
             for text, score, found in zip(*columns, strict=True):
-                names = {"source": "task", "prompt": "prompt", "answer": "answer"}
-                fields = {name: _text(record.get(key)) for name, key in names.items()}
-                yield Completion(text=_text(text), found=_text(found), reward=_number(score), **fields)
+                task, prompt, answer = (_text(record.get(name)) for name in ("task", "prompt", "answer"))
+                written = {"text": _text(text), "found": _text(found), "reward": _number(score)}
+                yield Completion(source=task, prompt=prompt, answer=answer, **written)
 
 
-def _recorded(paths: list[str], label: str | None, words: _Words) -> Iterator[Completion]:
-    left_out = LeftOut()
+def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Iterator[Completion]:
+    """Completions whose tokens were recorded, as text by a tokenizer, or as ids without one."""
+    left_out, loaded = LeftOut(), None if tokenizer is None else load_tokenizer(tokenizer)
+    word = (lambda token: f" {token}") if loaded is None else token_text(loaded)
+    decode = functools.cache((lambda ids: "".join(map(word, ids))) if loaded is None else loaded.decode)
     for file in find_files(paths, left_out):
         for number, (place, source, columns, cells) in enumerate(rows_of(file, left_out)):
             row = checked_row(f"{file.path}, row {number}", cells, columns, left_out, keep_lists=True)
             if not len(row["token"]):
                 continue
             yield Completion(
-                run=label, step=place.step, source=source, prompt=words.prompt(cells),
-                tokens=[words.word(token) for token in row["token"].tolist()],
+                run=label, step=place.step, source=source, prompt=_prompt(cells, decode),
+                tokens=list(map(word, row["token"].tolist())),
                 train_probs=np.exp(row["train"].astype(np.float64)),
                 rollout_probs=np.exp(row["rollout"].astype(np.float64)),
-                top=[words.likeliest(*state) for state in zip(*(row[name] for name in LISTS), strict=True)]
+                top=[_likeliest(word, *state) for state in zip(*(row[name] for name in LISTS), strict=True)]
                 if LISTS[0] in row else None,
                 reward=_number(cells.get("reward")),
                 advantage=_advantage(cells),
             )  # fmt: skip
     if said := left_out.after("left out: "):
         print(said)
+
+
+def _prompt(cells: dict[str, Any], decode: Callable[[tuple[int, ...]], str]) -> str:
+    """The prompt of a recorded row: its tokens where they were recorded, else the number of its problem."""
+    ids, number = cells.get("prompt_token_ids"), cells.get("prompt_id")
+    if ids is not None:
+        return decode(tuple(np.asarray(ids).tolist()))
+    return "" if number is None else f"problem {number}"
+
+
+def _likeliest(word: Callable[[int], str], ids: np.ndarray, *logprobs: np.ndarray) -> list[tuple[str, float, float]]:
+    """Text, p and q of the first of the engine's likeliest tokens in a state."""
+    shown = slice(0, min(MOST_LISTED, int((ids >= 0).sum())))
+    return list(zip(map(word, ids[shown].tolist()), *(np.exp(x[shown]).tolist() for x in logprobs), strict=True))
 
 
 def _kept(completions: Iterator[Completion], most: int) -> Iterator[Completion]:
@@ -137,30 +151,6 @@ def _kept(completions: Iterator[Completion], most: int) -> Iterator[Completion]:
     yield from kept
 
 
-class _Words:
-    """Texts of tokens by a tokenizer, or their ids without one."""
-
-    def __init__(self, tokenizer: str | None) -> None:
-        loaded = None if tokenizer is None else load_tokenizer(tokenizer)
-        self._text = (lambda ids: "".join(f" {each}" for each in ids)) if loaded is None else loaded.decode
-        self.word = (lambda token: f" {token}") if loaded is None else token_text(loaded)
-        self._prompt = functools.cache(self._text)
-
-    def likeliest(self, ids: np.ndarray, *logprobs: np.ndarray) -> list[tuple[str, float, float]]:
-        """Text, p and q of the first of the engine's likeliest tokens in a state."""
-        shown = slice(0, min(MOST_LISTED, int((ids >= 0).sum())))
-        return list(
-            zip(map(self.word, ids[shown].tolist()), *(np.exp(x[shown]).tolist() for x in logprobs), strict=True)
-        )
-
-    def prompt(self, cells: dict[str, Any]) -> str:
-        """The prompt of a recorded row: its tokens where they were recorded, else the number of its problem."""
-        ids, number = cells.get("prompt_token_ids"), cells.get("prompt_id")
-        if ids is not None:
-            return self._prompt(tuple(np.asarray(ids).tolist()))
-        return "" if number is None else f"problem {number}"
-
-
 def _advantage(cells: dict[str, Any]) -> float | None:
     """A completion's advantage; the mean over tokens where each has one, without the 0 of prompt and padding."""
     cell = cells.get("advantage", cells.get("advantages"))
@@ -170,7 +160,7 @@ def _advantage(cells: dict[str, Any]) -> float | None:
 
 
 def _text(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else str(value)
+    return "" if value is None else str(value)
 
 
 def _number(value: Any) -> float | None:
