@@ -36,6 +36,10 @@ class EngineError(RuntimeError):
     """The engine gave something that must not be trained on, or broke."""
 
 
+class TrainingStopped(RuntimeError):
+    """Training gave up: too many updates had no finite gradient, or an alarm ends the run."""
+
+
 def one_line(text: object, limit: int | None = None) -> str:
     """A text, or an error's message, on one line, cut to `limit` characters."""
     return " ".join(str(text).split())[:limit]

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from dcmdp_jax.activity import command_started, terminal_size
-from dcmdp_jax.errors import UserError, one_line, shorten
+from dcmdp_jax.errors import EngineError, TrainingStopped, UserError, one_line, shorten
 from dcmdp_jax.fields import callback_error
 
+_MESSAGE_IS_ENOUGH = UserError, EngineError, MemoryError, TrainingStopped
 _EXPECTED = 2
 _UNEXPECTED = 1
 _INTERRUPTED = 130
@@ -57,19 +58,14 @@ class Parser(argparse.ArgumentParser):
         return [flag for flag in self._option_string_actions if flag.startswith("--")] + below
 
 
-def run_main(
-    main: Callable[[list[str]], int | None],
-    argv: Sequence[str] | None = None,
-    *,
-    expected: tuple[type[Exception], ...] = (),
-) -> NoReturn:
+def run_main(main: Callable[[list[str]], int | None], argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command and leave the process with its exit code; a failure prints one line on stderr.
 
     | what `main` does | printed | exit code |
     |---|---|---|
     | returns None or a number | nothing | 0 or the number |
     | raises UserError, or an OSError with a file's name or a message of its own | `error: ...` | 2 |
-    | raises one of `expected` | `error: ...` | 2 |
+    | raises EngineError, MemoryError or TrainingStopped | `error: ...` | 2 |
     | fills the disk | `error: ...`, and what to do | 2 |
     | fills the device's memory | `error: ...`, and what to make smaller | 1 |
     | raises anything else | `error: ...`, and where its traceback is | 1 |
@@ -83,7 +79,6 @@ def run_main(
     Args:
         main: takes the arguments as in `sys.argv`, the program's name first, without `--debug`.
         argv: the arguments, program name first; None reads `sys.argv`.
-        expected: further exceptions whose message is enough.
     """
     global _run_dir
     _run_dir = None
@@ -108,7 +103,7 @@ def run_main(
         print("interrupted", file=sys.stderr)
         code = _INTERRUPTED
     except Exception as error:
-        code = _fail(error, debug, expected)
+        code = _fail(error, debug)
     sys.exit(code)
 
 
@@ -145,14 +140,14 @@ def keep_tracebacks_in(run_dir: str | Path) -> None:
     _run_dir = Path(run_dir)
 
 
-def _fail(error: Exception, debug: bool, expected: tuple[type[Exception], ...]) -> int:
+def _fail(error: Exception, debug: bool) -> int:
     """Print the error, keep the traceback, return the exit code."""
     text, line, code = traceback.format_exc(), _message(error), _EXPECTED
     log = None if isinstance(error, UserError) else _append_to_log("failed", text)
     hints = [] if log is None else [f"traceback: {log}"]
     # This package raises OSError with a message alone, without errno.
     names_file = isinstance(error, OSError) and (error.filename is not None or error.errno is None)
-    if not (names_file or isinstance(error, (UserError, *expected)) or _DISK_FULL in str(error)):
+    if not (names_file or isinstance(error, _MESSAGE_IS_ENOUGH) or _DISK_FULL in str(error)):
         line, code = f"{type(error).__name__}: {line}", _UNEXPECTED
         if any(words in str(error) for words in _OUT_OF_MEMORY):
             hints.insert(0, "for sampling, make max_rows smaller; for training, training.micro_batch_tokens")

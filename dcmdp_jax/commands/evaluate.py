@@ -32,7 +32,7 @@ from dcmdp_jax.config.load import for_sampling
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.process_memory import release_freed_memory
-from dcmdp_jax.engines.protocol import EngineError, SamplingParams
+from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, describe, evaluate, join
 from dcmdp_jax.evaluation.held_out import HeldOutTask
@@ -48,9 +48,6 @@ from dcmdp_jax.run.task import Task, held_out
 
 _ROUNDS = 4
 """Completions of a part, in rows of the engine: more would lose more, fewer leave more rows idle at a part's end."""
-
-EXPECTED = (EngineError, MemoryError)
-"""Failures whose message is enough."""
 
 
 def main(argv: list[str]) -> None:

@@ -45,8 +45,7 @@ def console(name: str = "") -> NoReturn:
         if name not in COMMANDS:
             run_main(_without_command)
         sys.argv = [f"dcmdp {name}", *sys.argv[2:]]
-    command = importlib.import_module(f"dcmdp_jax.commands.{name}")
-    run_main(command.main, expected=getattr(command, "EXPECTED", ()))
+    run_main(importlib.import_module(f"dcmdp_jax.commands.{name}").main)
 
 
 def _without_command(argv: list[str]) -> None:

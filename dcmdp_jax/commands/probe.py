@@ -28,7 +28,6 @@ from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
-from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.lab.mismatch import page
 from dcmdp_jax.lab.mismatch.analysis import Measured, analyze
@@ -52,8 +51,6 @@ _MAX_TOKENS = 5_000_000
 _FLOOR = "mismatch/noise_floor"
 _TOKEN_COLUMN = "token_ids"
 _RECORDED_BY = "trl", "verl", "skyrl"
-EXPECTED = (EngineError, MemoryError)
-"""Failures whose message is enough."""
 
 
 def main(argv: list[str]) -> None:

@@ -2,8 +2,6 @@
 
 from dcmdp_jax.commands import train
 
-EXPECTED = train.EXPECTED
-
 
 def main(argv: list[str]) -> int:
     """Check everything, print the plan, train on conversations, write the report."""

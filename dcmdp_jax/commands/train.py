@@ -19,16 +19,12 @@ from dcmdp_jax.config.checks import HOSTS, as_settings
 from dcmdp_jax.config.load import for_supervision, from_config_dict
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.config.text import print_config
-from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.parallel.hosts import join_hosts
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training import loop
-from dcmdp_jax.training.stopping import Interrupted, TrainingStopped, settings_and_code
-
-EXPECTED = (EngineError, MemoryError, TrainingStopped)
-"""Failures whose message is enough."""
+from dcmdp_jax.training.stopping import Interrupted, settings_and_code
 
 
 def main(argv: list[str], *, supervised: bool = False) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 from dcmdp_jax.activity import give_back_terminal
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.engines.protocol import EngineError
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import TrainingStopped, UserError
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.models.hf_hub import ends_of_files, model_directory
 from dcmdp_jax.observe import jsonl
@@ -220,10 +220,6 @@ def _recorded(config: Config, step: int) -> list[dict[str, Any]]:
     """The recorded metrics of the finished steps; damaged lines are left out."""
     lines = jsonl.readable(Path(config.run_dir) / METRICS_FILE, jsonl.is_number)
     return [record for record in lines if record.get("step", step + 1) <= step]
-
-
-class TrainingStopped(RuntimeError):
-    """Training gave up: too many updates had no finite gradient."""
 
 
 class SkippedUpdates:

@@ -20,7 +20,7 @@ import numpy as np
 
 from dcmdp_jax.commands.cli import Parser, output_directory, run_main, whole
 from dcmdp_jax.commands.flags import parse, split_overrides
-from dcmdp_jax.commands.probe import EXPECTED, add_engines, open_session
+from dcmdp_jax.commands.probe import add_engines, open_session
 from dcmdp_jax.commands.sweep import load_study
 from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.data.problems import load_problems
@@ -97,4 +97,4 @@ def arms_of(given: str) -> dict[str, AlgorithmSettings]:
 
 
 if __name__ == "__main__":
-    run_main(main, [sys.argv[0], *sys.argv[1:]], expected=EXPECTED)
+    run_main(main, [sys.argv[0], *sys.argv[1:]])

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import pytest
 
 from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in, run_main
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import EngineError, TrainingStopped, UserError
 from tests.support.terminal import run_in_terminal
 from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def _run(main, argv, capsys, **options):
+def _run(main, argv, capsys):
     with pytest.raises(SystemExit) as left:
-        run_main(main, argv, **options)
+        run_main(main, argv)
     return left.value.code, capsys.readouterr().err
 
 
@@ -128,7 +128,7 @@ def test_a_run_logs_expected_errors_but_no_user_errors(tmp_path, capsys):
     assert _run(_raiser(UserError("bad"), tmp_path), ["p"], capsys) == (2, "error: bad\n")
     assert not log.exists()
     line = f"error: broke (traceback: {log})\n"
-    assert _run(_raiser(RuntimeError("broke"), tmp_path), ["p"], capsys, expected=(RuntimeError,)) == (2, line)
+    assert _run(_raiser(EngineError("broke"), tmp_path), ["p"], capsys) == (2, line)
     line = f"error: Gone: /a/b (traceback: {log})\n"
     assert _run(_raiser(FileNotFoundError(errno.ENOENT, "Gone", "/a/b"), tmp_path), ["p"], capsys) == (2, line)
     assert log.read_text().count("Traceback (most recent call last)") == 2
@@ -146,8 +146,9 @@ def test_debug_adds_the_traceback_before_the_line(error, code, capsys):
     assert text.splitlines()[-1].startswith("error: ")
 
 
-def test_further_expected_errors_are_one_line(capsys):
-    assert _run(_raiser(KeyError("flag")), ["p"], capsys, expected=(KeyError,)) == (2, "error: 'flag'\n")
+@pytest.mark.parametrize("error", [EngineError("gone"), MemoryError("gone"), TrainingStopped("gone")])
+def test_further_expected_errors_are_one_line(error, capsys):
+    assert _run(_raiser(error), ["p"], capsys) == (2, "error: gone\n")
 
 
 @pytest.mark.parametrize(("result", "code"), [(None, 0), (0, 0), (3, 3)])
@@ -206,7 +207,7 @@ def test_bad_arguments_are_one_line_with_the_nearest_flag(argv, line, capsys):
 _THREAD_FAILS = """
 import logging, sys, threading
 from dcmdp_jax.commands.cli import keep_tracebacks_in, run_main
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import EngineError, TrainingStopped, UserError
 
 class Broken:
     def __del__(self):

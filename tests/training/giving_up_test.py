@@ -37,7 +37,7 @@ def broken_pack(*arguments, **options):
     return pack(*arguments, **options)
 
 LocalEngine.generate, LocalEngine.push_weights, batches.pack = broken_generate, broken_push, broken_pack
-cli.run_main(train.main, expected=(EngineError, MemoryError))
+cli.run_main(train.main)
 """
 
 
@@ -71,7 +71,7 @@ def check_start(self, engine):
     raise EngineError("planted: does not start")
 
 LocalKind.check_start = check_start
-cli.run_main(train.main, expected=(EngineError,))
+cli.run_main(train.main)
 """
 
 
