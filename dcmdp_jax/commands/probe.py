@@ -25,7 +25,6 @@ from dcmdp_jax.commands.flags import load_config, parse_settings
 from dcmdp_jax.config.checks import settings_of
 from dcmdp_jax.config.load import for_sampling
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
-from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
@@ -149,7 +148,10 @@ def open_session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) ->
         first = [ProbeSpec(rollout.engine, rollout.precision, rollout.compute_dtype, rollout.kv_cache_dtype)]
         check_specs(first, arguments.b)
     if saved is None:
-        saved = find_model(_model_of(config))
+        trained = (Path(config.run_dir) / "checkpoints").is_dir()
+        if not (path := config.run_dir if trained else config.model.path):
+            raise UserError(f"--config: {config.run_dir} has no checkpoint and the config no model.path; train first")
+        saved = find_model(Path(path))
     if not config.task.train:
         raise UserError("config.task.train: empty; --config.task.train=TASK names a file, arithmetic:... or a Hub name")
     for kind, spec in {spec.record: spec for spec in (*first, arguments.b) if spec.record}.items():
@@ -167,15 +169,6 @@ def open_session(arguments: argparse.Namespace, overrides: Mapping[str, Any]) ->
         show=lambda line: print(line, file=sys.stderr, flush=True),
     )
     return session, first
-
-
-def _model_of(config: Config) -> Path:
-    """The run's newest checkpoint if there is one, else the model it starts from."""
-    if (Path(config.run_dir) / "checkpoints").is_dir():
-        return Path(config.run_dir)
-    if config.model.path:
-        return Path(config.model.path)
-    raise UserError(f"--config: {config.run_dir} has no checkpoint and the config no model.path; train first")
 
 
 def _add_recording(parser: argparse.ArgumentParser) -> None:

@@ -186,41 +186,33 @@ def _jump(series: Series) -> tuple[float, float, int] | None:
 
 
 def _charge(series: Series) -> Iterator[str]:
-    share, every = _charge_share(series), series.get("dual/multiplier", _NOTHING)[1]
-    if len(every) and share > _CHARGE_SHARE:
-        text = f"The charge is {share:.1%} of the update at lambda = {every[-1]:.3g}: the policy learns the charge."
-    else:
-        text = next(_vain_lambda(series, share), None)
-    if text:
-        remedy = "or a smaller multiplier" if every.min() == every.max() else "lower multiplier_max, or raise c"
-        yield f"{text} Set algorithm.method=grpo, {remedy}."
-
-
-def _charge_share(series: Series) -> float:
-    """The median of the last steps' `dual/charge_share`; NaN where few of them have a signal."""
+    """The charge is much of the update; or lambda rises in vain; or it charges tokens an advantage as delta rises."""
     share, equal = (_last(series, name, _SHARE_STEPS) for name in ("dual/charge_share", "reward/all_equal_groups"))
     # Without a prompt that has a signal the charge is all there is, however small: another problem.
     share = share[~(equal >= 1)]
-    return float(np.median(share)) if 2 * len(share) >= _SHARE_STEPS else np.nan
-
-
-def _vain_lambda(series: Series, share: float) -> Iterator[str]:
-    """A lambda that rises without effect, or charges single tokens an advantage while delta rises."""
+    share = float(np.median(share)) if 2 * len(share) >= _SHARE_STEPS else np.nan
     names = "dual/multiplier", bounded_metric(series), "discrepancy/max"
     multiplier, delta, largest = (_last(series, name) for name in names)
     (first, last), (earlier, later) = multiplier[[0, -1]], (half.mean() for half in np.split(delta, 2))
     vain = later >= earlier and not later <= _last(series, "dual/tolerance", 1)[0] and not share < _LEAST_SHARE
-    if vain and last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY:
-        yield (
+    rises = last > max(_LAMBDA_RISE * first, 0) and _rank_correlation(multiplier) >= _STEADY
+    every, whole = series.get("dual/multiplier", _NOTHING)[1], (multiplier * largest)[-3:]
+    if len(every) and share > _CHARGE_SHARE:
+        text = f"The charge is {share:.1%} of the update at lambda = {every[-1]:.3g}: the policy learns the charge."
+    elif vain and rises:
+        text = (
             f"lambda went from {first:.3g} to {last:.3g} over {WINDOW} steps, and the discrepancy, now {later:.3g}, "
             "did not follow: c may be below what a charge reaches."
         )
-    whole = (multiplier * largest)[-3:]
-    if whole.min() >= _WHOLE_ADVANTAGE and (jump := _jump(series)):
-        yield (
+    elif whole.min() >= _WHOLE_ADVANTAGE and (jump := _jump(series)):
+        text = (
             f"The discrepancy rose from {jump[0]:.3g} to {jump[1]:.3g}, and lambda = {last:.3g} charges single tokens "
             f"{whole.max():.2g}, as much as an advantage: the charge may be the cause. If not, check the push."
         )
+    else:
+        return
+    remedy = "or a smaller multiplier" if every.min() == every.max() else "lower multiplier_max, or raise c"
+    yield f"{text} Set algorithm.method=grpo, {remedy}."
 
 
 def _weight_sync(series: Series) -> Iterator[str]:

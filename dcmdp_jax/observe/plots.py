@@ -5,6 +5,7 @@ None if no run recorded its metrics. Nothing uses pyplot or its global state; sa
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -96,31 +97,26 @@ def _draw(title: str, panels: Callable[[Runs], Iterable[Panel]], runs: Runs) -> 
 
 
 def _draw_curves(axes: Axes, panel: Panel, runs: Runs) -> None:
+    """Plot each run's curves; above 40 steps, draw the values faint under their moving average."""
     short = panel.short or (lambda name: name.rpartition("/")[2].replace("_", " "))
-    several = panel.short is not None or len(panel.names) > 1
-    for place, name in enumerate(name for name in panel.names if _recorded(runs, (name,))):
-        for index, (label, series) in enumerate(runs.items()):
-            if name not in series:
-                continue
-            text = short(name) if several else panel.label or label
-            if len(runs) > 1:
-                text = f"{label}: {short(name)}" if several else label
-            color, variant = (place, 0) if len(runs) == 1 else (index, place)
-            _draw_line(axes, series[name], text, color, variant, panel)
-
-
-def _draw_line(
-    axes: Axes, series: tuple[np.ndarray, np.ndarray], label: str, color: int, variant: int, panel: Panel
-) -> None:
-    """Plot a curve; above 40 steps, draw the values faint under their moving average."""
-    steps, values = series
-    values = np.where(np.isfinite(values), values, np.nan)
-    style = {"color": _color(color), "linestyle": _LINE_STYLES[(color // len(COLORS) + variant) % len(_LINE_STYLES)]}
-    if panel.smoothed and len(steps) > _SMOOTH_ABOVE:
-        axes.plot(steps, values, linewidth=0.8, alpha=0.3, **style)
-        values = smooth(values, len(steps) // 20 | 1)
-    marker = panel.marker or ("o" if len(steps) == 1 else None)
-    axes.plot(steps, values, linewidth=1.8, label=label, marker=marker, markersize=5, zorder=3, **style)
+    names = [name for name in panel.names if _recorded(runs, (name,))]
+    several, compared = panel.short is not None or len(panel.names) > 1, len(runs) > 1
+    for (place, name), (index, label) in itertools.product(enumerate(names), enumerate(runs)):
+        if name not in runs[label]:
+            continue
+        text = short(name) if several else panel.label or label
+        if compared:
+            text = f"{label}: {short(name)}" if several else label
+        color, variant = (index, place) if compared else (place, 0)
+        line = _LINE_STYLES[(color // len(COLORS) + variant) % len(_LINE_STYLES)]
+        style = {"color": _color(color), "linestyle": line}
+        steps, values = runs[label][name]
+        values = np.where(np.isfinite(values), values, np.nan)
+        if panel.smoothed and len(steps) > _SMOOTH_ABOVE:
+            axes.plot(steps, values, linewidth=0.8, alpha=0.3, **style)
+            values = smooth(values, len(steps) // 20 | 1)
+        marker = panel.marker or ("o" if len(steps) == 1 else None)
+        axes.plot(steps, values, linewidth=1.8, label=text, marker=marker, markersize=5, zorder=3, **style)
 
 
 def _finish(axes: Axes, panel: Panel, last: int, *, legend: bool) -> None:
