@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -27,6 +27,12 @@ _DISK_FULL = "No space left on device"  # in an OSError, and at the end of Orbax
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY"  # in XLA's errors
 ERROR_LOG = "error.log"
 _run_dir: Path | None = None
+
+
+def nearest(word: str, names: Iterable[str], otherwise: str) -> str:
+    """A question for the name that is nearest to an unknown word; other advice where none is near."""
+    near = difflib.get_close_matches(word, list(names), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,8 +53,7 @@ class Parser(argparse.ArgumentParser):
         """Parse as argparse does; UserError in one line for an unknown argument."""
         parsed, rest = self.parse_known_args(args, namespace)
         if rest:
-            near = difflib.get_close_matches(rest[0].partition("=")[0], self.flags(), n=1)
-            self.error(f"{rest[0]}: no such argument; " + (f"did you mean {near[0]}?" if near else "see --help"))
+            self.error(f"{rest[0]}: no such argument; {nearest(rest[0].partition('=')[0], self.flags(), 'see --help')}")
         return parsed
 
     def flags(self) -> list[str]:

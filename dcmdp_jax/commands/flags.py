@@ -6,7 +6,6 @@ Config and study files are programs; whatever goes wrong in one is said in one l
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import importlib.machinery
 import importlib.util
 import itertools
@@ -23,11 +22,11 @@ import yaml
 from ml_collections import ConfigDict
 
 import dcmdp_jax
-from dcmdp_jax.commands.cli import Parser
+from dcmdp_jax.commands.cli import Parser, nearest
 from dcmdp_jax.config.load import OTHER_NAMES, from_config_dict, parse_value
 from dcmdp_jax.config.settings import Config, setting_names
 from dcmdp_jax.errors import UserError, one_line, shorten
-from dcmdp_jax.fields import replace_value
+from dcmdp_jax.fields import flatten, replace_value
 from dcmdp_jax.run.directory import name_suffix
 
 PRESETS = Path(dcmdp_jax.__file__).parent / "presets"
@@ -175,12 +174,10 @@ def _read(given: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"--config: {given}: holds {shorten(values)}, must hold settings by section")
 
-    def parsed(value: Any, name: str) -> Any:
-        if isinstance(value, dict):
-            return {str(key): parsed(each, f"{name}.{key}" if name else str(key)) for key, each in value.items()}
-        return parse_value(name, value) if isinstance(value, str) else value
-
-    return parsed(values, "")
+    settings: dict[str, Any] = {}
+    for name, value in flatten(values).items():
+        replace_value(settings, name, parse_value(name, value) if isinstance(value, str) else value)
+    return settings
 
 
 def preset_names(folder: str = "") -> list[str]:
@@ -237,9 +234,8 @@ def _find(option: str, location: str, folder: str) -> tuple[Path, list[Path]]:
             own = [parent for parent in path.resolve().parents if parent.name == "configs"][:1]
             return path, [*own, here.resolve(), PRESETS]
     files = [str(path) for path in sorted((here / folder).glob("*.py")) if path.stem not in _NO_PRESETS]
-    near = difflib.get_close_matches(location, [*files, *presets], n=1)
-    near = near or difflib.get_close_matches(path.stem, presets, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(files or presets)}"
+    hint = nearest(path.stem, presets, f"there are {', '.join(files or presets)}")
+    hint = nearest(location, [*files, *presets], hint)
     raise UserError(f"{option}: no file {location}; {hint}")
 
 

@@ -1,13 +1,12 @@
 """The command `dcmdp NAME`, also `python -m dcmdp_jax NAME`."""
 
-import difflib
 import importlib
 import sys
 from typing import NoReturn
 
 import dcmdp_jax
 from dcmdp_jax.activity import command_starts
-from dcmdp_jax.commands.cli import run_main
+from dcmdp_jax.commands.cli import nearest, run_main
 from dcmdp_jax.engines.process_memory import hide_torch, keep_freed_memory
 from dcmdp_jax.errors import UserError
 
@@ -56,6 +55,5 @@ def _without_command(argv: list[str]) -> None:
     elif word == "--version":
         print(f"dcmdp_jax {dcmdp_jax.__version__}")
     else:
-        near = difflib.get_close_matches(word, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        hint = nearest(word, COMMANDS, f"there are {', '.join(COMMANDS)}")
         raise UserError(f"{word}: no such command; {hint}" if word else f"a command is missing; {hint}")
