@@ -1,6 +1,8 @@
 """Errors that are for the user to correct, and short quotes of bad values for their messages."""
 
+import contextlib
 import reprlib
+from collections.abc import Iterator
 
 _QUOTED_CHARACTERS = 80
 
@@ -30,6 +32,15 @@ class ArgumentError(UserError):
 
     def __str__(self) -> str:
         return f"{self.argument}{self.given}: {self.said}"
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Name what a UserError of the block is about: a setting, a file, a part of the work."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
 
 
 class EngineError(RuntimeError):

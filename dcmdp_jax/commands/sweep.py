@@ -24,7 +24,7 @@ from dcmdp_jax.commands.flags import call_function, load_values, split_overrides
 from dcmdp_jax.commands.flags import parse as parse_run
 from dcmdp_jax.config.load import for_sampling
 from dcmdp_jax.config.settings import Config, to_dict
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.lab.studies.arms import Values, arm_table, check_arm
 from dcmdp_jax.lab.studies.results import read_kept_metrics
@@ -136,16 +136,12 @@ def resolve(
     base, paper = default_values(), arm_values(Arm(_PAPERS_CONFIG))
     configs = []
     for run in runs:
-        try:
+        with naming(f"study: {run.label}"):
             configs.append(parse_run(["train", *run.arguments]).config)
-        except UserError as error:
-            raise UserError(f"study: {run.label}: {error}") from None
     for label in dict.fromkeys(run.arm for run in runs):
         arm = study.arms[label]
-        try:
+        with naming("study"):
             check_arm(label, arm, arm_values(arm, overrides), {*arm.settings, *given}, base, paper)
-        except UserError as error:
-            raise UserError(f"study: {error}") from None
     check_collisions(runs, [to_dict(config) for config in configs])
     return runs, configs
 
@@ -185,7 +181,7 @@ def check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[C
     for run, config in zip(runs, configs, strict=True):
         if (run.directory / EVALUATION).exists():
             continue
-        try:
+        with naming(f"study: evaluation of {run.label}"):
             arguments, overrides = parse([str(run.directory), *evaluation_words(study, run)])
             if arguments.step is not None and arguments.step > config.training.steps:
                 raise UserError(f"--step: got {arguments.step}, the run has training.steps={config.training.steps}")
@@ -196,5 +192,3 @@ def check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[C
                 continue
             seen.add(key)
             read_tasks(Policy(one, None, *read_model(config)), arguments.overlap)
-        except UserError as error:
-            raise UserError(f"study: evaluation of {run.label}: {error}") from None

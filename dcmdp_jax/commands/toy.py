@@ -9,7 +9,7 @@ meet action a6 is not ordered diff > log > ratio. docs/theory.md reads the table
 from pathlib import Path
 
 from dcmdp_jax.commands.cli import Parser, each_once, real
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.lab.theory.policy import SIDES
 from dcmdp_jax.lab.theory.toy import BUDGETS, concentration, draw, solve_toy, table
 
@@ -26,10 +26,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--budgets", type=budgets, default=BUDGETS, metavar="C,C,...", help=about)
     parser.add_argument("--out", type=Path, default=Path("runs/toy"), metavar="DIR", help="default: %(default)s")
     arguments = parser.parse_args(argv[1:])
-    try:
+    with naming("--budgets"):
         sides = {sided: solve_toy(sided, arguments.budgets) for sided in SIDES}
-    except UserError as error:
-        raise UserError(f"--budgets: {error}") from None
     rows = [row for side in sides.values() for row in side]
     print("\n".join(table(rows)))
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """Settings of the algorithm, declared once each as in `config/settings.py`, of which they are a part."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,7 +16,7 @@ from dcmdp_jax.algorithm.losses import LOSSES, Aggregation
 from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES, STATE_CHARGES
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
 from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.fields import callback_error, error_place, load_object, setting
 from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
 
@@ -152,7 +151,7 @@ class AlgorithmSettings:
         Raises:
             UserError: in one line, for text of another form.
         """
-        with _said(name):
+        with naming(f"config.algorithm.{name}"):
             calls = parse_calls(getattr(self, name))
             if name != "corrections" and len(calls) != 1:
                 raise UserError(f"got {getattr(self, name)!r}, must name one function")
@@ -256,7 +255,7 @@ def algorithm_rules(algorithm: AlgorithmSettings, max_completion_tokens: int) ->
     own = []
     for name, (_, built_in) in _REMEDIES.items():
         for call in algorithm.calls(name):
-            with _said(name):
+            with naming(f"config.algorithm.{name}"):
                 check_call(call, built_in)
             if call.own:
                 own.append(call.name)
@@ -307,7 +306,7 @@ def check_own_remedies(algorithm: AlgorithmSettings) -> None:
 def _bind(name: str, call: Call) -> Function:
     if not call.own:
         return functools.partial(_REMEDIES[name][1][call.function], **call.parameters)
-    with _said(name):
+    with naming(f"config.algorithm.{name}"):
         function = load_object(call.function, "function")
         check_parameters(call, function)
     return OwnRemedy(call.name, function, call.parameters)
@@ -338,12 +337,3 @@ def _check_own(name: str, kind: str, call: Call) -> None:
         raised = callback_error(error) or f"{type(error).__name__}: {first}{error_place(error, place)}"
         said = first if by_check else f"raised {raised}{hint}"
         raise UserError(f"config.algorithm.{name}: {call}: {said}") from error
-
-
-@contextlib.contextmanager
-def _said(name: str) -> Iterator[None]:
-    """Name the setting in an error."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"config.algorithm.{name}: {error}") from error

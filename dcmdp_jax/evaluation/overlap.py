@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dcmdp_jax.data.mixtures import parse_mixture
 from dcmdp_jax.data.problems import load_problems
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.evaluation.average import EvaluationResult
 from dcmdp_jax.evaluation.held_out import HeldOut
 from dcmdp_jax.evaluation.table import shown_score
@@ -69,13 +69,11 @@ def training_overlaps(held_out: HeldOut, train: str) -> dict[str, list[Overlap]]
     Raises:
         UserError: in one line, for training problems that can't be read.
     """
-    try:
+    with naming("config.task.train"):
         parts = parse_mixture(train)
         problems = [
             each for part in parts for each in load_problems(part.location, on_bad_row="skip", answers="unused")
         ]
-    except UserError as error:
-        raise UserError(f"config.task.train: {error}") from error
     texts = [problem.prompt for problem in problems]
     return {
         task.name: [

@@ -20,7 +20,7 @@ from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.evaluation.held_out import HeldOut, held_out_tasks
 from dcmdp_jax.models.config import RECURRENT_SIZES, Lora, ModelConfig
 from dcmdp_jax.models.families import FAMILIES
@@ -190,10 +190,8 @@ def other_base(config: Config, base: Path) -> UserError:
 
 def path_of_model(config: Config) -> Path:
     """The directory of `model.path`, fetched from the Hub where it names a model there."""
-    try:
+    with naming("config.model.path"):
         return model_directory(config.model.path)
-    except UserError as error:
-        raise UserError(f"config.model.path: {error}") from error
 
 
 def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
@@ -249,10 +247,8 @@ def checked_rewards(
 
 def _train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedPrompts, PromptStream]:
     """The problems of `task.train`, a mixture's task by task, and their order."""
-    try:
+    with naming("config.task.train"):
         parts = parse_mixture(config.task.train)
-    except UserError as error:
-        raise UserError(f"config.task.train: {error}") from error
     places = [(part.location, part.name if len(parts) > 1 else "") for part in parts]
     encoded = [_load_prompts(config, tokenizer, "task.train", *place) for place in places]
     stream = PromptStream(tuple(len(each.problems) for each in encoded), tuple(part.weight for part in parts))
