@@ -1,6 +1,7 @@
 """Types of command-line arguments; bad arguments and failures: one clear line, an exit code, no lost traceback."""
 
 import argparse
+import contextlib
 import difflib
 import errno
 import logging
@@ -166,19 +167,14 @@ def _fail(error: Exception, debug: bool) -> int:
 
 def _append_to_log(what: str, text: str) -> Path | None:
     """Append to the run's error.log; its path, or None if there is none or it can't be written."""
-    if _run_dir is None:
-        return None
-    path = _run_dir / ERROR_LOG
-    try:
+    with contextlib.suppress(OSError):
         # A FIFO would wait for a reader.
-        if not _run_dir.is_dir() or (path.exists() and not path.is_file()):
-            return None
-        # An argument in another encoding than the locale's has surrogates.
-        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}: {what}\n{text.rstrip()}\n\n")
-    except OSError:
-        return None
-    return path
+        if _run_dir and _run_dir.is_dir() and ((path := _run_dir / ERROR_LOG).is_file() or not path.exists()):
+            # An argument in another encoding than the locale's has surrogates.
+            with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}: {what}\n{text.rstrip()}\n\n")
+            return path
+    return None
 
 
 def _keep_failures_of_threads() -> None:

@@ -239,11 +239,10 @@ def _unseen_updates(series: Series) -> Iterator[str]:
         return
     kept, surprise = np.median(_last(series, _PUSH_ROUNDING)), _last(series, "engine/surprise", len(delta))
     before, now = (float(part.mean()) for part in np.array_split(surprise, 3)[::2])
+    still = np.isnan(kept) and abs(now - before) <= _ENGINE_MOVES * before
     if kept >= _MOSTLY_KEPT:
         why = f"rounding keeps back {kept:.0%} of an update's norm"
-    elif not np.isnan(kept) or not abs(now - before) <= _ENGINE_MOVES * before:
-        return
-    elif series["mismatch/median_log_ratio"][1][0] <= _AS_ROUNDING:
+    elif still and series["mismatch/median_log_ratio"][1][0] <= _AS_ROUNDING:
         why = f"its own mean -log q stays at {before:.2g} to {now:.2g} nats"
     else:
         return

@@ -267,11 +267,10 @@ def read_metrics(run_dir: str | Path) -> Series:
         ValueError: if the directory or a metric in it is missing, or a line that can't be read.
     """
     run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise UserError(f"{run_dir} is not a run directory: {'a file' if run_dir.exists() else 'it does not exist'}")
-    path = run_dir / METRICS_FILE
+    path, fault = run_dir / METRICS_FILE, "a file" if run_dir.exists() else "it does not exist"
     if not path.exists():
-        raise UserError(f"{run_dir} is not a run directory: it holds no {METRICS_FILE}")
+        fault = f"it holds no {METRICS_FILE}" if run_dir.is_dir() else fault
+        raise UserError(f"{run_dir} is not a run directory: {fault}")
     merged: dict[str, dict[int, float]] = {}
     for number, record in enumerate(jsonl.read(path), start=1):
         step = record.pop("step", None)

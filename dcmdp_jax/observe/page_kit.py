@@ -8,7 +8,6 @@ scripts of `templates/` that it names, and its content security policy allows th
 from __future__ import annotations
 
 import base64
-import functools
 import hashlib
 import io
 import json
@@ -137,7 +136,6 @@ def save_figures(figures: Iterable[tuple[str, str, Figure | None]], directory: P
     return drawn
 
 
-@functools.cache
 def _source(name: str) -> markupsafe.Markup:
     """A script of `templates/`, as it stands."""
     return markupsafe.Markup(_ENVIRONMENT.loader.get_source(_ENVIRONMENT, name)[0])
