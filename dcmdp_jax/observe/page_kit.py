@@ -117,7 +117,7 @@ def inline_svg(figure: Figure) -> markupsafe.Markup:
     return markupsafe.Markup("".join(made))
 
 
-def save_figures(figures: Iterable[tuple[str, str, Figure | None]], directory: Path) -> list[tuple[str, str]]:
+def page_figures(figures: Iterable[tuple[str, str, Figure | None]], directory: Path) -> list[tuple[str, str]]:
     """Save figures as `directory`/STEM.png, and draw them for a page; a figure that is None is left out.
 
     Args:

@@ -17,7 +17,7 @@ from dcmdp_jax.observe import jsonl
 from dcmdp_jax.observe.alarms import alarms, bounded_metric, finite_values
 from dcmdp_jax.observe.metric_names import METRICS, form_of_score, metric_of
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
-from dcmdp_jax.observe.page_kit import drawable, render_page, save_figures
+from dcmdp_jax.observe.page_kit import drawable, page_figures, render_page
 from dcmdp_jax.observe.plots import FIGURES
 
 _STUCK_STEPS = 5
@@ -121,7 +121,7 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     # matplotlib would read a dollar in a directory's name as mathematics.
     series = {drawable(run.label).replace("$", r"\$"): run.series for run in runs}
     drawn = ((stem, caption, draw(series)) for stem, (caption, draw) in FIGURES.items())
-    figures = save_figures(drawn, Path(out_dir) / jsonl.PLOTS_DIRECTORY)
+    figures = page_figures(drawn, Path(out_dir) / jsonl.PLOTS_DIRECTORY)
     report = Path(out_dir) / jsonl.REPORT_FILE
     atomic_write(report, render_page("report.html", figures=figures, **report_content(runs)))
     return report

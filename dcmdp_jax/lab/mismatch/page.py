@@ -48,7 +48,7 @@ def write(title: str, measured: Sequence[Measured], analyses: Sequence[Analysis]
     for one, analysis in zip(measured, analyses, strict=True):
         slug = re.sub(r"[^A-Za-z0-9.=_]+", "-", analysis.name).strip("-")
         drawn = ((f"{slug}-{stem}", said, draw(one.pairs, analysis)) for stem, (said, draw) in _FIGURES.items())
-        parts.append((analysis, page_kit.save_figures(drawn, out_dir / PLOTS_DIRECTORY)))
+        parts.append((analysis, page_kit.page_figures(drawn, out_dir / PLOTS_DIRECTORY)))
     write_json(title, analyses, out_dir, finished=True)
     completions = page_kit.completions_data([each for one in measured for each in _completions(one)])
     given = {"title": title, "parts": parts, "completions": completions}
