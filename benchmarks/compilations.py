@@ -5,9 +5,9 @@
     python -m benchmarks.compilations --log LOG
 
 `train` trains without threads that compile, so that LOG has what each program takes by itself. The schedule is then
-simulated, the programs in the log's order: the step is compiled in a thread from the start on, each `decode` in one
-from the `prefill` before it on, and the run waits where it needs them. A program takes one core; more threads than
-cores share these. What lies between compilations takes no time, nor does vLLM's start, which is not in the log.
+simulated, the programs in the log's order: the step is compiled in a thread from the start on, those that sample in one
+thread for each core but one, and the run waits where it needs them. A program takes one core; more threads than cores
+share these. What lies between compilations takes no time, nor does vLLM's start, which is not in the log.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ def compilations(log: str) -> list[tuple[str, float]]:
     return found[: names.index("step") + 1] if "step" in names else found
 
 
-def begins(names: Sequence[str]) -> dict[int, int]:
-    """Program compiled in a thread -> the program with which that thread begins, by their places."""
-    prefills = {at: max(n for n in range(at) if names[n] == "prefill") for at, n in enumerate(names) if n == "decode"}
-    return prefills | {at: 0 for at, name in enumerate(names) if name == "step"}
+def beside(names: Sequence[str]) -> tuple[set[int], list[int]]:
+    """The places of the programs with a thread of their own, and of those that share the threads, in their order."""
+    alone = {at for at, name in enumerate(names) if name == "step"}
+    return alone, [at for at, name in enumerate(names) if name in ("prefill", "first_tokens", "decode")]
 
 
-def seconds_until_compiled(seconds: Sequence[float], begins: dict[int, int], cores: int) -> float:
-    """Time until all programs are compiled, where the main thread takes those that no thread has begun, in order."""
-    left, now, main = list(seconds), 0.0, 0
-    while main < len(left):
-        if left[main] <= 0:
-            main += 1
-            continue
-        active = {main} | {at for at, first in begins.items() if first <= main and left[at] > 0}
-        rate = min(1.0, cores / len(active))
+def seconds_until_compiled(seconds: Sequence[float], beside: tuple[set[int], list[int]], cores: int) -> float:
+    """Time until all programs are compiled, where the main thread takes those that no thread does, in order."""
+    left, now, (alone, shared) = list(seconds), 0.0, beside
+    while any(value > 0 for value in left):
+        unfinished = [at for at, value in enumerate(left) if value > 0]
+        active = {at for at in alone if left[at] > 0}
+        active |= {*[at for at in shared if left[at] > 0][: max(1, cores - 1)]}
+        # The main thread compiles its next program, or waits for one that a thread has.
+        if unfinished[0] not in alone and unfinished[0] not in shared:
+            active.add(unfinished[0])
         done = min(left[at] for at in active)
-        now += done / rate
+        now += done / min(1.0, cores / len(active))
         for at in active:
             left[at] -= done
     return now
@@ -59,7 +60,7 @@ def seconds_until_compiled(seconds: Sequence[float], begins: dict[int, int], cor
 def train_one_after_another() -> None:
     """`dcmdp train`, whose main thread compiles each program when it needs it."""
     build.compile_beside = engine.compile_beside = lambda program, name: lambda: None
-    programs.Preparation.add = lambda self, programs: None
+    programs.Preparation.add = lambda self, program, name: lambda: None
     cli.run_main(train.main)
 
 
@@ -76,7 +77,7 @@ def main() -> None:
     names, seconds = zip(*found, strict=True)
     print(f"{len(names)} programs, {sum(seconds):.1f} s, the longest {max(seconds):.1f} s")
     for cores in options.cores:
-        before, after = (seconds_until_compiled(seconds, threads, cores) for threads in ({}, begins(names)))
+        before, after = (seconds_until_compiled(seconds, threads, cores) for threads in ((set(), []), beside(names)))
         print(f"{cores:2} cores: one after another {before:.1f} s, beside the rest {after:.1f} s")
 
 

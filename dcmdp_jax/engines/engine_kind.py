@@ -16,10 +16,11 @@ from dcmdp_jax.models.scheme import Scheme, weights_alone
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
     from jax.sharding import Mesh
 
     from dcmdp_jax.engines.machine import Machine, MemoryPart
-    from dcmdp_jax.engines.protocol import Engine
+    from dcmdp_jax.engines.protocol import Engine, SamplingParams
     from dcmdp_jax.models.config import ModelConfig
     from dcmdp_jax.models.row_logprobs import Probe
 
@@ -66,8 +67,9 @@ class EngineArguments:
         model: shape of the model; None while only settings are checked.
         mesh: `mesh(tensor=1, expert=1)` makes the mesh of an engine in this process. It starts JAX's devices.
         probe: makes the trainer's log-probs of fixed sequences, to prove a push; it compiles.
-        prepare: compile programs of later calls during the trainer's first step, start processes beside its warm-up:
-            for a run of many calls.
+        prepare: compile programs and start processes beside what the trainer does: for a run of many calls.
+        first_calls: prompts and distribution of the calls that such a run begins with.
+        param_dtype: dtype of the pushed parameters.
         platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda", "tpu"; "" unknown.
         host_devices: devices of each host that is planned for and not here; 0: as many as this machine has.
         lag: steps that sampling runs ahead of training (`rollout.lag`).
@@ -87,6 +89,8 @@ class EngineArguments:
     mesh: Callable[..., Mesh] | None = None
     probe: Callable[[], Probe] | None = None
     prepare: bool = False
+    first_calls: Sequence[tuple[Sequence[np.ndarray], SamplingParams]] = ()
+    param_dtype: str = "float32"
     platform: str = ""
     host_devices: int = 0
     lag: int = 0

@@ -18,6 +18,12 @@ NOISE_FLOOR_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
 _SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
 
 
+def sampled_again(sampling: SamplingParams) -> SamplingParams:
+    """The distribution of the completions that are sampled alone, for that of a step."""
+    limit = min(_TOKENS_SAMPLED_AGAIN, sampling.max_completion_tokens)
+    return dataclasses.replace(sampling, group_size=1, max_completion_tokens=limit)
+
+
 def noise_floor(
     engine: Engine,
     episodes: Sequence[Episode],
@@ -54,12 +60,10 @@ def noise_floor(
     if step not in NOISE_FLOOR_STEPS or not usable:
         return None, {}
     few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
-    limit = min(_TOKENS_SAMPLED_AGAIN, sampling.max_completion_tokens)
-    shorter = dataclasses.replace(sampling, max_completion_tokens=limit)
     pairs = zip(*((episode.prompt_ids, episode.completion_ids) for episode in usable.values()), strict=True)
     try:
         scored = engine.score(*map(list, pairs), temperature=sampling.temperature)
-        together, alone = sample_alone(engine, few, shorter, seed=seed, step=step)
+        together, alone = sample_alone(engine, few, sampled_again(sampling), seed=seed, step=step)
     except EngineError as error:
         if not drop:
             raise

@@ -16,6 +16,7 @@ from dcmdp_jax.data.episode import column_shapes
 from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.machine import Machine
+from dcmdp_jax.engines.noise_floor import sampled_again
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel, row_attention
 from dcmdp_jax.models.config import Lora
@@ -105,6 +106,11 @@ def place(
     check_own_remedies(config.algorithm)
     if hosts.count > 1:
         connect_devices(mesh)
+    # The turns of an environment are calls of their own.
+    given = [] if config.task.environment else task.first_calls
+    calls = [(prompts[hosts.share(len(prompts))], sampling) for prompts, sampling in given]
+    alone = [(prompts[:1], sampled_again(sampling)) for prompts, sampling in calls[-1:]]
+    engine = dataclasses.replace(engine, first_calls=[*calls, *alone])
     shortest = min(map(len, task.train.token_ids)) - config.supervised
     found = {"shortest_prompt": shortest, "hosts": hosts, "fitted_rows": fitted_rows}
     return placed(config, kind, engine, mesh, scheme, task.requests, task.lora, **found)
@@ -246,6 +252,7 @@ def placed(
         mesh=lambda **split: sampling_mesh(mesh, num_params=num_params(model), **split),
         probe=lambda: make_probe(model, compute, mesh),
         prepare=True,
+        param_dtype=dtype,
     )
     trainer = training_memory(config, model, compute, scheme, mesh, packing, machine, completions, lora)
     setup = fit_engine(kind, engine, workload, machine, trainer, fitted_rows=fitted_rows)

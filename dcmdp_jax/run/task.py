@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
@@ -72,14 +73,22 @@ class Task:
         return sampling(self.config, self.stop_token_ids)
 
     @property
+    def first_calls(self) -> list[tuple[list[np.ndarray], SamplingParams]]:
+        """Prompts and distribution of the first calls of the engine: on each held-out task, and of a step."""
+        config, how, calls = self.config, {"temperature": self.config.evaluation.temperature}, []
+        for task, prompts in self.held_out:
+            calls.append((prompts.token_ids, dataclasses.replace(self.sampling, group_size=task.samples, **how)))
+        if self.train.problems:
+            chosen = self.stream.at(seed=config.training.seed, first=0, count=config.training.prompts_per_step)
+            calls.append(([self.train.token_ids[place] for place in chosen], self.sampling))
+        return calls
+
+    @property
     def requests(self) -> tuple[list[int], int]:
         """Number of tokens of each prompt, and maximum number of completions sampled in one call of the engine."""
         every = self.train, *(prompts for _, prompts in self.held_out)
         lengths = [len(ids) for prompts in every for ids in prompts.token_ids]
-        calls = [len(prompts.problems) * task.samples for task, prompts in self.held_out]
-        if self.train.problems:
-            calls.append(self.config.training.prompts_per_step * self.config.rollout.group_size)
-        return lengths, max(calls, default=0)
+        return lengths, max((len(prompts) * how.group_size for prompts, how in self.first_calls), default=0)
 
 
 def read_task(config: Config) -> Task:

@@ -1,14 +1,18 @@
 """Programs of the embedded engine that are compiled beside the first step."""
 
+import concurrent.futures
+import dataclasses
 import threading
 
 import jax
 import numpy as np
 import pytest
 from jax._src import compiler
+from jax.sharding import Mesh
 
+from dcmdp_jax.activity import COMPILING
 from dcmdp_jax.engines.local import engine as engine_module
-from dcmdp_jax.engines.local import schedule
+from dcmdp_jax.engines.local import programs, schedule
 from dcmdp_jax.engines.local.programs import Preparation
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
@@ -46,7 +50,7 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
         return {len(ids) for ids in sampled.completion_ids}
 
     assert call(0, tuple(range(37))) == {1}
-    engine.preparation.wait()
+    concurrent.futures.wait(engine.preparation.asked)
     assert compiled.count("jit_decode") == 3 * 3
     # As many stop tokens: their number is a shape.
     lengths = set()
@@ -57,39 +61,69 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
     engine.close()
 
 
-def test_the_first_decode_is_compiled_beside_the_prefill(compiled, monkeypatch):
-    """In a thread of its own, begun before the prefill; the call that needs it waits, and compiles nothing again."""
-    began, threads = [], []
+def test_unexpected_programs_are_compiled_side_by_side(compiled, monkeypatch):
+    """Of a call that nobody announced, each in a thread of its own; the call waits, and compiles none of them again."""
+    threads, both = {}, threading.Barrier(3, timeout=60)
 
     def beside(program, name):
-        began.append(list(compiled))
-        threads.append(thread := threading.Thread(target=program))
-        thread.start()
-        return thread.join
+        def run():
+            both.wait()
+            program()
+
+        threads[name] = threading.Thread(target=run)
+        threads[name].start()
+        return threads[name].join
 
     monkeypatch.setattr(engine_module, "compile_beside", beside)
     engine = local_engine(MODEL, precision="float32", max_total_tokens=24, max_rows=4, prepare=True, cache_block=8)
     engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
     sample(engine, [np.array([3, 1, 4], np.int32)], SamplingParams(4, 8), seed=0, step=0)
-    engine.preparation.wait()
-    assert began and "jit_prefill" not in began[0] and not threads[0].is_alive()
-    assert compiled.count("jit_decode") == len(set(engine._prepared)) == 1
+    concurrent.futures.wait(engine.preparation.asked)
+    assert sorted(threads) == ["decode", "first_tokens", "prefill"]
+    assert [compiled.count(f"jit_{name}") for name in sorted(threads)] == [1, 1, 1]
     engine.close()
 
 
-def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing():
-    done: list[int] = []
-    preparation = Preparation()
+@pytest.mark.parametrize(
+    ("precision", "param_dtype", "devices"),
+    [("float32", "float32", 1), ("fp8", "bfloat16", 1), ("exact", "bfloat16", 1), ("int8", "float32", 2)],
+)
+def test_first_calls_find_their_programs_compiled(compiled, monkeypatch, precision, param_dtype, devices):
+    """In threads, before there are weights: the main thread compiles none of them again for those that are pushed."""
+    monkeypatch.setattr(engine_module, "compile_beside", lambda program, name: pytest.fail(f"{name} is compiled again"))
+    model = dataclasses.replace(MODEL, intermediate_size=44)
+    prompts, sampling = [np.array([3, 1, 4], np.int32), np.arange(1, 20, dtype=np.int32)], SamplingParams(2, 6)
+    engine = local_engine(
+        model, precision=precision, max_total_tokens=40, max_rows=2, prepare=True, param_dtype=param_dtype,
+        first_calls=[(prompts, sampling)], mesh=Mesh(np.asarray(jax.devices()[:devices]), ("data",)),
+    )  # fmt: skip
+    concurrent.futures.wait(engine.preparation.asked)
+    expected = [compiled.count(f"jit_{name}") for name in ("decode", "first_tokens", "prefill")]
+    # Buckets of 16 and 32 slots: a prefill and a decode each. Two threads may compile the same `first_tokens`.
+    assert expected[0] == expected[2] == 2 and expected[1] in (1, 2)
+    engine.push_weights(init_params(model, jax.random.key(0), param_dtype), 0)
+    sample(engine, prompts, sampling, seed=0, step=0)
+    assert [compiled.count(f"jit_{name}") for name in ("decode", "first_tokens", "prefill")] == expected
+    engine.close()
+
+
+def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing(monkeypatch):
+    monkeypatch.setattr(programs, "usable_cores", lambda: 2)
+    preparation, done, held, began = Preparation(), [], threading.Event(), threading.Event()
 
     def failing():
         raise RuntimeError("no such program")
 
-    preparation.add([failing, lambda: done.append(1)])
-    preparation.wait()
-    assert done == [1]
-    preparation.add([lambda: preparation._waiting.clear(), lambda: done.append(2)])
+    failed, compiled = preparation.add(failing, "score"), preparation.add(lambda: done.append(1), "decode")
+    assert "no such program" in str(failed()) and compiled() is None and done == [1]
+    preparation.add(lambda: began.set() or held.wait(60), "prefill")
+    preparation.add(lambda: done.append(2), "decode")
+    began.wait(60)
+    assert [each.name for each in threading.enumerate() if each.name.startswith(COMPILING)] == ["compiling prefill (2)"]
     preparation.stop()
-    assert done == [1]
+    held.set()
+    concurrent.futures.wait(preparation.asked)
+    assert done == [1] and not [each for each in threading.enumerate() if each.name.startswith(COMPILING)]
 
 
 @pytest.mark.parametrize("prepare", [False, True])

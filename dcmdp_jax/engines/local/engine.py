@@ -1,8 +1,9 @@
 """The embedded inference engine: samples completions in JAX, in the trainer's process."""
 
+import functools
 import logging
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.forward import score as score_program
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
-from dcmdp_jax.engines.local.programs import Preparation, decoding_program
+from dcmdp_jax.engines.local.programs import Preparation, sampling_programs
 from dcmdp_jax.engines.local.sampler import Draw
 from dcmdp_jax.engines.local.schedule import Completions, Scheduler, Sizes
 from dcmdp_jax.engines.local.sizes import (
@@ -53,10 +54,10 @@ class LocalEngine:
 
         Args:
             arguments: checked by `LocalKind.check`. `max_rows` bounds the memory of caches: with more rows than this to
-                sample, up to three times that of a batch of the longest rows. With `prepare`, the first
-                `decode` is compiled during the prefill, and after the first call, in a thread, all programs that later
-                calls like it can need: for a training run, which keeps its memory. Without it the memory of caches
-                returns to the system after each call.
+                sample, up to three times that of a batch of the longest rows. With `prepare`, threads compile the
+                programs that `first_calls` begin with from now on, and after each call all that later calls like it
+                can need: for a training run, which keeps its memory. Without it the memory of caches returns to the
+                system after each call.
             mesh: in place of `arguments.mesh`. Rows are split over data, fsdp and expert, weights over tensor and
                 expert. The devices of a mesh with other axes split rows; without any it is the first local device.
             cache_block: initial completion slots of the cache, doubled as rows fill them; each length is a program.
@@ -70,8 +71,16 @@ class LocalEngine:
         self.max_total_tokens = arguments.max_total_tokens
         self._max_rows, self._min_rows = arguments.max_rows, arguments.min_rows or smallest_batch(platform)
         self._cache_block = cache_block or default_cache_block(platform)
-        self.preparation = Preparation() if arguments.prepare else None
-        self._prepared: set[Hashable] = set()
+        self.preparation, self._prepares = Preparation(), arguments.prepare
+        self._compiled: dict[str, list[Callable[[], object]]] = {}
+        declared = {"program": self.program, "param_dtype": arguments.param_dtype}
+        self._programs = functools.partial(sampling_programs, **declared)
+        for prompts, sampling in arguments.first_calls:
+            mode, draw, sizes, buckets = self._batches(prompts, sampling)
+            for bucket, members in buckets:
+                scheduler = Scheduler(None, None, draw, mode, sizes, members, bucket, program=self.program)
+                of = scheduler.shapes()[:1], sampling.group_size, draw.stop_ids.size, bucket, mode
+                self._compile(self.preparation.add, *of)
         self.weights: Params | None = None
         self._policy_version: int | None = None
         # CRC-32 of the checksums of the weights in use (`weights.Conversion.proof`); None without weights.
@@ -121,19 +130,12 @@ class LocalEngine:
                 raise ValueError(f"{name}: got {value}, must be in 0 .. 2^32 - 1")
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         group, limit = sampling.group_size, sampling.max_completion_tokens
-        mode = "sample" if sampling.top_p == 1 else "nucleus"
-        mode += f":{min(sampling.top_k, self.config.vocab_size)}" if sampling.top_k else ""
-        mode = mode if sampling.temperature else "greedy"
-        inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
-        draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32))
+        mode, draw, sizes, buckets = self._batches(prompts, sampling)
         routed = self.config.routing[:2] if self.program.routed_experts else None
         first_row = first_prompt * group
         asked = {"routed_shape": routed, "top": self.program.listed(mode)}
         sampled = Completions(prompts, group, limit, seed, step, first_row=first_row, **asked)
-        size = batch_rows(self._max_rows, group, len(prompts) * group, 1)
-        sizes = Sizes(round_up(size, self.program.mesh.size), self._min_rows, self._cache_block, limit)
-        weights = self.weights
-        options = {"program": self.program, "trims": self.preparation is None}
+        weights, options = self.weights, {"program": self.program, "trims": not self._prepares}
         version, stops = self._policy_version, set(sampling.stop_token_ids)
 
         def episode(row: int) -> Episode:
@@ -151,29 +153,35 @@ class LocalEngine:
 
         def groups() -> Iterator[list[Episode]]:
             waiting = OpenGroups(group)
-            for bucket, members in _by_bucket(prompts, -(-size // group)):
+            for bucket, members in buckets:
                 scheduler = Scheduler(weights, sampled, draw, mode, sizes, members, bucket, **options)
-                shapes, of = scheduler.shapes(), {"prompt_slots": bucket, "mode": mode}
-                if first := self._unprepared(weights, shapes[:1], draw.stop_ids.size, **of):
-                    scheduler.compiled = compile_beside(*first, "decode")
+                shapes, of = scheduler.shapes(), (group, draw.stop_ids.size, bucket, mode)
+                for wait in self._compile(compile_beside, shapes[:1], *of):
+                    wait()
                 for _ in scheduler.sample():
                     yield waiting.add(map(episode, sampled.take_finished()))
-                scheduler.compiled()
-                if programs := self._unprepared(weights, shapes, draw.stop_ids.size, **of):
-                    self.preparation.add(programs)
+                self._compile(self.preparation.add, shapes, *of)
             yield waiting.add(map(episode, sampled.take_finished()))
 
         return groups()
 
-    def _unprepared(
-        self, weights: Params, shapes: list[tuple[int, int, int]], stops: int, **options: Any
-    ) -> list[Callable[[], object]]:
-        """The programs of these shapes, if programs are to be compiled ahead and these were not yet asked for."""
-        key = (tuple(shapes), stops, *options.values())
-        if self.preparation is None or key in self._prepared:
-            return []
-        self._prepared.add(key)
-        return [decoding_program(weights, shape, stops, program=self.program, **options) for shape in shapes]
+    def _batches(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> tuple[Any, ...]:
+        """A call's mode and draw, shapes of its batches, and the prompts of each bucket."""
+        mode = "sample" if sampling.top_p == 1 else "nucleus"
+        mode += f":{min(sampling.top_k, self.config.vocab_size)}" if sampling.top_k else ""
+        mode = mode if sampling.temperature else "greedy"
+        inverse = np.float32(1 / sampling.temperature if sampling.temperature else 1)
+        draw = Draw(inverse, np.float32(sampling.top_p), np.asarray(sampling.stop_token_ids, np.int32))
+        group, limit = sampling.group_size, sampling.max_completion_tokens
+        size = batch_rows(self._max_rows, group, len(prompts) * group, 1)
+        sizes = Sizes(round_up(size, self.program.mesh.size), self._min_rows, self._cache_block, limit)
+        return mode, draw, sizes, _by_bucket(prompts, -(-size // group))
+
+    def _compile(self, in_thread: Callable[..., Callable[[], object]], *of: Any) -> list[Callable[[], object]]:
+        """Have `sampling_programs` compiled, if this engine prepares its calls; functions that wait for them."""
+        if self._prepares and (key := str(of)) not in self._compiled:
+            self._compiled[key] = [in_thread(*program) for program in self._programs(*of)]
+        return self._compiled.get(str(of), [])
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
@@ -209,8 +217,7 @@ class LocalEngine:
     def close(self) -> None:
         """See `release_weights`; programs that are not compiled yet are not. Safe to call twice."""
         self.release_weights()
-        if self.preparation:
-            self.preparation.stop()
+        self.preparation.stop()
 
 
 def _by_bucket(prompts: list[np.ndarray], fill: int) -> list[tuple[int, list[int]]]:

@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -22,10 +21,9 @@ from dcmdp_jax.engines.local.layout import Program, weight_specs
 from dcmdp_jax.engines.local.sampler import Draw
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.engines.process_memory import release_freed_memory
+from dcmdp_jax.parallel.backend import usable_cores
 from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
 from dcmdp_jax.types import Params
-
-logger = logging.getLogger(__name__)
 
 
 def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
@@ -41,9 +39,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     model, split = arguments.model, dataclasses.asdict(arguments.settings)
     engine = arguments.mesh(**split)
     program = Program.of(arguments, engine)
-    shapes = engine_shapes(model, arguments.precision, load.param_dtype)
-    tree = sharded(shapes, jax.tree.map(lambda spec: NamedSharding(engine, spec), weight_specs(shapes, model, engine)))
-    weights = {**tree, "layers": [tree["layers"][kind] for kind, _ in model.layer_kinds]}
+    weights = abstract_weights(program, load.param_dtype)
     group, bucket = load.group_size, sizes.length_bucket(max(load.prompt_lengths))
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, engine.size)
     slots = bucket + load.max_completion_tokens
@@ -93,6 +89,14 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     return EnginePlan(programs, held["engine's weights"], cache_bytes, rows, slots, rows < load.completions)
 
 
+def abstract_weights(program: Program, param_dtype: str) -> Params:
+    """Shapes and shardings of the engine's tree, pushed by a trainer with parameters of a dtype."""
+    model, mesh = program.config, program.mesh
+    shapes = engine_shapes(model, program.precision, param_dtype)
+    tree = sharded(shapes, jax.tree.map(lambda spec: NamedSharding(mesh, spec), weight_specs(shapes, model, mesh)))
+    return {**tree, "layers": [tree["layers"][kind] for kind, _ in model.layer_kinds]}
+
+
 def _decode_arguments(
     program: Program, rows: int, slots: int, sampled: int, stops: int, *, sharded: bool
 ) -> tuple[Any, ...]:
@@ -121,60 +125,59 @@ def _decode_arguments(
 
 
 class Preparation:
-    """Programs to compile, one after another. JAX keeps them, so that a call which needs one finds it.
+    """Threads that compile programs in their order, one for each core but the main thread's. JAX keeps the programs.
 
-    Nothing is executed and no array is made. The thread ends when all are done, at `stop`, and with the main thread.
+    Nothing is executed and no array is made. A program that fails to compile fails again in the call that needs it.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], object]] = deque()
-        self._thread: threading.Thread | None = None
+        self._threads, self.asked = ThreadPoolExecutor(max(1, usable_cores() - 1)), list[Future[None]]()
 
-    def add(self, programs: Iterable[Callable[[], object]]) -> None:
-        """Compile these too."""
-        self._waiting.extend(programs)
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name=COMPILING)
-            self._thread.start()
-
-    def wait(self) -> None:
-        """Return when all are compiled."""
-        if self._thread is not None:
-            self._thread.join()
+    def add(self, program: Callable[[], object], name: str) -> Callable[[], object]:
+        """Compile this one too; returns a function that waits for it."""
+        self.asked.append(self._threads.submit(self._compile, program, name))
+        return self.asked[-1].exception
 
     def stop(self) -> None:
-        """Drop what is not begun."""
-        self._waiting.clear()
-        self.wait()
+        """Drop what is not begun; nobody waits for what is."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self) -> None:
-        while threading.main_thread().is_alive():
-            try:
-                program = self._waiting.popleft()
-                threading.current_thread().name = f"{COMPILING}decode ({1 + len(self._waiting)})"
-                program()
-            except IndexError:
+    def _compile(self, program: Callable[[], object], name: str) -> None:
+        thread, left = threading.current_thread(), sum(not asked.done() for asked in self.asked)
+        thread.name = f"{COMPILING}{name} ({left})"
+        try:
+            program()
+        finally:
+            thread.name = "idle"
+            if left == 1:
                 # What compiling and loading leave unused: 50 to 80 MiB each time at 0.6M parameters.
                 release_freed_memory()
-                return
-            except Exception:  # raised again by the call that needs this program
-                logger.debug("a program was not compiled ahead", exc_info=True)
 
 
-def decoding_program(
-    weights: Params, shape: tuple[int, int, int], stops: int, *, program: Program, prompt_slots: int, mode: str
-) -> Callable[[], object]:
-    """A call that compiles `decode`.
+def sampling_programs(
+    shapes: Sequence[tuple[int, int, int]], group: int, stops: int, bucket: int, mode: str, *, program: Program,
+    param_dtype: str,
+) -> list[tuple[Callable[[], object], str]]:  # fmt: skip
+    """Calls that compile `prefill`, `first_tokens` and each `decode`, with these names.
 
     Args:
-        weights: the engine's tree; only its shapes are kept.
-        shape: rows, cache slots, slots of the prefix, of `Scheduler.shapes`.
+        shapes: rows, cache slots, slots of the prefix of each `decode`, see `Scheduler.shapes`.
+        group: rows of a prompt.
         stops: number of stop tokens.
-        program, prompt_slots, mode: see `decode`.
+        bucket, mode, program: see `decode`; `bucket` is its `prompt_slots`.
+        param_dtype: see `abstract_weights`.
     """
-    rows, slots, prefix_slots = shape
-    tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), weights)
-    given = _decode_arguments(program, rows, slots, prefix_slots - prompt_slots, stops, sharded=False)
-    fixed = {"program": program, "prompt_slots": prompt_slots, "prefix_slots": prefix_slots, "mode": mode}
-    lower = functools.partial(decode.decode.lower, tree, *given, **fixed)
-    return lambda: lower().compile()
+    config, array, how = program.config, jax.ShapeDtypeStruct, {"program": program, "mode": mode}
+    prompts, groups = sizes.prefill_shape(config.num_heads, max(1, shapes[0][0] // group), bucket, program.mesh.size)
+    padded = array((prompts, bucket), "int32"), array((prompts,), "int32")
+    hidden = array((prompts, config.hidden_size), program.compute_dtype, sharding=program.rows)
+    _, state, _, draw = _decode_arguments(program, shapes[0][0], bucket, 0, stops, sharded=False)
+    weights = abstract_weights(program, param_dtype)
+    prefill = functools.partial(decode.prefill.lower, weights, *padded, program=program, groups=groups)
+    first = functools.partial(decode.first_tokens.lower, weights, hidden, state.last, state.keys, draw, **how)
+    made = [("prefill", prefill), ("first_tokens", first)]
+    for rows, slots, prefix in shapes:
+        given = _decode_arguments(program, rows, slots, prefix - bucket, stops, sharded=False)
+        of = how | {"prompt_slots": bucket, "prefix_slots": prefix}
+        made.append(("decode", functools.partial(decode.decode.lower, weights, *given, **of)))
+    return [(lambda lower=lower: lower().compile(), name) for name, lower in made]

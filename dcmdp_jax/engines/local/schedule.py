@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -177,8 +177,6 @@ class Scheduler:
         self._members, self._bucket = deque(members), bucket
         self._slots = [bucket + capacity for capacity in self._capacities]
         self._queues: list[deque[_Waiting]] = [deque() for _ in self._capacities]
-        # Waits for a `decode` that is being compiled.
-        self.compiled: Callable[[], None] = lambda: None
 
     def sample(self) -> Iterator[None]:
         """Sample all rows of the prompts. Pauses whenever rows may have finished."""
@@ -271,7 +269,6 @@ class Scheduler:
         shrinkable = self._sizes.min_rows <= half < min(places.size, live.size)
         floor = places.size - self._unit if more else half if shrinkable else 0
         steps = np.int32(self._steps_left(level, places[live]))
-        self.compiled()
         cache, decoded = programs.decode(
             self._weights, cache, rows, programs.Limits(np.int32(clock), steps, np.int32(floor)), self._draw,
             program=self._program, prompt_slots=self._bucket, prefix_slots=prefix, mode=self._mode,
