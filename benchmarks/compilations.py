@@ -5,9 +5,10 @@
     python -m benchmarks.compilations --log LOG
 
 `train` trains without threads that compile, so that LOG has what each program takes by itself. The schedule is then
-simulated, the programs in the log's order: the step is compiled in a thread from the start on, those that sample in one
-thread for each core but one, and the run waits where it needs them. A program takes one core; more threads than cores
-share these. What lies between compilations takes no time, nor does vLLM's start, which is not in the log.
+simulated, the programs in the log's order: the step is compiled in a thread from the start on. So are those that
+sample, on more than two cores, in one thread for each core but one; on fewer, side by side when a call needs them. A
+program takes one core; more threads than cores share these. What lies between compilations takes no time, nor does
+vLLM's start, which is not in the log.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dcmdp_jax.engines.local import engine, programs
 from dcmdp_jax.training import build
 
 RECORDED = Path(__file__).with_name("results") / "compilations_h200.txt"
+_SAMPLING = ("prefill", "first_tokens", "decode")
 _LINE = re.compile(r"Finished XLA compilation of jit\((.+)\) in ([0-9.e-]+) sec")
 
 
@@ -34,26 +36,20 @@ def compilations(log: str) -> list[tuple[str, float]]:
     return found[: names.index("step") + 1] if "step" in names else found
 
 
-def beside(names: Sequence[str]) -> tuple[set[int], list[int]]:
-    """The places of the programs with a thread of their own, and of those that share the threads, in their order."""
-    alone = {at for at, name in enumerate(names) if name == "step"}
-    return alone, [at for at, name in enumerate(names) if name in ("prefill", "first_tokens", "decode")]
-
-
-def seconds_until_compiled(seconds: Sequence[float], beside: tuple[set[int], list[int]], cores: int) -> float:
+def seconds_until_compiled(names: Sequence[str], seconds: Sequence[float], cores: int) -> float:
     """Time until all programs are compiled, where the main thread takes those that no thread does, in order."""
-    left, now, (alone, shared) = list(seconds), 0.0, beside
-    while any(value > 0 for value in left):
-        unfinished = [at for at, value in enumerate(left) if value > 0]
-        active = {at for at in alone if left[at] > 0}
-        active |= {*[at for at in shared if left[at] > 0][: max(1, cores - 1)]}
-        # The main thread compiles its next program, or waits for one that a thread has.
-        if unfinished[0] not in alone and unfinished[0] not in shared:
-            active.add(unfinished[0])
+    left, now, threads = dict(enumerate(seconds)), 0.0, cores - 1 if cores > 2 else 0
+    calls = [names[: at + 1].count("prefill") for at in left]
+    while left:
+        main, sampling = min(left), [at for at in left if names[at] in _SAMPLING]
+        active = {at for at in left if names[at] == "step"} | {*sampling[:threads]}
+        if main not in sampling:
+            active.add(main)
+        elif not threads:
+            active |= {at for at in sampling if calls[at] == calls[main]}
         done = min(left[at] for at in active)
         now += done / min(1.0, cores / len(active))
-        for at in active:
-            left[at] -= done
+        left = {at: value - done * (at in active) for at, value in left.items() if value > done * (at in active)}
     return now
 
 
@@ -77,8 +73,7 @@ def main() -> None:
     names, seconds = zip(*found, strict=True)
     print(f"{len(names)} programs, {sum(seconds):.1f} s, the longest {max(seconds):.1f} s")
     for cores in options.cores:
-        before, after = (seconds_until_compiled(seconds, threads, cores) for threads in ((set(), []), beside(names)))
-        print(f"{cores:2} cores: one after another {before:.1f} s, beside the rest {after:.1f} s")
+        print(f"{cores:2} cores: beside the rest {seconds_until_compiled(names, seconds, cores):.1f} s")
 
 
 if __name__ == "__main__":

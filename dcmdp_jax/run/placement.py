@@ -25,7 +25,7 @@ from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.models.scheme import FULL, Scheme
-from dcmdp_jax.parallel.backend import has_cuda_plugin, prepare_jax, present_gpus
+from dcmdp_jax.parallel.backend import has_cuda_plugin, prepare_jax, present_gpus, usable_cores
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.parallel.mesh import check_training_mesh, connect_devices, row_shards, sampling_mesh, training_mesh
 from dcmdp_jax.parallel.sharding import data_parallel_only
@@ -106,8 +106,8 @@ def place(
     check_own_remedies(config.algorithm)
     if hosts.count > 1:
         connect_devices(mesh)
-    # The turns of an environment are calls of their own.
-    given = [] if config.task.environment else task.first_calls
+    # Two cores have the step to compile and the warm-up; the turns of an environment are calls of their own.
+    given = [] if config.task.environment or usable_cores() <= 2 else task.first_calls
     calls = [(prompts[hosts.share(len(prompts))], sampling) for prompts, sampling in given]
     alone = [(prompts[:1], sampled_again(sampling)) for prompts, sampling in calls[-1:]]
     engine = dataclasses.replace(engine, first_calls=[*calls, *alone])

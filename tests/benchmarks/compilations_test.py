@@ -3,33 +3,32 @@
 import pytest
 
 from benchmarks import compilations as benchmark
-from benchmarks.compilations import RECORDED, begins, compilations, seconds_until_compiled
+from benchmarks.compilations import RECORDED, compilations, seconds_until_compiled
 
 NAMES = ("init", "prefill", "decode", "score", "step")
 SECONDS = (1.0, 4.0, 3.0, 2.0, 6.0)
-
-
-def test_the_step_begins_at_once_and_a_decode_with_its_prefill():
-    assert begins(NAMES) == {2: 1, 4: 0}
-    assert begins(("prefill", "decode", "prefill", "decode")) == {1: 0, 3: 2}
 
 
 @pytest.mark.parametrize(
     ("cores", "after"),
     [
         (1, 16.0),
-        # 0 to 1: init, step. Three threads at 2/3 of a core: decode ends at 5.5, prefill has 1 left, the step 2.
-        # prefill to 6.5, score beside the step's last second to 7.5, its own last second alone.
+        # 0 to 1: init, step. prefill, decode and the step at 2/3 of a core: decode ends at 5.5, prefill has 1 left, the
+        # step 2. prefill to 6.5, score beside the step's last second to 7.5, its own last second alone.
         (2, 8.5),
-        # init, prefill, score in the main thread: 1 + 4 + 2; decode was done at 4 and the step at 6.
-        # 10 if decode were compiled after prefill, 13 if the step were after score.
-        (4, 7.0),
-        (16, 7.0),
+        # Threads from the start: prefill and decode beside init and the step. score from 4, when prefill is done.
+        # 7 if prefill waited for init.
+        (4, 6.0),
+        (16, 6.0),
     ],
 )
 def test_seconds_of_a_schedule(cores, after):
-    assert seconds_until_compiled(SECONDS, begins(NAMES), cores) == pytest.approx(after)
-    assert seconds_until_compiled(SECONDS, {}, cores) == pytest.approx(16.0)
+    assert seconds_until_compiled(NAMES, SECONDS, cores) == pytest.approx(after)
+
+
+def test_a_call_s_programs_are_compiled_side_by_side_on_two_cores():
+    """3 and 1 at a core each, then 2 more of the first alone; the next call's wait for it."""
+    assert seconds_until_compiled(("prefill", "decode", "prefill"), (3.0, 1.0, 2.0), 2) == pytest.approx(5.0)
 
 
 def test_a_log_is_read_up_to_the_first_step_and_a_run_s_last_wait_is_for_it():
@@ -37,7 +36,7 @@ def test_a_log_is_read_up_to_the_first_step_and_a_run_s_last_wait_is_for_it():
     log = "WARNING:x:" + line.format("_step", "2.5e-01") + "a word\n" + line.format("step", 9) + line.format("late", 1)
     assert compilations(log) == [("_step", 0.25), ("step", 9.0)]
     # Alone it takes longer than all before it.
-    assert seconds_until_compiled((0.25, 9.0), {1: 0}, 2) == 9.0
+    assert seconds_until_compiled(("_step", "step"), (0.25, 9.0), 2) == 9.0
 
 
 def test_the_record_of_the_h200():
@@ -56,5 +55,5 @@ def test_a_run_for_the_log_compiles_nothing_beside(monkeypatch):
     assert ran == [benchmark.train.main]
     for module in (benchmark.build, benchmark.engine):
         module.compile_beside(lambda: compiled.append(1), "a program")()
-    benchmark.programs.Preparation().add([lambda: compiled.append(1)])
+    benchmark.programs.Preparation().add(lambda: compiled.append(1), "a program")()
     assert not compiled

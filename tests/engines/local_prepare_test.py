@@ -122,7 +122,8 @@ def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing(monkeypatch):
     assert [each.name for each in threading.enumerate() if each.name.startswith(COMPILING)] == ["compiling prefill (2)"]
     preparation.stop()
     held.set()
-    concurrent.futures.wait(preparation.asked)
+    concurrent.futures.wait(preparation.asked[:3])
+    assert preparation.asked[3].cancelled()
     assert done == [1] and not [each for each in threading.enumerate() if each.name.startswith(COMPILING)]
 
 

@@ -73,8 +73,7 @@ class LocalEngine:
         self._cache_block = cache_block or default_cache_block(platform)
         self.preparation, self._prepares = Preparation(), arguments.prepare
         self._compiled: dict[str, list[Callable[[], object]]] = {}
-        declared = {"program": self.program, "param_dtype": arguments.param_dtype}
-        self._programs = functools.partial(sampling_programs, **declared)
+        self._programs = functools.partial(sampling_programs, program=self.program, dtype=arguments.param_dtype)
         for prompts, sampling in arguments.first_calls:
             mode, draw, sizes, buckets = self._batches(prompts, sampling)
             for bucket, members in buckets:

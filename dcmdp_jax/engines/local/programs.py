@@ -156,7 +156,7 @@ class Preparation:
 
 def sampling_programs(
     shapes: Sequence[tuple[int, int, int]], group: int, stops: int, bucket: int, mode: str, *, program: Program,
-    param_dtype: str,
+    dtype: str,
 ) -> list[tuple[Callable[[], object], str]]:  # fmt: skip
     """Calls that compile `prefill`, `first_tokens` and each `decode`, with these names.
 
@@ -165,19 +165,17 @@ def sampling_programs(
         group: rows of a prompt.
         stops: number of stop tokens.
         bucket, mode, program: see `decode`; `bucket` is its `prompt_slots`.
-        param_dtype: see `abstract_weights`.
+        dtype: of the pushed parameters.
     """
     config, array, how = program.config, jax.ShapeDtypeStruct, {"program": program, "mode": mode}
     prompts, groups = sizes.prefill_shape(config.num_heads, max(1, shapes[0][0] // group), bucket, program.mesh.size)
     padded = array((prompts, bucket), "int32"), array((prompts,), "int32")
     hidden = array((prompts, config.hidden_size), program.compute_dtype, sharding=program.rows)
     _, state, _, draw = _decode_arguments(program, shapes[0][0], bucket, 0, stops, sharded=False)
-    weights = abstract_weights(program, param_dtype)
-    prefill = functools.partial(decode.prefill.lower, weights, *padded, program=program, groups=groups)
-    first = functools.partial(decode.first_tokens.lower, weights, hidden, state.last, state.keys, draw, **how)
-    made = [("prefill", prefill), ("first_tokens", first)]
+    weights = abstract_weights(program, dtype)
+    made = [(decode.prefill, padded, {"program": program, "groups": groups})]
+    made += [(decode.first_tokens, (hidden, state.last, state.keys, draw), how)]
     for rows, slots, prefix in shapes:
         given = _decode_arguments(program, rows, slots, prefix - bucket, stops, sharded=False)
-        of = how | {"prompt_slots": bucket, "prefix_slots": prefix}
-        made.append(("decode", functools.partial(decode.decode.lower, weights, *given, **of)))
-    return [(lambda lower=lower: lower().compile(), name) for name, lower in made]
+        made += [(decode.decode, given, how | {"prompt_slots": bucket, "prefix_slots": prefix})]
+    return [(lambda of=of: of[0].lower(weights, *of[1], **of[2]).compile(), of[0].__name__) for of in made]
