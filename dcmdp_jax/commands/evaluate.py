@@ -44,7 +44,7 @@ from dcmdp_jax.run.evaluation_setup import PAPERS_EVALUATION, evaluation_task, p
 from dcmdp_jax.run.memory_use import EngineSetup
 from dcmdp_jax.run.saved_model import Policy, SavedModel, find_model
 from dcmdp_jax.run.services import Services, start_services
-from dcmdp_jax.run.task import Task, held_out
+from dcmdp_jax.run.task import Task, held_out, read_tools
 
 _ROUNDS = 4
 """Completions of a part, in rows of the engine: more would lose more, fewer leave more rows idle at a part's end."""
@@ -116,7 +116,7 @@ def read_tasks(policy: Policy, overlap: str | None) -> tuple[Task, dict[str, lis
         raise UserError("config.evaluation.task: empty; for example --config.evaluation.task=aime24.jsonl,amc23.jsonl")
     if overlap and not config.task.train:
         raise UserError("--overlap: goes with config.task.train, the problems that the policy was trained on")
-    asked = held_out(config, policy.tokenizer)
+    asked = held_out(config, policy.tokenizer, read_tools(config, policy.tokenizer))
     overlaps = training_overlaps(asked, config.task.train) if overlap else {}
     if overlap == "drop":
         asked = leave_out(asked, overlaps)

@@ -264,9 +264,9 @@ def _task_rules(config: Config) -> Broken:
         yield "evaluation.temperature", f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE}"
     environment = config.task.environment
     if environment and not environment.rpartition(":")[0]:
-        yield "task.environment", "allowed are module:Class and path.py:Class"
-    if "environment" in config.rewards.names and not environment:
-        yield "rewards.functions", "name one in task.environment", "environment"
+        yield "task.environment", "allowed are module:Class, path.py:Class and tools:path.py:function,..."
+    if "environment" in config.rewards.names and (config.task.tools or not environment):
+        yield "rewards.functions", "name one in task.environment; tools give no reward", "environment"
 
 
 def _step_rules(config: Config) -> Broken:

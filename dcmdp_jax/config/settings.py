@@ -128,14 +128,16 @@ class TaskSettings:
             Empty: the template's own defaults (Qwen3 thinks). Source: paper: not stated.
         max_prompt_tokens: Longest prompt. Longer ones are dropped, counted and reported. Source: ours.
         environment: What the policy talks to in turns: a class of yours as module:Class or path.py:Class
-            with reset and step (docs/environments.md). Empty: one turn. Source: ours.
+            with reset and step, or functions of yours as tools:path.py:function,... (docs/environments.md).
+            Empty: one turn. Source: ours.
         max_turns: Most turns of the policy in one completion, with task.environment. Source: ours.
         max_turn_tokens: Most tokens that the policy samples in one turn; rollout.max_completion_tokens bounds all
             turns and answers together. 0: that divided by max_turns. Source: ours.
+        max_result_characters: Longest result of a tool; a longer one is cut. Source: ours.
         on_bad_row: A malformed row of data: error stops with its line number, skip counts it.
         on_changed_data: Problems of task.train other than a resumed run began with: error stops,
             continue warns. Source: ours.
-        verifier_workers: Processes that judge answers.
+        verifier_workers: Processes that judge answers, and as many that call tools.
         verifier_timeout: Processor time that one answer may take; over it the reward is 0. Source: ours.
         verifier_budget: Longest wait for the answers of one batch; undecided ones then get reward 0. 0: no limit.
             Source: ours.
@@ -148,11 +150,17 @@ class TaskSettings:
     environment: str = setting("")
     max_turns: int = setting(4, unit="turns", minimum=1, maximum=1024)
     max_turn_tokens: int = setting(0, unit="tokens", minimum=0, maximum=MOST_TOKENS)
+    max_result_characters: int = setting(4000, unit="characters", minimum=1)
     on_bad_row: str = setting("error", choices=("error", "skip"))
     on_changed_data: str = setting("error", choices=("error", "continue"), free=True)
     verifier_workers: int = setting(2, unit="processes", minimum=1, maximum=1024, free=True)
     verifier_timeout: float = setting(5.0, unit="seconds", minimum=0.01)
     verifier_budget: float = setting(120.0, unit="seconds", minimum=0, free=True)
+
+    @property
+    def tools(self) -> bool:
+        """Whether `environment` is functions that are tools, not a class of a module `tools`."""
+        return self.environment.startswith("tools:") and self.environment.count(":") > 1
 
 
 @dataclasses.dataclass(frozen=True)

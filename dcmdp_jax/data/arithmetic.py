@@ -30,7 +30,10 @@ PAD_TOKEN, TURN_START, TURN_END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|i
 WHOLE_PIECES = (r"\boxed{", "system", "user", "assistant")
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}<|im_start|>system\n{{ tools | map(attribute='function.name') | join(',') }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message['tool_calls'] %}<tool_call>{{ call['function'] | tojson(separators=(',', ':')) }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

@@ -1,13 +1,15 @@
-"""Chats as text: the messages of a problem, by the tokenizer's own chat template."""
+"""Chats as text by the tokenizer's own chat template: the messages of a problem, and the calls of tools in a turn."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
 from dcmdp_jax.inputs import json_object
@@ -23,7 +25,7 @@ _ANSWER_FORM = re.compile(
     r"""|\\boxed\{\s?(?:\.\.\.|…|<[^<>{}]{0,40}+>|[$\[]?(?:your |the )?(?:final[ _]?)?answer[$\]]?)?\s?\}""",
     re.IGNORECASE,
 )
-_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 # Of a template's own text; published ones have some thousands.
 _TEMPLATE_CHARACTERS = 1_000_000
 # Arguments of apply_chat_template, which a template's variables share.
@@ -32,6 +34,13 @@ _OURS = (
     "return_dict return_tensors padding truncation max_length"
 ).split()
 _QUESTION = ({"role": "user", "content": "What is 2+3?"},)
+CALL_FORMATS = json.loads(Path(__file__).with_name("call_formats.json").read_text(encoding="utf-8"))
+"""Formats that chat templates write calls of tools in, by name, as `response_template`s of transformers. Calls in a
+thought, which may begin in the prompt, are none."""
+# A call to try a format with, whose argument gets its type from the tool.
+_CALL = {"name": "double", "arguments": {"number": 2}}
+_NUMBER = {"type": "object", "properties": {"number": {"type": "integer", "description": "?"}}}
+_TOOL = {"type": "function", "function": {"name": "double", "description": "?", "parameters": _NUMBER}}
 
 
 def render_checked(
@@ -88,7 +97,7 @@ def render_chat(
     begun, prompt, whole = given[-1]["content"], write(given[:-1], add_generation_prompt=True), write(given)
     # What the template puts between the two, if it is space.
     space = whole[len(prompt) :].partition(begun.strip() or "\0")[0] if whole.startswith(prompt) else ""
-    prompt = _THOUGHT.sub("", prompt) if begun.startswith("<think>") else prompt
+    prompt = THOUGHT.sub("", prompt) if begun.startswith("<think>") else prompt
     return prompt + ("" if space.strip() else space) + begun
 
 
@@ -150,3 +159,51 @@ def template_variables(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[st
                 f"{json.dumps(meant)}; write {json.dumps(meant)}"
             )
     return variables
+
+
+class CallFormat(NamedTuple):
+    """How a chat template writes calls of tools.
+
+    Attributes:
+        template: a `response_template` of transformers.
+        prefix: what a turn of the assistant begins with, such as a thought.
+    """
+
+    template: Mapping[str, Any]
+    prefix: str = ""
+
+    def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Read the calls in a turn, each with `name` and `arguments`; the tools' JSON schemas give arguments types.
+
+        Raises:
+            Exception: any exception of transformers' parser, for a malformed call.
+        """
+        from transformers.utils.chat_parsing import parse_response
+
+        message = parse_response(text, dict(self.template), prefix=self.prefix, tools=list(tools))
+        calls = [{field: call["function"][field] for field in _CALL} for call in message.get("tool_calls", ())]
+        if not all(isinstance(call["name"], str) and isinstance(call["arguments"], dict) for call in calls):
+            raise ValueError("a call needs the tool's name, which is text, and its arguments, which are an object")
+        return calls
+
+
+def find_call_format(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> CallFormat:
+    """The format in which the chat template writes calls: the tokenizer's own `response_template`, or a known one.
+
+    Raises:
+        UserError: in one line, if none reads the call that the template writes.
+    """
+    write = functools.partial(write_chat, tokenizer, tools=[_TOOL], **variables)
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": _CALL}]}
+    with contextlib.suppress(Exception):  # any that a template raises
+        before, begun = write(_QUESTION), write(_QUESTION, add_generation_prompt=True)
+        ids = tokenizer(write([*_QUESTION, called]).removeprefix(THOUGHT.sub("", begun)), add_special_tokens=False)
+        text = tokenizer.decode(ids["input_ids"], skip_special_tokens=True)
+        for template in filter(None, (getattr(tokenizer, "response_template", None), *CALL_FORMATS.values())):
+            with contextlib.suppress(Exception):
+                if CallFormat(template).read(text, [_TOOL]) == [_CALL]:
+                    return CallFormat(template, begun.removeprefix(before))
+    raise UserError(
+        f"the chat template writes calls of tools in no format that is known: {', '.join(CALL_FORMATS)}, by "
+        "transformers 5.16 or newer, or the tokenizer's own response_template"
+    )

@@ -206,16 +206,9 @@ class Episode:
 
 
 def single_turn(
-    prompt_ids: np.ndarray,
-    completion_ids: np.ndarray,
-    logprobs: np.ndarray,
-    *,
-    policy_version: int,
-    group: int,
-    member: int,
-    finish_reason: str,
-    **columns: np.ndarray | None,
-) -> Episode:
+    prompt_ids: np.ndarray, completion_ids: np.ndarray, logprobs: np.ndarray, *, policy_version: int, group: int,
+    member: int, finish_reason: str, **columns: np.ndarray | None,
+) -> Episode:  # fmt: skip
     """Make the episode of one completion: all tokens after the prompt are sampled, by one version of the policy.
 
     Args:

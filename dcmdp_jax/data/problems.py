@@ -26,15 +26,9 @@ _HUB_NAME = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w.-]+)?")
 
 
 def load_problems(
-    location: str,
-    *,
-    split: str = "train",
-    limit: int | None = None,
-    on_bad_row: Literal["error", "skip"] = "error",
-    keep_columns: bool = False,
-    answers: Answers = "required",
-    name: str = "",
-) -> list[Problem]:
+    location: str, *, split: str = "train", limit: int | None = None, on_bad_row: Literal["error", "skip"] = "error",
+    keep_columns: bool = False, answers: Answers = "required", name: str = "",
+) -> list[Problem]:  # fmt: skip
     r"""Read every problem of a dataset, in file order. Blank lines of a .jsonl file are skipped.
 
     Rows that are equal in prompt, answer and worked solution, and in their columns where these are kept, are one

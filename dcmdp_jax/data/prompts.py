@@ -58,14 +58,9 @@ def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:
 
 
 def encode_prompts(
-    problems: Sequence[Problem],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    prompt_suffix: str = "",
-    max_prompt_tokens: int,
-    chat_template_kwargs: str = "",
-    learned: bool = False,
-) -> EncodedPrompts:
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, *, prompt_suffix: str = "",
+    max_prompt_tokens: int, chat_template_kwargs: str = "", learned: bool = False,
+) -> EncodedPrompts:  # fmt: skip
     r"""Turn problems into prompts. Prompts over the length limit are left out, counted and logged.
 
     Problems whose own text holds a control token (`<|im_end|>`) are kept, counted and logged: the model reads it as the

@@ -71,17 +71,9 @@ class RowLayout(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def make_row_shapes(
-    *,
-    micro_batch_tokens: int,
-    mini_batches: int,
-    completions: int,
-    segments_per_row: int,
-    row_shards: int,
-    row_lengths: tuple[int, ...] = (),
-    longest: int = 0,
-    shortest: int = 1,
-    length_multiple: int = 1,
-) -> RowShapes:
+    *, micro_batch_tokens: int, mini_batches: int, completions: int, segments_per_row: int, row_shards: int,
+    row_lengths: tuple[int, ...] = (), longest: int = 0, shortest: int = 1, length_multiple: int = 1,
+) -> RowShapes:  # fmt: skip
     """The shapes for batches of `mini_batches` x `completions` sequences.
 
     Of the shapes within the limits those are taken that compute least for sequences of lognormal lengths, with medians

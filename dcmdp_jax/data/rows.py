@@ -35,13 +35,9 @@ without answer if the row has none that is text or a number, and refused if it h
 
 
 def problem_from_row(
-    row: Mapping[str, Any] | str | bytes,
-    *,
-    source: str,
-    index: int,
-    keep_columns: bool = False,
+    row: Mapping[str, Any] | str | bytes, *, source: str, index: int, keep_columns: bool = False,
     answers: Answers = "required",
-) -> Problem:
+) -> Problem:  # fmt: skip
     """Make a problem from one row.
 
     Args:

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dcmdp_jax.environments.tools import Tools
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.fields import describe_error, load_object
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
@@ -32,12 +33,12 @@ class Step(NamedTuple):
     """An environment's response to one turn.
 
     Attributes:
-        observation: text that the policy reads next; empty where it ends.
+        observations: texts that the policy reads next, each a message; empty where it ends.
         reward: this turn's reward.
         done: whether the completion ends.
     """
 
-    observation: str
+    observations: Sequence[str]
     reward: float
     done: bool
 
@@ -51,23 +52,26 @@ class EnvironmentPool(Closing):
         timeout_s: wall-clock limit of one call for all completions, in seconds.
         memory_gib: address space of the process in GiB; 0 for no limit.
         output: file that gets what the environment prints, at its end; None discards it.
+        tools: the further arguments of `Tools` if the environment is functions. Each turn is then a call of its own.
+        workers: processes; several for tools alone.
     """
 
     def __init__(
         self, name: str, columns: Sequence[str], *, timeout_s: float, memory_gib: float = 0.0,
-        output: Path | None = None,
+        output: Path | None = None, tools: Sequence[Any] = (), workers: int = 1,
     ) -> None:  # fmt: skip
-        self.name, self._timeout_s = name, timeout_s
-        memory_bytes = int(memory_gib * 1024**3)
-        self._pool = IsolatedPool(__name__, (name, list(columns)), memory_bytes=memory_bytes, output=output)
+        self.name, self._timeout_s, self._tools = name, timeout_s, tools
+        limits = {"memory_bytes": int(memory_gib * 1024**3), "output": output, "workers": workers}
+        self._pool = IsolatedPool(__name__, (name, list(columns), *tools), **limits)
 
-    def check(self) -> None:
-        """Import the environment.
+    def check(self) -> list[dict[str, Any]]:
+        """Import the environment; the JSON schemas of its tools.
 
         Raises:
             RewardError: in one line, if that can't be done.
         """
         self._result("load", self._pool.load())
+        return self._result("tools", self._pool.submit("tools", wall_s=self._timeout_s)) if self._tools else []
 
     def reset(
         self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]], on_wait: Callable[[], None]
@@ -82,8 +86,18 @@ class EnvironmentPool(Closing):
 
     def step(self, rows: Sequence[int], texts: Sequence[str], on_wait: Callable[[], None]) -> list[Step]:
         """The responses of the environments of some completions to their turns. Raises as `reset`."""
-        asked = self._pool.submit("step", list(rows), list(texts), wall_s=self._timeout_s)
-        return [Step(*each) for each in self._result("step", asked, on_wait)]
+        parts = [([row], [text]) for row, text in zip(rows, texts, strict=True)] if self._tools else [(rows, texts)]
+        calls = [self._pool.submit("step", *part, wall_s=self._timeout_s) for part in parts]
+        return [Step(*each) for call in calls for each in self._steps(call, on_wait)]
+
+    def _steps(self, call: Future[Any], on_wait: Callable[[], None]) -> list[Any]:
+        """The steps of a call. A turn of tools that hangs or kills the process is told so."""
+        try:
+            return self._result("step", call, on_wait)
+        except RewardError as error:
+            if not self._tools or error.__cause__.kind == "load":
+                raise
+            return [([f"error: {str(error).removeprefix(f'environment {self.name}: ')}"], 0.0, False)]
 
     def close(self) -> None:
         """Kill the process. Harmless when called again."""
@@ -94,18 +108,18 @@ class EnvironmentPool(Closing):
             return result_of(asked, *on_wait)
         except CallError as error:
             problem = str(error).removeprefix(f"environment {self.name}: ")
-            if error.kind == "timeout":
-                problem = f"{method} gave no result in {self._timeout_s:g} s"
+            problem = problem or f"{method} gave no result in {self._timeout_s:g} s"
             raise RewardError(f"environment {self.name}: {problem}", error.row) from error
 
 
-def load(name: str, columns: Sequence[str]) -> Callable[..., list[Any]]:
-    """Import the environment, in its process; a function that calls its methods.
+def load(name: str, columns: Sequence[str], *tools: Any) -> Callable[..., list[Any]]:
+    """Import the environment, in its process; a function that calls its methods. `tools` are arguments of `Tools`.
 
     Raises:
         RewardError: in one line that names it.
     """
-    return _Playing(load_environment(name, columns), name.rpartition(":")[0]).call
+    place = name.rpartition(":")[0]
+    return (Tools(name, *tools) if tools else _Playing(load_environment(name, columns), place)).call
 
 
 class _Playing:
@@ -125,12 +139,11 @@ class _Playing:
         return self._reset(*args) if method == "reset" else self._step(*args)
 
     def _reset(self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> list[Any]:
-        def begin() -> list[Any]:
-            self._environments = [self._make() for _ in prompts]
-            return [
-                one.reset(prompt=prompts[row], **{name: values[row] for name, values in columns.items()})
-                for row, one in enumerate(self._environments)
-            ]
+        self._environments = []
+
+        def begin(row: int) -> Any:
+            self._environments.append(self._make())
+            return self._environments[row].reset(prompt=prompts[row], **{name: columns[name][row] for name in columns})
 
         observations = self._checked(begin, checked_observation, range(len(prompts)))
         role = getattr(self._environments[0], "observation_role", "user") if prompts else "user"
@@ -141,16 +154,13 @@ class _Playing:
     def _step(self, rows: Sequence[int], texts: Sequence[str]) -> list[Step]:
         if rows and max(rows) >= len(self._environments):
             raise RewardError("its process died in step")
+        said = dict(zip(rows, texts, strict=True))
+        return self._checked(lambda row: self._environments[row].step(said[row]), checked_step, rows)
 
-        def answer() -> list[Any]:
-            return [self._environments[row].step(text) for row, text in zip(rows, texts, strict=True)]
-
-        return self._checked(answer, checked_step, rows)
-
-    def _checked(self, call: Callable[[], list[Any]], check: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
+    def _checked(self, call: Callable[[int], Any], check: Callable[[Any], Any], rows: Sequence[int]) -> list[Any]:
         """The results of the calls, checked."""
         try:
-            given = call()
+            given = [*map(call, rows)]
             if any(map(inspect.isawaitable, given)):
                 given = self._loop.run_until_complete(gathered(given))
         except Exception as error:
@@ -186,9 +196,8 @@ def load_environment(name: str, columns: Sequence[str]) -> Callable[[], Any]:
             try:
                 inspect.signature(function).bind(None, **dict.fromkeys(arguments))
             except TypeError as error:
-                raise RewardError(
-                    f"environment {name}: {method} can't be called as {method}({', '.join(arguments)}): {error}"
-                ) from None
+                said = f"{method} can't be called as {method}({', '.join(arguments)}): {error}"
+                raise RewardError(f"environment {name}: {said}") from None
     return made
 
 
@@ -218,7 +227,7 @@ def checked_step(value: Any) -> Step:
         raise RewardError(f"step returned {shown(observation)} as observation, needs text")
     if not isinstance(reward, numbers.Real) or not abs(number := float(reward)) <= _LARGEST:
         raise RewardError(f"step returned {shown(reward)} as reward, needs a number of at most {_LARGEST:g}")
-    return Step(_bounded(observation or ""), number, done)
+    return Step([_bounded(observation or "")], number, done)
 
 
 def _bounded(text: str) -> str:

@@ -4,15 +4,15 @@ An answer becomes a message of the chat. Its tokens are given, not sampled: they
 neither loss nor discrepancy has them. Tokens that were sampled stay as they were; nothing is tokenized again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.data.chat import chat_messages, render_chat
 from dcmdp_jax.data.episode import Episode, collect
@@ -23,27 +23,10 @@ from dcmdp_jax.errors import one_line
 from dcmdp_jax.rewards.protocol import Message, Problem, RewardError
 from dcmdp_jax.rewards.scoring import Played, columns_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 _LOG = logging.getLogger(__name__)
 # The turns of a completion must not repeat each other's draws.
 _TURN_SEED_OFFSET = 11_000_027
 _MARK = "@the turn of the policy@"
-
-
-class TurnLimits(NamedTuple):
-    """Where completions end at the latest.
-
-    Attributes:
-        turns: most turns of the policy.
-        turn_tokens: most tokens that it samples in one turn.
-        prompt_tokens: most tokens of a prompt with the first observation.
-    """
-
-    turns: int
-    turn_tokens: int
-    prompt_tokens: int
 
 
 @dataclasses.dataclass
@@ -52,10 +35,12 @@ class _Play:
 
     Attributes:
         prompt: token ids, the first observation included.
+        tools: JSON schemas of its tools.
         parts: token ids, whether they are sampled, log-probs and policy versions of each stretch after the prompt.
     """
 
     prompt: np.ndarray
+    tools: Sequence[Mapping[str, Any]]
     parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
     messages: list[Message] = dataclasses.field(default_factory=list)
     turns: int = 0
@@ -85,23 +70,24 @@ def _given(ids: np.ndarray) -> tuple[np.ndarray, ...]:
     return np.asarray(ids, np.int32), np.zeros(count, bool), np.zeros(count, np.float32), np.full(count, -1, np.int32)
 
 
-def answer_text(tokenizer: PreTrainedTokenizerBase, observation: str, role: str, variables: Mapping[str, Any]) -> str:
+def answer_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:  # fmt: skip
     """The template's text between the end token of one turn of the policy and the begin of the next.
 
     Raises:
         RewardError: in one line, if it can't, or leaves one of the two out.
     """
-    chat = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": _MARK},
-        {"role": role, "content": observation},
-    ]
+    role, chat = messages[0]["role"], [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
     try:
-        text = render_chat(tokenizer, chat, **variables)
+        text = render_chat(tokenizer, [*chat, *messages], tools, **variables)
     except Exception as error:  # templates raise what they like
         raise RewardError(f"the chat template can't render the role {role!r}: {one_line(error)}") from error
     _, mark, after = text.partition(_MARK)
-    if not mark or observation.strip() not in after:
+    said = [message["content"].strip() for message in messages]
+    # Llama's templates write the JSON of a tool's result.
+    if not mark or not all(each in after or json.dumps(each, ensure_ascii=False)[1:-1] in after for each in said):
         raise RewardError(
             f"the chat template leaves out a turn of the policy, or the observation after it (role {role!r}); it must "
             "write both for task.environment"
@@ -109,49 +95,41 @@ def answer_text(tokenizer: PreTrainedTokenizerBase, observation: str, role: str,
     return after.removeprefix(tokenizer.eos_token)
 
 
+@dataclasses.dataclass
 class TurnSampler:
     """Samples completions in turns. After `generate` was iterated, `played` has what the environment gave.
 
-    Args:
+    Attributes:
         engine: has the weights of the step.
         pool: the environments.
         tokenizer: the policy's.
         columns: names of the columns that environments get.
-        limits: where completions end at the latest.
+        turns: most turns of the policy in a completion.
+        turn_tokens: most tokens that it samples in one turn.
+        prompt_tokens: most tokens of a prompt with the first observation.
         prompt_suffix: end of the user's last message.
         variables: variables of the chat template.
         stop_on_error: whether a failure of the environment raises. Otherwise completions that were being played end
             without a reward.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        pool: EnvironmentPool,
-        tokenizer: PreTrainedTokenizerBase,
-        columns: Sequence[str],
-        limits: TurnLimits,
-        *,
-        prompt_suffix: str,
-        variables: Mapping[str, Any],
-        stop_on_error: bool,
-    ) -> None:
-        self._engine, self._pool, self._tokenizer, self._columns = engine, pool, tokenizer, tuple(columns)
-        self._limits, self._suffix, self._variables = limits, prompt_suffix, variables
-        self._stop_on_error, self._warned = stop_on_error, set[str]()
-        self.played: dict[int, Played] = {}
+    engine: Engine
+    pool: EnvironmentPool
+    tokenizer: PreTrainedTokenizerBase
+    columns: Sequence[str]
+    turns: int
+    turn_tokens: int
+    prompt_tokens: int
+    prompt_suffix: str
+    variables: Mapping[str, Any]
+    stop_on_error: bool
+    played: dict[int, Played] = dataclasses.field(default_factory=dict)
+    _warned: set[str] = dataclasses.field(default_factory=set)
 
     def generate(
-        self,
-        prompts: Sequence[np.ndarray],
-        problems: Sequence[Problem],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        step: int,
-        first_prompt: int = 0,
-        check_stop: Callable[[], None] = lambda: None,
-    ) -> Iterator[list[Episode]]:
+        self, prompts: Sequence[np.ndarray], problems: Sequence[Problem], sampling: SamplingParams, *, seed: int,
+        step: int, first_prompt: int = 0, check_stop: Callable[[], None] = lambda: None,
+    ) -> Iterator[list[Episode]]:  # fmt: skip
         """Sample `group_size` completions for each prompt; all come together, after the last turn.
 
         The first turn draws as `Engine.generate` would. A later one numbers its rows by the completions that are still
@@ -168,39 +146,33 @@ class TurnSampler:
             RewardError: in one line, if the environment fails and the sampler stops then.
             UserError: if a first observation makes a prompt too long or differs within a group.
         """
-        size, limit = sampling.group_size, sampling.max_completion_tokens
-        self.played = {}
+        self.played, size, limit = {}, sampling.group_size, sampling.max_completion_tokens
         every = [problem for problem in problems for _ in range(size)]
-        plays = [_Play(prompt) for prompt in prompts for _ in range(size)]
+        plays = [_Play(prompts[row // size], problem.tools) for row, problem in enumerate(every)]
         live = list(range(len(plays)))
         role = self._begin(plays, every, size, check_stop)
-        turn_tokens = min(self._limits.turn_tokens, limit)
-        for turn in range(self._limits.turns):
+        turn_tokens = min(self.turn_tokens, limit)
+        for turn in range(self.turns):
             if not live:
                 break
             together = size if turn == 0 else 1
-            sampled = self._engine.generate(
-                [plays[row].arrays()[0] for row in live[::together]],
-                dataclasses.replace(sampling, max_completion_tokens=turn_tokens, group_size=together),
-                seed=seed + turn * _TURN_SEED_OFFSET,
-                step=step,
-                first_prompt=first_prompt * size // together,
-            )
+            given = [plays[row].arrays()[0] for row in live[::together]]
+            drawn = dataclasses.replace(sampling, max_completion_tokens=turn_tokens, group_size=together)
+            place = {"seed": seed + turn * _TURN_SEED_OFFSET, "first_prompt": first_prompt * size // together}
+            sampled = self.engine.generate(given, drawn, step=step, **place)
             episodes = []
             with contextlib.closing(sampled) as groups:
                 for group in groups:
                     check_stop()
                     episodes.append(group)
                     yield []
-            spoken: list[int] = []
             for row, episode in zip(live, collect(episodes), strict=True):
                 start, play, ids = episode.prompt_length, plays[row], episode.completion_ids
                 logprobs, versions = episode.rollout_logprobs[start:], episode.policy_versions[start:]
                 play.parts.append((ids, np.ones(len(ids), bool), logprobs, versions))
                 play.messages.append({"role": "assistant", "content": self._text(ids)})
                 play.turns, play.finish_reason = turn + 1, episode.finish_reason
-                if episode.finish_reason == "stop":
-                    spoken.append(row)
+            spoken = [row for row in live if plays[row].finish_reason == "stop"]
             live = self._answer(plays, spoken, role, turn, limit - turn_tokens, check_stop)
         self._finish(plays)
         yield [play.episode(row // size, row % size) for row, play in enumerate(plays)]
@@ -215,7 +187,7 @@ class TurnSampler:
         """
         given = [problem.given for problem in problems]
         try:
-            observations, role = self._pool.reset(given, columns_of(problems, self._columns), check_stop)
+            observations, role = self.pool.reset(given, columns_of(problems, self.columns), check_stop)
         except RewardError as failure:
             self._failed(failure, plays)
             return None
@@ -223,29 +195,25 @@ class TurnSampler:
             where = f"row {problem.index} of {problem.source}"
             if text != observations[row - row % size]:
                 raise RewardError(
-                    f"environment {self._pool.name}: reset says other things to the completions of one prompt "
+                    f"environment {self.pool.name}: reset says other things to the completions of one prompt "
                     f"({where}); it must depend on its arguments alone"
                 )
             if not text:
                 continue
-            asked = chat_messages(dataclasses.replace(problem, prompt=f"{problem.prompt}\n\n{text}"), self._suffix)
-            play.prompt = self._ids(render_chat(self._tokenizer, asked, problem.tools, **self._variables))
-            if len(play.prompt) > self._limits.prompt_tokens:
+            asked = dataclasses.replace(problem, prompt=f"{problem.prompt}\n\n{text}")
+            chat = chat_messages(asked, self.prompt_suffix)
+            play.prompt = self._ids(render_chat(self.tokenizer, chat, problem.tools, **self.variables))
+            if len(play.prompt) > self.prompt_tokens:
                 raise RewardError(
-                    f"environment {self._pool.name}: the prompt of {where} has {len(play.prompt)} tokens with the "
-                    f"first observation, task.max_prompt_tokens is {self._limits.prompt_tokens}"
+                    f"environment {self.pool.name}: the prompt of {where} has {len(play.prompt)} tokens with the "
+                    f"first observation, task.max_prompt_tokens is {self.prompt_tokens}"
                 )
         return role
 
     def _answer(
-        self,
-        plays: list[_Play],
-        spoken: list[int],
-        role: str | None,
-        turn: int,
-        room: int,
+        self, plays: list[_Play], spoken: list[int], role: str | None, turn: int, room: int,
         check_stop: Callable[[], None],
-    ) -> list[int]:
+    ) -> list[int]:  # fmt: skip
         """Let the environment answer those who ended their turn; the rows that have another one.
 
         Args:
@@ -259,7 +227,7 @@ class TurnSampler:
         if role is None or not spoken:
             return []
         try:
-            steps = self._pool.step(spoken, [plays[row].messages[-1]["content"] for row in spoken], check_stop)
+            steps = self.pool.step(spoken, [plays[row].messages[-1]["content"] for row in spoken], check_stop)
         except RewardError as failure:
             self._failed(failure, [plays[row] for row in spoken])
             return []
@@ -267,26 +235,27 @@ class TurnSampler:
         for row, answered in zip(spoken, steps, strict=True):
             play = plays[row]
             play.reward, play.done = play.reward + answered.reward, answered.done
-            if answered.done or turn + 1 == self._limits.turns:
+            if answered.done or turn + 1 == self.turns:
                 continue
-            ids = self._ids(answer_text(self._tokenizer, answered.observation, role, self._variables))
+            messages = [{"role": role, "content": text} for text in answered.observations]
+            ids = self._ids(answer_text(self.tokenizer, messages, self.variables, play.tools))
             if len(play.completion_ids) + len(ids) > room:
                 play.finish_reason = "length"
                 continue
             play.parts.append(_given(ids))
-            play.messages.append({"role": role, "content": answered.observation})
+            play.messages += messages
             going_on.append(row)
         return going_on
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.asarray(encode_texts(self._tokenizer, [text], "an environment's answer")[0], np.int32)
+        return np.asarray(encode_texts(self.tokenizer, [text], "an environment's answer")[0], np.int32)
 
     def _text(self, ids: np.ndarray) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def _failed(self, failure: RewardError, plays: list[_Play]) -> None:
         """Stop, or end the completions that were played, without a reward."""
-        if self._stop_on_error:
+        if self.stop_on_error:
             where = "" if failure.row is None else f" (completion {failure.row} of the batch)"
             raise RewardError(f"{failure}{where}") from failure
         for play in plays:
@@ -296,15 +265,11 @@ class TurnSampler:
             _LOG.warning("%s; the completions that were played get no reward. Later failures are only counted", failure)
 
     def _finish(self, plays: list[_Play]) -> None:
-        endless = sum(not play.done and play.turns == self._limits.turns for play in plays)
+        endless = sum(not play.done and play.turns == self.turns for play in plays)
         if endless and "endless" not in self._warned:
             self._warned.add("endless")
-            _LOG.warning(
-                "environment %s: %d of %d completions ended by task.max_turns = %d; environment/done_fraction has the "
-                "share that it ended",
-                *(self._pool.name, endless, len(plays), self._limits.turns),
-            )
+            said = "environment %s: %d of %d completions ended by task.max_turns = %d, see environment/done_fraction"
+            _LOG.warning(said, self.pool.name, endless, len(plays), self.turns)
         for row, play in enumerate(plays):
             ids = play.completion_ids
-            text = self._text(ids) if len(ids) else ""
-            self.played[row] = Played(play.reward, play.messages, text, ids, play.turns, play.done)
+            self.played[row] = Played(play.reward, play.messages, self._text(ids), ids, play.turns, play.done)

@@ -10,12 +10,11 @@ from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import as_settings, of_engine
 from dcmdp_jax.data.chat import template_variables
 from dcmdp_jax.engines.protocol import Engine
-from dcmdp_jax.environments.pool import EnvironmentPool
-from dcmdp_jax.environments.turns import TurnLimits, TurnSampler
+from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import RewardScorer
 from dcmdp_jax.run.memory_use import EngineSetup
-from dcmdp_jax.run.task import Task
+from dcmdp_jax.run.task import Task, environment_pool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,15 +71,9 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
         stack.callback(scorer.close)
         turns = None
         if config.task.environment:
-            pool = stack.enter_context(EnvironmentPool(config.task.environment, task.columns, **known))
-            turns = TurnSampler(
-                engine,
-                pool,
-                task.tokenizer,
-                task.columns,
-                TurnLimits(config.task.max_turns, config.turn_tokens, task.longest_prompt),
-                prompt_suffix=config.task.prompt_suffix,
-                variables=template_variables(config.task.chat_template_kwargs, task.tokenizer),
-                stop_on_error=stop_on_error,
-            )
+            pool = stack.enter_context(environment_pool(config, task.tokenizer, task.columns, output))
+            lengths = config.task.max_turns, config.turn_tokens, task.longest_prompt
+            variables = template_variables(config.task.chat_template_kwargs, task.tokenizer)
+            chat = task.tokenizer, task.columns, *lengths, config.task.prompt_suffix, variables
+            turns = TurnSampler(engine, pool, *chat, stop_on_error)
         return Services(engine, verifier, scorer, turns, task.tokenizer, stack.pop_all())

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import EVALUATION, LORA, REWARDS, as_settings, in_settings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.data.chat import template_variables
+from dcmdp_jax.data.chat import find_call_format, template_variables
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, join_prompts
@@ -106,12 +107,13 @@ def read_task(config: Config) -> Task:
             trained(model, lora)
         directory = path_of_model(config) if config.model.path else None
         stop_token_ids = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
-        train, stream = _train_prompts(config, tokenizer)
-        held = held_out(config, tokenizer) if config.evaluation.every_steps else ()
+        tools = read_tools(config, tokenizer)
+        train, stream = _train_prompts(config, tokenizer, tools)
+        held = held_out(config, tokenizer, tools) if config.evaluation.every_steps else ()
         problems = [problem for prompts in (train, *(one for _, one in held)) for problem in prompts.problems]
         rewards, columns = ((), ()) if config.supervised else checked_rewards(config, problems, tokenizer)
         places = split_locations(config.warmup.task) if config.warmup.steps else ()
-        solutions = [_load_prompts(config, tokenizer, "warmup.task", place) for place in places]
+        solutions = [_load_prompts(config, tokenizer, tools, "warmup.task", place) for place in places]
         read = config, model, tokenizer, stop_token_ids, held, rewards, columns, config.task.max_prompt_tokens
         return Task(*read, train, stream, join_prompts(solutions) if solutions else None, adapter, lora)
 
@@ -242,32 +244,60 @@ def checked_rewards(
             check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
     except RewardError as error:
         raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
-    if environment := config.task.environment:
-        limits = {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit}
-        try:
-            # In its own process, as in training; an answer of it is rendered.
-            with EnvironmentPool(environment, columns, **limits) as pool, activity("importing the environment"):
-                pool.check()
-            answer_text(tokenizer, "1", "user", template_variables(config.task.chat_template_kwargs, tokenizer))
-        except RewardError as error:
-            raise UserError(f"config.task.environment: {error}") from error
+    if config.task.environment and not config.task.tools:
+        _check_environment(config, tokenizer, columns)
     return rewards, columns
 
 
-def _train_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedPrompts, PromptStream]:
+def read_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """The JSON schemas of `task.environment`, which is started, where it is tools; else none."""
+    return _check_environment(config, tokenizer) if config.task.tools else []
+
+
+def _check_environment(
+    config: Config, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Start the environment in its own process, as in training, and render an answer; the JSON schemas of its tools."""
+    try:
+        with environment_pool(config, tokenizer, columns) as pool, activity("importing the environment"):
+            tools = pool.check()
+        answer = {"role": "tool" if tools else "user", "content": "1"}
+        answer_text(tokenizer, [answer], template_variables(config.task.chat_template_kwargs, tokenizer), tools)
+    except UserError as error:
+        raise UserError(f"config.task.environment: {error}") from error
+    return tools
+
+
+def environment_pool(
+    config: Config, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str], output: Path | None = None
+) -> EnvironmentPool:
+    """The process of `task.environment`, see `EnvironmentPool`."""
+    task, limits = config.task, {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit}
+    variables = template_variables(task.chat_template_kwargs, tokenizer)
+    tools = (find_call_format(tokenizer, variables), task.max_result_characters) if task.tools else ()
+    limits["workers"] = task.verifier_workers if tools else 1
+    return EnvironmentPool(task.environment, columns, output=output, tools=tools, **limits)
+
+
+def _train_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
+) -> tuple[EncodedPrompts, PromptStream]:
     """The problems of `task.train`, a mixture's task by task, and their order."""
     with naming("config.task.train"):
         parts = parse_mixture(config.task.train)
     places = [(part.location, part.name if len(parts) > 1 else "") for part in parts]
-    encoded = [_load_prompts(config, tokenizer, "task.train", *place) for place in places]
+    encoded = [_load_prompts(config, tokenizer, tools, "task.train", *place) for place in places]
     stream = PromptStream(tuple(len(each.problems) for each in encoded), tuple(part.weight for part in parts))
     return join_prompts(encoded), stream
 
 
 def _load_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, setting: str, location: str, name: str = ""
-) -> EncodedPrompts:
+    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], setting: str, location: str,
+    name: str = "",
+) -> EncodedPrompts:  # fmt: skip
     """Problems of a location that a setting names, as token ids under the config's template, suffix and limit.
+
+    Rows without tools of their own get `tools`.
 
     Prompts are rewarded: they have answers if a reward needs them, each where no other reward is there. The warm-up's
     and those of a supervised run have completions to learn from.
@@ -286,7 +316,7 @@ def _load_prompts(
             name=name,
         )
         return encode_prompts(
-            problems,
+            [dataclasses.replace(problem, tools=problem.tools or tuple(tools)) for problem in problems],
             tokenizer,
             prompt_suffix=config.task.prompt_suffix,
             max_prompt_tokens=config.max_total_tokens if learned else config.task.max_prompt_tokens,
@@ -298,11 +328,11 @@ def _load_prompts(
         raise UserError(f"config.{where}{error}") from error
 
 
-def held_out(config: Config, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
+def held_out(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()) -> HeldOut:
     """The tasks of `evaluation.task`, each with its encoded problems."""
     with as_settings(EVALUATION):
         tasks = held_out_tasks(config.evaluation.task, config.evaluation.samples)
-    return tuple((task, _load_prompts(config, tokenizer, "evaluation.task", task.location)) for task in tasks)
+    return tuple((task, _load_prompts(config, tokenizer, tools, "evaluation.task", task.location)) for task in tasks)
 
 
 def digest_of(problems: EncodedPrompts) -> str:

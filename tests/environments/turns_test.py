@@ -15,7 +15,7 @@ from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
-from dcmdp_jax.environments.turns import TurnLimits, TurnSampler
+from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.rewards.protocol import RewardError
 from tests.environments import planted_environments
 
@@ -74,9 +74,9 @@ def _play(environment, texts, rows, *, group_size=1, turns=4, turn_tokens=8, lim
     name = environment if ":" in environment else f"{_FILE}:{environment}"
     columns = [*columns, "reference_answer"]
     with EnvironmentPool(name, columns, timeout_s=timeout_s, output=settings.pop("output", None)) as pool:
-        limits = TurnLimits(turns, turn_tokens, settings.pop("prompt_tokens", 64))
+        limits = turns, turn_tokens, settings.pop("prompt_tokens", 64)
         said = dict(prompt_suffix="", variables={}, stop_on_error=settings.pop("stop_on_error", True))
-        sampler = TurnSampler(engine, pool, _TOKENIZER, columns, limits, **said)
+        sampler = TurnSampler(engine, pool, _TOKENIZER, columns, *limits, **said)
         [*waits, episodes] = sampler.generate(prompts, problems, sampling, seed=5, step=7, first_prompt=2)
     assert all(wait == [] for wait in waits)
     return episodes, sampler.played, engine.calls

@@ -1,0 +1,62 @@
+"""Python functions as tools, which the policy calls in its chat template's own format. Runs in the isolated process.
+
+A turn's calls are answered by their results, each a message of the role `tool`. A call that is malformed, has wrong
+arguments or raises is answered by a text that begins with "error: ". A turn without a call ends the completion.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dcmdp_jax.data.chat import CallFormat
+from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.fields import load_object
+
+
+class Tools:
+    """The functions; they answer the turns of any completion.
+
+    Args:
+        name: `tools:module:function,...`, or `tools:path.py:function,...` relative to the working directory.
+        call_format: fields of the format of calls.
+        longest: most characters of a result; a longer one is cut.
+
+    Raises:
+        UserError: in one line, if one can't be imported.
+        Exception: transformers' exception for a function without type hints or docstring.
+    """
+
+    def __init__(self, name: str, call_format: Sequence[Any], longest: int) -> None:
+        from transformers.utils import get_json_schema
+
+        place, _, names = name.removeprefix("tools:").rpartition(":")
+        self._functions = {each: load_object(f"{place}:{each}", "function") for each in names.split(",")}
+        self._schemas = [get_json_schema(function) for function in self._functions.values()]
+        self._format, self._longest = CallFormat(*call_format), longest
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """As `pool.load`'s function: the JSON schemas of "tools", what "reset" says first, the "step" of each turn."""
+        if method == "tools":
+            return self._schemas
+        return [[""] * len(args[0]), "tool"] if method == "reset" else [self._step(text) for text in args[1]]
+
+    def _step(self, text: str) -> tuple[list[str], float, bool]:
+        try:
+            calls = self._format.read(text, self._schemas)
+        except Exception as error:  # the parser's are of many kinds
+            return [f"error: this call can't be read: {one_line(error)}"[: self._longest]], 0.0, False
+        return [self._result(**call) for call in calls], 0.0, not calls
+
+    def _result(self, name: str, arguments: Mapping[str, Any]) -> str:
+        try:
+            if name not in self._functions:
+                raise UserError(f"there is no tool {name!r}, only {', '.join(self._functions)}")
+            value = self._functions[name](**arguments)
+            value = asyncio.run(value) if inspect.iscoroutine(value) else value
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        except Exception as error:  # the user's function raises what it likes
+            text = f"error: {one_line(error) if isinstance(error, UserError) else f'{type(error).__name__}: {error}'}"
+        whole = text.encode(errors="replace").decode()  # no halves of surrogate pairs
+        return whole if len(whole) <= self._longest else f"{whole[: self._longest]} [cut, {len(whole):,} characters]"
