@@ -128,16 +128,15 @@ class TaskSettings:
             Empty: the template's own defaults (Qwen3 thinks). Source: paper: not stated.
         max_prompt_tokens: Longest prompt. Longer ones are dropped, counted and reported. Source: ours.
         environment: What the policy talks to in turns: a class of yours as module:Class or path.py:Class
-            with reset and step, or functions of yours as tools:path.py:function,... (docs/environments.md).
-            Empty: one turn. Source: ours.
+            with reset and step, or tools:path.py:function,... (docs/environments.md). Empty: one turn. Source: ours.
         max_turns: Most turns of the policy in one completion, with task.environment. Source: ours.
         max_turn_tokens: Most tokens that the policy samples in one turn; rollout.max_completion_tokens bounds all
             turns and answers together. 0: that divided by max_turns. Source: ours.
-        max_result_characters: Longest result of a tool; a longer one is cut. Source: ours.
+        max_result_characters: A longer result of a tool is cut. Source: ours.
         on_bad_row: A malformed row of data: error stops with its line number, skip counts it.
         on_changed_data: Problems of task.train other than a resumed run began with: error stops,
             continue warns. Source: ours.
-        verifier_workers: Processes that judge answers, and as many that call tools.
+        verifier_workers: Processes that judge answers; as many call tools.
         verifier_timeout: Processor time that one answer may take; over it the reward is 0. Source: ours.
         verifier_budget: Longest wait for the answers of one batch; undecided ones then get reward 0. 0: no limit.
             Source: ours.

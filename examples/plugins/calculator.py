@@ -10,12 +10,18 @@ r"""An environment of your own: arithmetic with a calculator, in turns, on a lap
 A turn that ends with `calc(...)` is answered by the value; any other ends the completion. The reward is 1 for a last
 box that equals the reference answer, else 0.
 
+With `:tools` the calculator is a Python function that the chat template describes, and the model calls it in the
+template's own format; the reward is `math`:
+
+    turn 1     <tool_call>{"name":"calc","arguments":{"x":"4*6-7+9"}}</tool_call>
+
 A fresh 0.3M-parameter Qwen3 learns it from an fp8 engine. A supervised warm-up on worked turns, of which half have a
 wrong digit, gives a policy that knows the form and errs. Seen on a loaded 2-core Xeon in 145 s of processor time:
 held-out avg@8 from 35.5% to 84.8%; lambda rises from 0.10 to 0.20 while the discrepancy is over c, and is 0 again at
 the end.
 """
 
+import json
 import random
 import re
 from typing import Any
@@ -32,6 +38,7 @@ def get_config(arg: str = "") -> Any:
     """The run."""
     from configs import base, demo
 
+    tools = "tools" in arg.split(",")
     config = demo.get_config()
     config.run_dir = "runs/calculator"
     config.task.train = f"{_TASK},difficulty=2,count=2048,seed=0"
@@ -46,18 +53,28 @@ def get_config(arg: str = "") -> Any:
     config.training.micro_batch_tokens = 1496
     config.warmup.task = f"{_TASK},difficulty=2,count=8192,seed=1,error_rate=0.5,worked=true"
     config.evaluation.task = f"{_TASK},difficulty=2,count=64,split=heldout"
-    return base.with_options(config, arg)
+    if tools:
+        config.run_dir = "runs/calculator_tools"
+        config.task.environment = "tools:examples/plugins/calculator.py:calc"
+        config.task.max_prompt_tokens = 32
+        config.task.max_turn_tokens = 72
+        config.rewards.functions = "math"
+        config.rollout.max_completion_tokens = 160
+        config.training.micro_batch_tokens = 4096
+        config.warmup.task += ",tools=true"
+    return base.with_options(config, arg, own=("tools",))
 
 
 def calculator(
     *, difficulty: int = 2, count: int = 4096, seed: int = 0, split: Any = "train", error_rate: float = 0.0,
-    worked: bool = False,
+    worked: bool = False, tools: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
     r"""Rows of problems: those of `arithmetic:...`.
 
     With `worked` each problem is there twice: with the first turn as its solution, `calc(4*6-7+9)`; and, as a chat that
     goes on after the answer, with the second, `\boxed{26}`. A share `error_rate` of either has one digit wrong, so that
-    a policy that starts from them errs, which reinforcement learning can correct.
+    a policy that starts from them errs, which reinforcement learning can correct. With `tools` the calls are those of
+    the tool `calc`.
     """
     if not isinstance(worked, bool):
         raise ValueError(f"worked = {worked!r} is not true or false")
@@ -69,7 +86,10 @@ def calculator(
     for row in rows:
         asked, answer = row["prompt"], row["reward_model"]["ground_truth"]
         call = f"calc({asked.removesuffix('=?')})"
-        said = (("user", asked), ("assistant", call), ("user", answer))
+        if tools:
+            called = {"name": "calc", "arguments": {"x": asked.removesuffix("=?")}}
+            call = f"<tool_call>{json.dumps(called, separators=(',', ':'))}</tool_call>"
+        said = (("user", asked), ("assistant", call), ("tool" if tools else "user", answer))
         chat = [{"role": role, "content": content} for role, content in said]
         wrong = [noise.random() < error_rate for _ in range(2)]
         turns.append(row | {"solution": _with_other_digit(call, noise) if wrong[0] else call})
@@ -101,6 +121,15 @@ class Calculator:
         if call := _CALL.search(text):
             return value_of(call[1]), 0.0, False
         return "", float(self._answer is not None and last_boxed(text) == self._answer), True
+
+
+def calc(x: str) -> str:
+    """Compute.
+
+    Args:
+        x: sums, differences and products of whole numbers
+    """
+    return value_of(x)
 
 
 def value_of(expression: str) -> str:

@@ -75,5 +75,5 @@ def test_its_config_is_checked_and_names_its_own_file():
         file, _, rest = place.partition(":")
         assert (Path(__file__).resolve().parents[2] / file).samefile(_FILE)
         assert callable(load_object(f"{_FILE}:{rest.partition(',')[0]}"))
-    with pytest.raises(ValueError, match="config argument 'int9': allowed are grpo, debug, joined by commas"):
+    with pytest.raises(ValueError, match="config argument 'int9': allowed are grpo, debug, tools, joined by commas"):
         load_config(f"{_FILE}:int9")
