@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dcmdp_jax.environments.tools import Tools
+from dcmdp_jax.environments.tools import Tools, told
 from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.fields import describe_error, load_object
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
@@ -33,12 +33,12 @@ class Step(NamedTuple):
     """An environment's response to one turn.
 
     Attributes:
-        observations: texts that the policy reads next, each a message; empty where it ends.
+        observations: messages without their role that the policy reads next.
         reward: this turn's reward.
         done: whether the completion ends.
     """
 
-    observations: Sequence[str]
+    observations: Sequence[Mapping[str, str]]
     reward: float
     done: bool
 
@@ -97,7 +97,7 @@ class EnvironmentPool(Closing):
         except RewardError as error:
             if not self._tools or error.__cause__.kind == "load":
                 raise
-            return [([f"error: {str(error).removeprefix(f'environment {self.name}: ')}"], 0.0, False)]
+            return [told(str(error).removeprefix(f"environment {self.name}: "))]
 
     def close(self) -> None:
         """Kill the process. Harmless when called again."""
@@ -118,17 +118,16 @@ def load(name: str, columns: Sequence[str], *tools: Any) -> Callable[..., list[A
     Raises:
         RewardError: in one line that names it.
     """
-    place = name.rpartition(":")[0]
-    return (Tools(name, *tools) if tools else _Playing(load_environment(name, columns), place)).call
+    return (Tools(name, *tools) if tools else _Playing(name, columns)).call
 
 
 class _Playing:
     """The environments of one batch, until the next is begun. If their process is killed, they are gone."""
 
-    def __init__(self, make: Callable[[], Any], place: str) -> None:
-        self._make, self._place = make, place
-        self._environments: list[Any] = []
-        self._loop = asyncio.new_event_loop()  # one for all calls: what an environment opens belongs to it
+    def __init__(self, name: str, columns: Sequence[str]) -> None:
+        self._make, self._place = load_environment(name, columns), name.rpartition(":")[0]
+        # One loop for all calls: what an environment opens belongs to it.
+        self._environments, self._loop = [], asyncio.new_event_loop()
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """`[observations, role]` of `reset(prompts, columns)`, the steps of `step(rows, texts)`.
@@ -227,7 +226,7 @@ def checked_step(value: Any) -> Step:
         raise RewardError(f"step returned {shown(observation)} as observation, needs text")
     if not isinstance(reward, numbers.Real) or not abs(number := float(reward)) <= _LARGEST:
         raise RewardError(f"step returned {shown(reward)} as reward, needs a number of at most {_LARGEST:g}")
-    return Step([_bounded(observation or "")], number, done)
+    return Step([{"content": _bounded(observation or "")}], number, done)
 
 
 def _bounded(text: str) -> str:

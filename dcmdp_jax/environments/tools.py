@@ -11,8 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dcmdp_jax.data.chat import CallFormat
-from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.errors import one_line
 from dcmdp_jax.fields import load_object
+
+
+def told(wrong: str) -> tuple[list[dict[str, str]], float, bool]:
+    """What a turn is answered whose calls have no results. Hermes' templates must have a name."""
+    return [{"name": "unknown", "content": f"error: {wrong}"}], 0.0, False
 
 
 class Tools:
@@ -42,21 +47,21 @@ class Tools:
             return self._schemas
         return [[""] * len(args[0]), "tool"] if method == "reset" else [self._step(text) for text in args[1]]
 
-    def _step(self, text: str) -> tuple[list[str], float, bool]:
+    def _step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
         try:
             calls = self._format.read(text, self._schemas)
         except Exception as error:  # the parser's are of many kinds
-            return [f"error: this call can't be read: {one_line(error)}"[: self._longest]], 0.0, False
-        return [self._result(**call) for call in calls], 0.0, not calls
+            return told(f"this call can't be read: {one_line(error, self._longest)}")
+        return [{"name": call["name"], "content": self._result(**call)} for call in calls], 0.0, not calls
 
     def _result(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if name not in self._functions:
+            return f"error: there is no tool {name!r}, only {', '.join(self._functions)}"
         try:
-            if name not in self._functions:
-                raise UserError(f"there is no tool {name!r}, only {', '.join(self._functions)}")
             value = self._functions[name](**arguments)
             value = asyncio.run(value) if inspect.iscoroutine(value) else value
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except Exception as error:  # the user's function raises what it likes
-            text = f"error: {one_line(error) if isinstance(error, UserError) else f'{type(error).__name__}: {error}'}"
+            text = f"error: {type(error).__name__}: {error}"
         whole = text.encode(errors="replace").decode()  # no halves of surrogate pairs
         return whole if len(whole) <= self._longest else f"{whole[: self._longest]} [cut, {len(whole):,} characters]"

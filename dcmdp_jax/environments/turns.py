@@ -149,9 +149,8 @@ class TurnSampler:
         self.played, size, limit = {}, sampling.group_size, sampling.max_completion_tokens
         every = [problem for problem in problems for _ in range(size)]
         plays = [_Play(prompts[row // size], problem.tools) for row, problem in enumerate(every)]
-        live = list(range(len(plays)))
+        live, turn_tokens = list(range(len(plays))), min(self.turn_tokens, limit)
         role = self._begin(plays, every, size, check_stop)
-        turn_tokens = min(self.turn_tokens, limit)
         for turn in range(self.turns):
             if not live:
                 break
@@ -237,7 +236,7 @@ class TurnSampler:
             play.reward, play.done = play.reward + answered.reward, answered.done
             if answered.done or turn + 1 == self.turns:
                 continue
-            messages = [{"role": role, "content": text} for text in answered.observations]
+            messages = [{"role": role, **each} for each in answered.observations]
             ids = self._ids(answer_text(self.tokenizer, messages, self.variables, play.tools))
             if len(play.completion_ids) + len(ids) > room:
                 play.finish_reason = "length"

@@ -261,7 +261,7 @@ def _check_environment(
     try:
         with environment_pool(config, tokenizer, columns) as pool, activity("importing the environment"):
             tools = pool.check()
-        answer = {"role": "tool" if tools else "user", "content": "1"}
+        answer = {"role": "tool" if tools else "user", "name": "unknown", "content": "1"}
         answer_text(tokenizer, [answer], template_variables(config.task.chat_template_kwargs, tokenizer), tools)
     except UserError as error:
         raise UserError(f"config.task.environment: {error}") from error

@@ -11,6 +11,7 @@ from tests.rewards import trl_examples
 from tests.support.chat_rows import CODE, SEARCH
 from tests.support.processes import finished
 from tests.support.run_invariants import contradictions
+from tests.support.runs import read_digests
 
 _ROOT = Path(__file__).resolve().parents[2]
 _EXAMPLES = trl_examples.__file__
@@ -196,6 +197,27 @@ def test_the_calculator_trains_in_turns(run_environment, tmp_path):
         assert record["completion/length_max"] <= 48
     assert [record["step"] for record in records if "eval/calculator/avg@2" in record] == [0, 2]
     assert any("environment/turns_mean" in name for record in records for name in record if name.startswith("eval_"))
+
+
+@pytest.mark.long
+def test_tools_train_and_a_resumed_run_repeats_their_bits(run_environment, tmp_path):
+    task = "examples/plugins/calculator.py:calculator"
+    settings = f"""
+        --config=examples/plugins/calculator.py:debug,tools --config.mesh.cpu_devices=1
+        --config.training.row_lengths=(224,) --config.training.micro_batch_tokens=4096 {_NO_EVALUATION}
+        --config.task.train={task},difficulty=1,count=16 --config.rollout.max_completion_tokens=160
+        --config.warmup.steps=200 --config.warmup.task={task},difficulty=1,count=64,worked=true,tools=true
+    """.split()
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    records = [record for record in _run(run_environment, whole, *settings) if "reward/mean" in record]
+    _run(run_environment, broken, *settings, "--config.training.steps=1")
+    _run(run_environment, broken, *settings)
+    assert read_digests(broken, 2) == read_digests(whole, 2)
+    samples = _lines(whole / "samples.jsonl")
+    assert _lines(broken / "samples.jsonl") == samples
+    assert max(record["environment/turns_mean"] for record in records) > 1.0
+    called = [sample["completion"] for sample in samples if "</tool_call>" in sample["completion"]]
+    assert called and all("tool\n" in text for text in called)
 
 
 def test_an_environment_that_breaks_saves_and_stops_the_run_with_one_line(run_environment, tmp_path):
