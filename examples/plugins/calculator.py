@@ -62,6 +62,7 @@ def get_config(arg: str = "") -> Any:
         config.rollout.max_completion_tokens = 160
         config.training.micro_batch_tokens = 4096
         config.warmup.task += ",tools=true"
+        config.warmup.steps = 1500
     return base.with_options(config, arg, own=("tools",))
 
 
