@@ -92,7 +92,8 @@ def test_a_chat_keeps_its_system_and_tool_turns_and_gets_the_suffix_at_the_users
     described = _problem({"prompt": chat, "tools": json.dumps([_TOOL])}, answers="unused")
     assert _text(described, template).startswith("<add>system:")
     with pytest.raises(ValueError, match="the chat template leaves out the tool 'add' in problem 3 of file"):
-        _text(described)
+        _text(described, "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}")
+    assert _text(described).startswith("<|im_start|>system\nadd<|im_end|>\n<|im_start|>system\nUse tools.")
 
 
 def test_a_chat_that_ends_with_the_assistant_is_continued():
