@@ -83,7 +83,6 @@ def decode_bytes(plan: CompiledRun) -> float:
     sizes = {
         name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for name, part in shapes.items()
     }
-    sizes["layers"] *= plan.run.model.num_layers
     looked_up = sizes.get("embedding", 0) / sum(sizes.values())
     return plan.engine.weights_bytes * (1 - looked_up) + plan.engine.cache_bytes
 

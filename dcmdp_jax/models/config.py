@@ -1,17 +1,12 @@
 """The shape of a model of one of `families.FAMILIES`, and of its adapters."""
 
 import dataclasses
+from typing import Any
 
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.families import FAMILIES, Family
 from dcmdp_jax.models.hf_fields import RANGES
 from dcmdp_jax.models.rope import RopeScaling
-
-RECURRENT_SIZES = (
-    "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
-    "linear_value_head_dim",
-)  # fmt: skip
-"""Fields of recurrent layers, in config.json too."""
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear layer of the decoder layers."""
@@ -142,24 +137,27 @@ class ModelConfig:
             )
 
     @property
-    def layer_kinds(self) -> tuple[tuple[str, int], ...]:
-        """Kind of each layer, "" where all have the same parameters, and its place among the layers of that kind."""
-        kinds = ["recurrent" if index in self.recurrent_layers else "full" for index in range(self.num_layers)]
-        kinds = kinds if self.recurrent_layers else [""] * self.num_layers
-        return tuple((kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds))
+    def kinds(self) -> dict[str, tuple[int, ...]]:
+        """Kind of layers -> their indices; "" where all have the same parameters. Those of each kind are stacked."""
+        layers, recurrent = range(self.num_layers), self.recurrent_layers
+        full = tuple(index for index in layers if index not in recurrent)
+        return {"recurrent": recurrent, "full": full} if recurrent else {"": full}
 
     @property
-    def kinds(self) -> dict[str, tuple[int, ...]]:
-        """Kind of layers -> their indices. Parameters of each kind are stacked by themselves, see `declare.of_kind`."""
-        kinds = [kind for kind, _ in self.layer_kinds]
-        return {kind: tuple(at for at, of in enumerate(kinds) if of == kind) for kind in dict.fromkeys(kinds)}
+    def layer_kinds(self) -> tuple[tuple[str, int], ...]:
+        """Kind of each layer, and its place among the layers of that kind."""
+        places = {at: (kind, place) for kind, those in self.kinds.items() for place, at in enumerate(those)}
+        return tuple(places[index] for index in range(self.num_layers))
+
+    def by_kind(self, layers: Any) -> dict[str, Any]:
+        """Kind of layers -> its part of "layers", of a tree as `params.init_params` makes it."""
+        return layers if self.recurrent_layers else {"": layers}
 
     @property
     def period(self) -> int:
         """Fewest layers after which the kinds of layers repeat; it divides `num_layers`."""
-        kinds = [kind for kind, _ in self.layer_kinds]
-        divisors = (size for size in range(1, self.num_layers + 1) if self.num_layers % size == 0)
-        return next(size for size in divisors if kinds == kinds[:size] * (self.num_layers // size))
+        kinds, count = [kind for kind, _ in self.layer_kinds], self.num_layers
+        return next(size for size in range(1, count + 1) if kinds[:size] * (count // size) == kinds)
 
     @property
     def rotary_dim(self) -> int:
@@ -171,6 +169,12 @@ class ModelConfig:
         """Channels of a recurrent layer's convolution: queries, keys and values together."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def state_sizes(self) -> tuple[tuple[int, int, int], tuple[int, int]]:
+        """Shapes of a row's `gated_delta.State` of a recurrent layer."""
+        memory = self.linear_num_value_heads, self.linear_key_head_dim, self.linear_value_head_dim
+        return memory, (self.mixed_width, max(self.linear_conv_kernel_dim - 1, 0))
 
     @property
     def family(self) -> Family:
@@ -203,3 +207,7 @@ class ModelConfig:
     def routing(self) -> tuple[int, int, int]:
         """Number of layers, experts of a token in each, and experts to choose from."""
         return self.num_layers, self.num_experts_per_tok, self.num_experts
+
+
+RECURRENT_SIZES = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name.startswith("linear_"))
+"""Fields of recurrent layers, in config.json too."""

@@ -5,7 +5,7 @@ walks it and derives shapes, initial values, shardings, Hugging Face tensors and
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,8 +108,3 @@ def declarations(module: nnx.Module, prefix: tuple[str, ...] = ()) -> Iterator[D
             yield Declaration(path, *(metadata[field] for field in Declaration._fields[1:]))
         elif isinstance(value, nnx.Module):
             yield from declarations(value, path)
-
-
-def of_kind(layers: Any, kind: str) -> Any:
-    """The stacked layers of one kind of `ModelConfig.kinds`."""
-    return layers[kind] if kind else layers

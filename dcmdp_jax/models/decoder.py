@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from dcmdp_jax.models.attention import choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.declare import Stack, of_kind, parameter
+from dcmdp_jax.models.declare import Stack, parameter
 from dcmdp_jax.models.gated_delta import GatedDeltaNet, Recur, rows
 from dcmdp_jax.models.layers import MLP, Linear, LoraKernel, RMSNorm, all_rotary_tables, embedding_scale
 from dcmdp_jax.models.logprobs import KernelAxes
@@ -464,7 +464,7 @@ def layer_of(layers: Params, config: ModelConfig, index: int) -> Params:
         index: the layer.
     """
     kind, place = config.layer_kinds[index]
-    return jax.tree.map(lambda leaf: leaf[place], of_kind(layers, kind))
+    return jax.tree.map(lambda leaf: leaf[place], config.by_kind(layers)[kind])
 
 
 def block_of(layer_params: Params, config: ModelConfig) -> Block:

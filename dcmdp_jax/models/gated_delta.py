@@ -47,8 +47,8 @@ class State(NamedTuple):
     """What a recurrent layer keeps of a row's tokens, however many they are.
 
     Attributes:
-        memory: S [B, H, k, v].
-        window: [B, C, K - 1] channels of the last tokens, 0 before the first.
+        memory: S [B, H, k, v] float32.
+        window: [B, C, K - 1] float32, channels of the last tokens, 0 before the first.
     """
 
     memory: jax.Array
@@ -87,7 +87,7 @@ class GatedDeltaNet(nnx.Module):
         self.o = Linear((width, embed), inward[::-1], hf_name=f"{hf_name}.out_proj", **options)
         self.mixed = Linear((embed, config.mixed_width), inward, hf_name=f"{hf_name}.in_proj_qkv", **options)
         self.gate = Linear((embed, width), inward, hf_name=f"{hf_name}.in_proj_z", **options)
-        # Engines keep these two in full precision: they are small, and a decay acts on all later tokens.
+        # Engines quantize neither: they are small, and a decay acts on all later tokens.
         options["quantized"] = False
         self.rate = Linear((embed, heads), inward, hf_name=f"{hf_name}.in_proj_b", **options)
         self.decay = Linear((embed, heads), inward, hf_name=f"{hf_name}.in_proj_a", **options)
@@ -126,17 +126,17 @@ def prefill(config: ModelConfig, lengths: Int[jax.Array, " R"], mixed: Mixed) ->
     still = mixed._replace(log_decay=jnp.where(real, mixed.log_decay, 0), rate=jnp.where(real, mixed.rate, 0))
     y, memory = in_chunks(heads(config, convolved(mixed, one), still), one)
     at = lengths[:, None] + jnp.arange(-before, 0)
-    window = jnp.take_along_axis(mixed.channels, jnp.maximum(at, 0)[..., None], axis=1)
+    window = at_least_float32(jnp.take_along_axis(mixed.channels, jnp.maximum(at, 0)[..., None], axis=1))
     return y, State(memory, jnp.where(at[..., None] >= 0, window, 0).swapaxes(1, 2))
 
 
 def decode(config: ModelConfig, state: State, mixed: Mixed) -> tuple[jax.Array, State]:
     """A `Recur` of one token for each row, from the state before it."""
     window = jnp.concatenate([state.window, mixed.channels.swapaxes(1, 2)], axis=2)
-    sums = jnp.sum(at_least_float32(window) * mixed.kernel, axis=2)[:, None]
-    token = heads(config, jax.nn.silu(sums).astype(window.dtype), mixed)
-    memory, y = step(at_least_float32(state.memory), jax.tree.map(lambda x: x[:, 0], token))
-    return y[:, None], State(memory.astype(state.memory.dtype), window[:, :, 1:])
+    sums = jnp.sum(window * mixed.kernel, axis=2)[:, None]
+    token = heads(config, jax.nn.silu(sums).astype(mixed.channels.dtype), mixed)
+    memory, y = step(state.memory, jax.tree.map(lambda x: x[:, 0], token))
+    return y[:, None], State(memory, window[:, :, 1:])
 
 
 def convolved(mixed: Mixed, segment_ids: Int[jax.Array, "R L"]) -> Float[jax.Array, "R L C"]:
@@ -199,11 +199,6 @@ def in_chunks(
     Returns:
         y, and the state after the last token.
     """
-    with products_in(tokens.query.dtype):
-        return _in_chunks(tokens, segment_ids, chunk)
-
-
-def _in_chunks(tokens: Heads, segment_ids: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
     batch, length = segment_ids.shape
     chunk = min(chunk, 1 << (length - 1).bit_length())
 
@@ -211,6 +206,11 @@ def _in_chunks(tokens: Heads, segment_ids: jax.Array, chunk: int) -> tuple[jax.A
         """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...]; zeros after the last token leave the state as it is."""
         padded = jnp.pad(x, ((0, 0), (0, -length % chunk), *((0, 0),) * (x.ndim - 2)), mode=mode)
         return jnp.moveaxis(padded.reshape(batch, -1, chunk, *x.shape[2:]), (1, 2), (0, 3))
+
+    def advance(memory: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        fresh, recalled, within, query, key, kept = part
+        change = fresh - recalled @ memory
+        return memory * kept + jnp.swapaxes(key, -1, -2) @ change, query @ memory + within @ change
 
     segments = chunks(segment_ids[..., None], "edge")
     query, key, value, log_decay, rate = map(chunks, tokens)
@@ -220,19 +220,13 @@ def _in_chunks(tokens: Heads, segment_ids: jax.Array, chunk: int) -> tuple[jax.A
     before = jnp.concatenate([segments[:1, ..., -1:], segments[:-1, ..., -1:]])
     since = jnp.where(segments == before, jnp.exp(jnp.cumsum(log_decay, axis=-1)), 0)[..., None]
     rated = key * rate[..., None]
-    inverse = _unit_inverse(jnp.einsum("...ik,...jk->...ij", rated, key) * between)
-    within = jnp.einsum("...ik,...jk->...ij", query, key) * between
-    parts = inverse @ (value * rate[..., None]), inverse @ (rated * since), within, query * since
-    parts = *parts, key * between[..., -1, :, None], since[..., -1:, :]
-
-    def advance(memory: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        fresh, recalled, within, query, key, kept = part
-        change = fresh - recalled @ memory
-        y = query @ memory + within @ change
-        return memory * kept + jnp.swapaxes(key, -1, -2) @ change, y
-
     memory = jnp.zeros((batch, query.shape[2], key.shape[-1], value.shape[-1]), query.dtype)
-    memory, y = jax.lax.scan(advance, memory, parts)
+    with products_in(query.dtype):
+        inverse = _unit_inverse(jnp.einsum("...ik,...jk->...ij", rated, key) * between)
+        within = jnp.einsum("...ik,...jk->...ij", query, key) * between
+        parts = inverse @ (value * rate[..., None]), inverse @ (rated * since), within, query * since
+        parts = *parts, key * between[..., -1, :, None], since[..., -1:, :]
+        memory, y = jax.lax.scan(advance, memory, parts)
     y = jnp.moveaxis(y, (0, 3), (1, 2)).reshape(batch, -1, *y.shape[2:3], y.shape[-1])
     return y[:, :length], memory
 

@@ -208,7 +208,6 @@ def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used
     """
     monkeypatch.setattr(Program, "keeps_quantized", property(lambda self: keeps_quantized))
     shapes = engine_shapes(DENSE, "int8")
-    shapes["layers"] = [shapes["layers"][""]] * 2
     rows = RowState(
         *(jax.ShapeDtypeStruct((2, 2)[:n], d) for n, d in ((2, "uint32"), *3 * ((1, "int32"),), (1, "bool")))
     )

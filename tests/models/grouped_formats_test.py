@@ -135,7 +135,7 @@ def test_inputs_are_rounded_token_by_token_with_a_straight_gradient():
 
 def test_a_weight_takes_a_byte_and_its_share_of_a_scale():
     for precision, bytes_each in (("nvfp4", 1 + 4 / 16), ("mxfp4", 1 + 4 / 32), ("nf4", 1 + 4 / 64)):
-        mlp = engine_shapes(MODEL, precision)["layers"]["mlp"]
+        mlp = engine_shapes(MODEL, precision)["layers"][0]["mlp"]
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(mlp))
         assert held == 3 * 128 * 256 * bytes_each
 

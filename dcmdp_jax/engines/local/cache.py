@@ -24,19 +24,15 @@ Layer = tuple[jax.Array, jax.Array]
 Cache = tuple[Layer, ...]
 
 
-def abstract(config: ModelConfig, rows: int, slots: int, *, dtypes: tuple[str, str], sharding: NamedSharding) -> Cache:
-    """Shapes of a cache of `rows` rows with `slots` slots; `dtypes`: of keys and values, and of windows."""
-    dtype, compute_dtype = dtypes
-    stored = jnp.uint8 if dtype == FLOAT8 else jnp.dtype(dtype)
+def abstract(config: ModelConfig, rows: int, slots: int, *, dtype: str, sharding: NamedSharding | None = None) -> Cache:
+    """Shapes of a cache of `rows` rows with `slots` slots, keys and values stored as `dtype`."""
 
-    def held(*dims: int, dtype: jax.typing.DTypeLike = stored) -> jax.ShapeDtypeStruct:
+    def held(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=sharding)
 
-    heads, size = config.num_kv_heads, config.head_dim
-    layer = held(heads, size, slots), held(heads, slots, size)
-    memory = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    window = held(config.mixed_width, config.linear_conv_kernel_dim - 1, dtype=compute_dtype)
-    state = State(held(*memory, dtype="float32"), window)
+    stored, heads, size = "uint8" if dtype == FLOAT8 else dtype, config.num_kv_heads, config.head_dim
+    layer = held(stored, heads, size, slots), held(stored, heads, slots, size)
+    state = State(*(held("float32", *dims) for dims in config.state_sizes))
     return tuple(state if kind == "recurrent" else layer for kind, _ in config.layer_kinds)
 
 

@@ -180,12 +180,9 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
     for name in ("num_kv_heads", "moe_intermediate_size" if config.num_experts else "intermediate_size"):
         if (size := getattr(config, name)) % tensor:
             raise ArgumentError("tensor", f"got {tensor}, must divide the model's {name}={size}")
-    if tensor > 1 and config.recurrent_layers:
-        raise ArgumentError("tensor", f"got {tensor}, must be 1: {config.model_type} has recurrent layers")
-    if tensor > 1 and config.family.qk_norm == "width":
-        raise ArgumentError(
-            "tensor", f"got {tensor}, must be 1: {config.model_type} norms all heads of q and k together"
-        )
+    norms = "norms all heads of q and k together" if config.family.qk_norm == "width" else ""
+    if tensor > 1 and (why := "has recurrent layers" if config.recurrent_layers else norms):
+        raise ArgumentError("tensor", f"got {tensor}, must be 1: {config.model_type} {why}")
     if expert > 1 and (not config.num_experts or config.num_experts % expert):
         raise ArgumentError(
             "expert", f"got {expert}, must divide the model's num_experts={config.num_experts}, or be 1"
@@ -194,12 +191,12 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
 
 @functools.lru_cache(maxsize=32)
 def _axes(config: ModelConfig) -> dict[tuple[str, ...], Axes]:
-    """Logical axes of every leaf of the engine's tree, and of a layer of the trainer's, by path without indices."""
+    """Logical axes of every leaf of the engine's tree, and of a layer of the trainer's, by path without indices and
+    kinds of layers."""
     axes = {declared.path: declared.axes for declared in model_declarations(config)}
     for kind, fused in itertools.product(config.kinds, (False, True)):
-        for declared in declarations(Block(config, kind=kind, fused_attention=fused, fused_mlp=fused)):
-            axes["layers", *declared.path] = declared.axes
-            axes["layers", kind, *declared.path] = declared.axes
+        block = Block(config, kind=kind, fused_attention=fused, fused_mlp=fused)
+        axes |= {("layers", *declared.path): declared.axes for declared in declarations(block)}
     return axes | {("output",): ("embed", "vocab")}
 
 
@@ -207,13 +204,13 @@ def weight_specs(weights: Params, config: ModelConfig, mesh: Mesh) -> Params:
     """`PartitionSpec` of each leaf of an engine's tree, or of a part of it.
 
     Args:
-        weights: arrays or shapes, `QuantizedKernel`s among them; "layers" may be a list of layers or one.
+        weights: arrays or shapes, `QuantizedKernel`s among them; "layers" may be a list of layers or one of each kind.
         config: the model.
         mesh: the engine's.
     """
 
     def spec(path: tuple[Any, ...], leaf: Any) -> Any:
-        keys = tuple(entry.key for entry in path if hasattr(entry, "key"))
+        keys = tuple(entry.key for entry in path if hasattr(entry, "key") and entry.key not in config.kinds)
         axes = _axes(config)[keys]
         if "router" in keys:
             # Every device routes its own tokens.

@@ -3,15 +3,16 @@
 import dataclasses
 import functools
 import math
+from collections import Counter
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import sizes
-from dcmdp_jax.engines.local.layout import TENSOR, weight_specs
+from dcmdp_jax.engines.local.cache import abstract
+from dcmdp_jax.engines.local.layout import TENSOR, Program, weight_specs
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.engines.machine import LOGITS_HELD, PREEMPTED, Machine, MemoryPart, certain, exact
 from dcmdp_jax.models.config import ModelConfig
@@ -55,16 +56,14 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
         copies = machine.on_each(dequantized, devices)
         found.append(MemoryPart("engine's weights, cast or dequantized", **copies, phases=sample, lower=weights_lower))
     own = sizes.batch_rows(rows, load.group_size, load.completions, devices) // devices * tensor
-    stored = 1 if arguments.kv_cache_dtype == "fp8" else jnp.dtype(arguments.compute_dtype).itemsize
-    recurrent = len(model.recurrent_layers)
-    slot = 2 * (model.num_layers - recurrent) * model.num_kv_heads * model.head_dim * stored // tensor
-    state = model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim * 4
-    state += model.mixed_width * (model.linear_conv_kernel_dim - 1) * jnp.dtype(arguments.compute_dtype).itemsize
-    state *= recurrent
+
+    def cache_of(slots: int) -> int:
+        shapes = abstract(model, own, slots, dtype=Program.of(arguments, mesh).cache_dtype)
+        return sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(shapes)) // tensor
+
     first = sizes.cache_capacities(sizes.default_cache_block(machine.platform), limit)[0]
     longest = sizes.length_bucket(max(load.prompt_lengths))
-    full = own * ((longest + limit) * slot + state)
-    least = own * ((sizes.length_bucket(min(load.prompt_lengths)) + first) * slot + state)
+    full, least = cache_of(longest + limit), cache_of(sizes.length_bucket(min(load.prompt_lengths)) + first)
     fewer = "`max_rows` or `max_completion_tokens`"
     cache, certainly = machine.on_each(full, devices), certain(**machine.on_each(least, devices))
     name = "key-value cache, rows at their longest"
@@ -89,7 +88,10 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
         found.append(MemoryPart("engine's lists of them", host=load.completions * limit * of_token, **lists))
     scores = min(sizes.ATTENTION_ELEMENTS, own * model.num_heads // tensor * longest**2)
     logits = own * model.vocab_size // tensor * 4 * LOGITS_HELD
-    working = machine.on_each(logits + 4 * scores, devices)
+    prompts, groups = sizes.prefill_shape(model.num_heads, max(1, rows // load.group_size), longest, devices)
+    # Recurrent layers of prompts: 4,800 floats for each head and token, by the compiler for an H100.
+    chunks = prompts // groups // devices * longest * model.linear_num_value_heads * 4 * 4800
+    working = machine.on_each(logits + 4 * scores + chunks, devices)
     found.append(MemoryPart("sampler's logits and attention", **working, phases=sample, lower="`max_rows`"))
     return found
 
@@ -104,15 +106,13 @@ def _weights(
     """
     tree = engine_shapes(model, precision, param_dtype)
     specs = weight_specs(tree, model, mesh)
-    counts = {kind: len(numbers) for kind, numbers in model.kinds.items()} | {"outside": 1}
-    # Of one layer of each kind, and outside of layers.
-    held = dict.fromkeys(counts, 0)
+    # Of each layer, and outside of layers.
+    held: Counter[str] = Counter()
     cast = largest = 0
     kernels = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
     of = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel | P))
     for (path, leaf), spec in zip(kernels, of, strict=True):
-        where = path[1].key if path[0].key == "layers" else "outside"
-        layers, quantized = counts[where], isinstance(leaf, QuantizedKernel)
+        quantized = isinstance(leaf, QuantizedKernel)
         arrays, of_arrays = (tuple(leaf), tuple(spec)) if quantized else ((leaf,), (spec,))
         own = [
             math.prod(NamedSharding(mesh, part).shard_shape(array.shape))
@@ -120,11 +120,11 @@ def _weights(
         ]
         stored = [array.size for array in arrays] if cpu else own
         size = sum(count * array.dtype.itemsize for count, array in zip(stored, arrays, strict=True))
-        held[where] += size
+        held[str(path[1]) if path[0].key == "layers" else ""] += size
         largest = max(largest, own[0] * item)
         if arrays[0].dtype.itemsize != item and (cpu or not quantized):
-            cast += layers * own[0] * item
+            cast += own[0] * item
     quantized = any(isinstance(leaf, QuantizedKernel) for _, leaf in kernels)
     # A matrix that a product converts while it reads it is at most one.
     cast = cast or (largest if quantized else 0)
-    return sum(size * counts[where] for where, size in held.items()), cast, max(held.values())
+    return held.total(), cast, max(held.values())

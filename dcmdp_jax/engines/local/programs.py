@@ -93,8 +93,7 @@ def abstract_weights(program: Program, param_dtype: str) -> Params:
     """Shapes and shardings of the engine's tree, pushed by a trainer with parameters of a dtype."""
     model, mesh = program.config, program.mesh
     shapes = engine_shapes(model, program.precision, param_dtype)
-    tree = sharded(shapes, jax.tree.map(lambda spec: NamedSharding(mesh, spec), weight_specs(shapes, model, mesh)))
-    return {**tree, "layers": [tree["layers"][kind] for kind, _ in model.layer_kinds]}
+    return sharded(shapes, jax.tree.map(lambda spec: NamedSharding(mesh, spec), weight_specs(shapes, model, mesh)))
 
 
 def _decode_arguments(
@@ -114,10 +113,9 @@ def _decode_arguments(
 
     by_row = functools.partial(given, sharding=of_rows)
     number, real, integers = given("int32"), given("float32"), by_row("int32", rows)
-    dtypes = program.cache_dtype, program.compute_dtype
     held = by_row("int32", rows, sampled) if program.config.sliding_window else None
     return (
-        abstract(program.config, rows, slots, dtypes=dtypes, sharding=program.cache),
+        abstract(program.config, rows, slots, dtype=program.cache_dtype, sharding=program.cache),
         decode.RowState(by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows), held),
         decode.Limits(number, number, number),
         Draw(real, real, given("int32", stops)),

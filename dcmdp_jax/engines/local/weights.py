@@ -18,7 +18,6 @@ from dcmdp_jax.engines.local.layout import EXPERT, TENSOR, weight_specs
 from dcmdp_jax.models import quantize
 from dcmdp_jax.models.array_checksum import array_checksum
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.declare import of_kind
 from dcmdp_jax.models.decoder import fuse_projections, is_recurrent, output_kernel
 from dcmdp_jax.models.params import param_shapes, quantized_leaves
 from dcmdp_jax.parallel.sharding import to_local
@@ -32,38 +31,34 @@ def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
     "output" [D, V] of its own, and tokens are looked up in its columns: a transposed second factor slows a product on
     XLA:CPU 1.2 to 5 times. If quantized, that matrix is a copy and "embedding" stays.
     """
-    made, quantized = dict(params), precision in quantize.PRECISIONS
+    made = dict(params)
     if "embedding" in made and "output" not in made:
         made["output"] = output_kernel(made)
-        if not quantized:
+        if precision not in quantize.PRECISIONS:
             del made["embedding"]
-    if quantized:
-        marks = quantized_leaves(config) | {"output": True}
-        return quantize.quantize_tree(made, _of_part(marks, made), precision)
-    return made if precision == "exact" else jax.tree.map(lambda leaf: leaf.astype(precision), made)
+    marks = quantized_leaves(config) | {"output": True}
+    return _cast(made, {name: marks[name] for name in made}, precision)
 
 
-def _of_part(marks: Params, part: Params) -> Params:
-    return {name: _of_part(marks[name], own) if isinstance(own, dict) else marks[name] for name, own in part.items()}
+def _cast(tree: Params, quantized: Params, precision: str) -> Params:
+    if precision in quantize.PRECISIONS:
+        return quantize.quantize_tree(tree, quantized, precision)
+    return tree if precision == "exact" else jax.tree.map(lambda leaf: leaf.astype(precision), tree)
 
 
 def _one_layer(config: ModelConfig, dtype: str = "float32") -> Params:
+    """Shapes of one layer of each kind."""
     stacked = param_shapes(config, dtype)["layers"]
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
 
 
-def _with_kind(layers: Params, kind: str) -> Params:
-    """The inverse of `declare.of_kind`."""
-    return {kind: layers} if kind else layers
-
-
 def engine_shapes(config: ModelConfig, precision: str, param_dtype: str = "float32") -> Params:
-    """Shapes of the engine's tree, as `Conversion` makes it, with a dict of kind -> one layer in place of the list."""
+    """Shapes of the engine's tree, as `Conversion` makes it."""
 
     def made(params: Params) -> Params:
         tree = in_precision(params, config, precision)
-        layers = {kind: fuse_projections(of_kind(tree["layers"], kind), mlp=True) for kind in config.kinds}
-        return {**tree, "layers": layers}
+        layers = {kind: fuse_projections(own, mlp=True) for kind, own in config.by_kind(tree["layers"]).items()}
+        return {**tree, "layers": [layers[kind] for kind, _ in config.layer_kinds]}
 
     return jax.eval_shape(made, {**param_shapes(config, param_dtype), "layers": _one_layer(config, param_dtype)})
 
@@ -93,13 +88,10 @@ class Conversion:
         """
         self._config, self._mesh, ways = config, mesh, mesh.shape[TENSOR]
         specs = weight_specs(engine_shapes(config, precision), config, mesh)
-        fused = specs.pop("layers")
-
-        def cast(layers: Params) -> Params:
-            return in_precision({"layers": layers}, config, precision)["layers"]
-
-        unfused = weight_specs({"layers": jax.eval_shape(cast, _one_layer(config))}, config, mesh)["layers"]
-        unfused = {kind: of_kind(unfused, kind) for kind in config.kinds}
+        fused = {kind: own for (kind, _), own in zip(config.layer_kinds, specs.pop("layers"), strict=True)}
+        shapes = jax.eval_shape(lambda layers: in_precision({"layers": layers}, config, precision), _one_layer(config))
+        unfused = config.by_kind(weight_specs(shapes, config, mesh)["layers"])
+        marks = config.by_kind(quantized_leaves(config)["layers"])
 
         def shardings(specs: Any) -> Any:
             return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
@@ -111,7 +103,7 @@ class Conversion:
             return jax.shard_map(function, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)
 
         def layer(layers: Params, index: jax.Array, kind: str) -> Params:
-            own = of_kind(cast(_with_kind(jax.tree.map(lambda leaf: leaf[index], layers), kind)), kind)
+            own = _cast(jax.tree.map(lambda leaf: leaf[index], layers), marks[kind], precision)
             if ways > 1:
                 own = jax.lax.with_sharding_constraint(own, shardings(unfused[kind]))
             return on_parts(functools.partial(fuse_projections, mlp=True), unfused[kind], fused[kind])(own)
@@ -122,9 +114,9 @@ class Conversion:
 
         def source_checksums(params: Params, one_device: bool) -> list[jax.Array]:
             made = in_precision(params, config, precision)
-            every = made.pop("layers")
-            layers = [_checksums(of_kind(every, kind), flat=one_device, stacked=True) for kind in config.kinds]
-            return [*(each.reshape(-1) for each in layers), _checksums(made, flat=one_device)]
+            layers = config.by_kind(made.pop("layers"))
+            sums = [_checksums(layers[kind], flat=one_device, stacked=True).reshape(-1) for kind in config.kinds]
+            return [*sums, _checksums(made, flat=one_device)]
 
         def layer_checksums(engine_layer: Params, kind: str) -> jax.Array:
             separate = functools.partial(_separated, config=config, ways=ways)
@@ -146,20 +138,21 @@ class Conversion:
         `params.init_params` and on any mesh, whose buffers may be donated afterwards.
         """
         rest = {name: leaf for name, leaf in params.items() if name != "layers"}
-        layers, kinds = params["layers"], self._config.layer_kinds
+        layers, kinds = self._config.by_kind(params["layers"]), self._config.layer_kinds
         if _devices(rest["norm"]["scale"]) == list(self._mesh.devices.flat):
-            made = [self.layer[kind](of_kind(layers, kind), np.int32(place)) for kind, place in kinds]
+            made = [self.layer[kind](layers[kind], np.int32(place)) for kind, place in kinds]
             return {**self.outside(rest), "layers": made}
         # Other devices: each leaf of a layer goes there by itself, to the devices that will have a part of it.
         specs = weight_specs({**rest, "layers": _one_layer(self._config)}, self._config, self._mesh)
+        of_layer = self._config.by_kind(specs["layers"])
 
         def move(leaf: jax.Array, spec: P) -> jax.Array:
             sharding = NamedSharding(self._mesh, spec)
             return jax.device_put(to_local(leaf, sharding), sharding)
 
         def layer(kind: str, place: int) -> Params:
-            stacked, of_one = of_kind(layers, kind), of_kind(specs["layers"], kind)
-            own = jax.tree.map(lambda leaf, spec: move(leaf[place][None], P(None, *spec)), stacked, of_one)
+            each = layers[kind], of_layer[kind]
+            own = jax.tree.map(lambda leaf, spec: move(leaf[place][None], P(None, *spec)), *each)
             return self.layer[kind](own, np.int32(0))
 
         moved = {name: jax.tree.map(move, leaf, specs[name]) for name, leaf in rest.items()}
