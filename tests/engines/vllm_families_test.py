@@ -1,18 +1,21 @@
 """Real vLLM with the other model families: its weights are the last ones pushed, its log-probs the training stack's."""
 
 import dataclasses
-import importlib.util
 
 import jax
 import numpy as np
 import pytest
 
+from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.vllm import launch
 from dcmdp_jax.lab.probe.operators import operator_differences
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute, hidden_states, output_kernel
 from dcmdp_jax.models.families import FAMILIES
-from dcmdp_jax.models.hf_config import layer_pattern
-from tests.support.vllm_tools import EXPERTS, prompts, random_params, small_model
+from dcmdp_jax.models.hf_config import from_hf, layer_pattern
+from dcmdp_jax.plan.published import PUBLISHED
+from tests.support.refusals import refused
+from tests.support.vllm_tools import EXPERTS, prompts, random_params, small_model, vllm_settings
 
 LLAMA = dataclasses.replace(small_model("qwen3", tied=False), model_type="llama")
 
@@ -24,18 +27,7 @@ def _family(model_type: str, **fields: object) -> ModelConfig:
 
 
 GEMMA = _family("gemma3_text", tie_word_embeddings=True, sliding_rope_theta=100.0, query_pre_attn_scalar=24)
-RECURRENT = dataclasses.replace(
-    LLAMA, model_type="qwen3_5_text", num_layers=4, tie_word_embeddings=True, recurrent_layers=(0, 1, 2),
-    partial_rotary_factor=0.5, linear_conv_kernel_dim=4, linear_num_key_heads=2, linear_num_value_heads=4,
-    linear_key_head_dim=32, linear_value_head_dim=32,
-)  # fmt: skip
-_LONG = {
-    # vLLM's module of Qwen3.5 imports that of its images.
-    **({"qwen3_5": RECURRENT} if importlib.util.find_spec("torchvision") else {}),
-    "llama": LLAMA,
-    "qwen3_moe": EXPERTS,
-    **{name: _family(name) for name in ("mistral", "smollm3", "olmo3")},
-}
+_LONG = {"llama": LLAMA, "qwen3_moe": EXPERTS, **{name: _family(name) for name in ("mistral", "smollm3", "olmo3")}}
 
 
 @pytest.mark.parametrize(
@@ -70,3 +62,13 @@ def test_logprobs_are_the_training_stacks_after_each_push(start, config):
     found = operator_differences(live, params, config, asked, answers)
     found = {str(each): each.relative for each in found}
     assert len(found) == 3 + 3 * config.num_layers and max(found.values()) < 1e-4, found
+
+
+def test_recurrent_layers_are_refused_in_the_cpu_build_alone():
+    config = from_hf(PUBLISHED["Qwen3.5-0.8B"])
+    planned = EngineArguments("bfloat16", "bfloat16", max_total_tokens=64, model=config, settings=vllm_settings())
+    line = refused(launch.check_planned, dataclasses.replace(planned, platform="cpu"))
+    assert line == (
+        "engine: got 'vllm', whose CPU build can't load qwen3_5_text without torchvision; set `engine`=local"
+    )
+    launch.check_planned(dataclasses.replace(planned, platform="cuda"))

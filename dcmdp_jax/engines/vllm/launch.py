@@ -140,12 +140,16 @@ def check_planned(arguments: EngineArguments) -> None:
     """Refuse a platform, a model, or settings with them, that vLLM could not do, before anything is loaded.
 
     Raises:
-        UserError: see `engine_arguments`; for vLLM on a TPU, for a Qwen2 model whose heads don't divide its width, or a
-            tensor parallelism that vLLM refuses when it loads the model.
+        UserError: see `engine_arguments`; for vLLM on a TPU; for recurrent layers on a CPU, where vLLM's module imports
+            torchvision, which the package index has for CUDA alone; for a Qwen2 model whose heads don't divide its
+            width, or a tensor parallelism that vLLM refuses when it loads the model.
     """
     config, settings = arguments.model, arguments.settings
     if arguments.platform == "tpu":
         raise ArgumentError(*_NO_TPU)
+    if arguments.platform == "cpu" and config.recurrent_layers:
+        needs = f"whose CPU build can't load {config.model_type} without torchvision"
+        raise ArgumentError("engine", f"got 'vllm', {needs}; set `engine`=local")
     heads, kv_heads, parts = config.num_heads, config.num_kv_heads, settings.tensor_parallel_size
     if not config.family.own_head_dim and config.head_dim * heads != config.hidden_size:
         raise ArgumentError(
