@@ -89,7 +89,7 @@ def _check(directory: Path) -> None:
     stored = ", ".join(f"{count} {dtype}" for dtype, count in sorted(manifest.dtypes.items()))
     print(_describe(config))
     files = {place.path for place in manifest.tensors.values()}
-    left = f"; {manifest.left_out} of {', '.join(config.family.left_out)} left out" if manifest.left_out else ""
+    left = "".join(f"; {count} of {prefix}* left out" for prefix, count in manifest.left_out.items())
     print(f"tensors      {stored}; {_gib(manifest.num_bytes)} in {len(files)} file(s){left}")
     print(f"in memory    float32 {_gib(4 * num_params(config))}, bfloat16 {_gib(2 * num_params(config))}")
     print(f"tokenizer    {len(tokenizer):,} tokens; a completion ends with {', '.join(map(str, ends))}")

@@ -214,14 +214,12 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
         fields |= {name: getattr(config, name) for name in _EXPERTS}
         fields |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     sliding_theta = (config.sliding_rope_theta or config.rope_theta) if family.sliding_rope else None
-    partial = config.partial_rotary_factor if family.partial_rotary else None
-    fields |= rope_fields(config.rope_theta, config.rope_scaling, sliding_theta, partial)
+    fields |= rope_fields(config.rope_theta, config.rope_scaling, sliding_theta)
     if config.recurrent_layers:
-        fields |= {name: getattr(config, name) for name in RECURRENT_SIZES}
-        fields["layer_types"] = [LINEAR if kind == "recurrent" else FULL for kind, _ in config.layer_kinds]
-    if family.full_every:
-        sliding = set(config.sliding_layers)
-        fields["layer_types"] = [SLIDING if index in sliding else FULL for index in range(config.num_layers)]
+        fields |= {name: getattr(config, name) for name in (*RECURRENT_SIZES, "partial_rotary_factor")}
+    if family.full_every or config.recurrent_layers:
+        kinds = dict.fromkeys(config.sliding_layers, SLIDING) | dict.fromkeys(config.recurrent_layers, LINEAR)
+        fields["layer_types"] = [kinds.get(index, FULL) for index in range(config.num_layers)]
     if family.rope_free_every:
         fields["no_rope_layers"] = [int(rope != "none") for rope in config.layer_ropes]
     if family.defaults.get("pad_token_id", 0) >= config.vocab_size:

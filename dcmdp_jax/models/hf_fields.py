@@ -8,7 +8,8 @@ from dcmdp_jax.errors import UserError, shorten
 _RANGES = (
     (int, 1, 2**31 - 1, "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads"),
     (int, 1, 2**31 - 1, "num_key_value_heads sliding_window query_pre_attn_scalar original_max_position_embeddings"),
-    (int, 2, 2**31 - 1, "head_dim max_position_embeddings linear_conv_kernel_dim"),
+    (int, 2, 2**31 - 1, "head_dim max_position_embeddings"),
+    (int, 2, 64, "linear_conv_kernel_dim"),
     (int, 1, 10_000, "num_hidden_layers sliding_window_pattern no_rope_layer_interval full_attention_interval"),
     (int, 1, 100_000, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
     (float, 1e-6, 1.0, "partial_rotary_factor"),

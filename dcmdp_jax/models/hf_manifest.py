@@ -48,18 +48,18 @@ class Manifest(NamedTuple):
     """Tensors in the safetensors files of a directory, checked against a config.
 
     Attributes:
-        left_out: how many tensors the files hold that the decoder has not, see `families.Family`.
         tensors: name of each tensor of the model -> where it is.
         redundant_head: the file in which a tied model stores its output layer all the same, or None.
         dtypes: how many tensors are stored as "F32", "BF16", "F16".
         num_bytes: bytes of all tensors together.
+        left_out: entry of `families.Family.left_out` -> how many tensors of it the files hold.
     """
 
     tensors: dict[str, Stored]
     redundant_head: Path | None
     dtypes: dict[str, int]
     num_bytes: int
-    left_out: int
+    left_out: dict[str, int]
 
 
 class Files(contextlib.ExitStack):
@@ -95,11 +95,11 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
             missing, unknown, or of the wrong shape or dtype.
     """
     directory = Path(directory)
-    located, inside, left_out = _locate(directory), {}, 0
-    if prefixes := config.family.left_out:
-        kept = [name for name in located if not name.startswith(prefixes)]
-        inside = {name.replace("model.language_model.", "model.", 1): name for name in kept}
-        left_out, located = len(located) - len(kept), {own: located[name] for own, name in inside.items()}
+    found, others = _locate(directory), config.family.left_out
+    left_out = Counter(prefix for name in found for prefix in others if name.startswith(prefix))
+    wrapped = "model.language_model." if others else "model."
+    inside = {name.replace(wrapped, "model.", 1): name for name in found if not name.startswith(others)}
+    located = {own: found[name] for own, name in inside.items()}
     # Before names are made of a number of layers that may be anything.
     _check_counts(directory, config, located)
     listing = directory / (SINGLE if (directory / SINGLE).is_file() else INDEX)
@@ -114,7 +114,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
             missing.append(name)
             continue
         allowed[held] = place.shape if fused is None else fused.shape
-        tensors[name] = Stored(located[held], inside.get(held, held), fused)
+        tensors[name] = Stored(located[held], inside[held], fused)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
@@ -132,7 +132,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
                     f"{path}: tensor {shorten_name(name)} is unknown to {config.model_type} with this config.json"
                     + "; or set tie_word_embeddings to false there" * (name == HF_OUTPUT)
                 )
-            stored = files[path].get_slice(inside.get(name, name))
+            stored = files[path].get_slice(inside[name])
             shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
             if shape != allowed[name]:
                 raise UserError(
@@ -143,7 +143,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
             dtypes[dtype] += 1
             num_bytes += math.prod(shape) * (4 if dtype == "F32" else 2)
         redundant = located.get(HF_OUTPUT) if config.tie_word_embeddings else None
-    return Manifest(tensors, redundant, dict(dtypes), num_bytes, left_out)
+    return Manifest(tensors, redundant, dict(dtypes), num_bytes, dict(left_out))
 
 
 def check_values(manifest: Manifest) -> None:

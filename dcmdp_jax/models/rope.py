@@ -11,8 +11,8 @@ from dcmdp_jax.models.hf_fields import in_range
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 """Kinds of layers in config.json."""
 _PARTIAL = "partial_rotary_factor"
-# Which dimensions turn by which coordinate of an image; all coordinates of a text are the same.
-_MULTIMODAL = ("mrope_section", "mrope_interleaved")
+# The others: which dimensions turn by which coordinate of an image; all coordinates of a text are the same.
+_UNSCALED = (_PARTIAL, "mrope_section", "mrope_interleaved")
 # Rotary scaling -> the fields it must have, and those it may have.
 _ROPE_FIELDS = {
     "linear": (("factor",), ()),
@@ -63,10 +63,10 @@ def read_ropes(fields: Mapping[str, Any], family: Family, max_position_embedding
     kinds = fields.get("rope_parameters")
     partial = {}
     if family.partial_rotary:
-        own = {name: value for name, value in (kinds or {}).items() if name not in _MULTIMODAL}
-        share = own.pop(_PARTIAL, fields.get(_PARTIAL, family.partial_rotary))
-        partial = {_PARTIAL: in_range(_PARTIAL, share)}
-        fields = {**fields, "rope_parameters": own, _PARTIAL: None}
+        own = kinds if isinstance(kinds, dict) else {}
+        partial = {_PARTIAL: in_range(_PARTIAL, own.get(_PARTIAL, fields.get(_PARTIAL, family.partial_rotary)))}
+        plain = {name: value for name, value in own.items() if name not in _UNSCALED}
+        fields = {**fields, "rope_parameters": plain if own else kinds, _PARTIAL: None}
     by_kind = family.sliding_rope and isinstance(kinds, dict) and bool({SLIDING, FULL} & set(kinds))
     full = {**fields, "rope_parameters": kinds.get(FULL)} if by_kind else fields
     theta, scaling = _rope(full, max_position_embeddings, family.rope_theta)
@@ -148,15 +148,12 @@ def _rope_section(
     return theta, scaling
 
 
-def rope_fields(
-    theta: float, scaling: RopeScaling, sliding_theta: float | None, partial: float | None = None
-) -> dict[str, Any]:
+def rope_fields(theta: float, scaling: RopeScaling, sliding_theta: float | None) -> dict[str, Any]:
     """The fields of config.json that `read_ropes` reads.
 
     Args:
         theta, scaling: base and scaling.
         sliding_theta: base of sliding layers; None where the family's have no rotary embedding of their own.
-        partial: share of a head that turns; None where the family turns all of it.
     """
     fields: dict[str, Any] = {}
     if scaling.kind != "default":
@@ -164,9 +161,6 @@ def rope_fields(
         changed = [name for name in optional if getattr(scaling, name) != getattr(RopeScaling(), name)]
         values = {name: getattr(scaling, name) for name in (*needed, *changed)}
         fields["rope_scaling"] = {"rope_type": scaling.kind, **values}
-    if partial is not None:
-        plain = fields.pop("rope_scaling", {"rope_type": "default"})
-        fields["rope_parameters"] = {"rope_theta": theta, _PARTIAL: partial, **plain}
     if sliding_theta is not None:
         local = {"rope_type": "default", "rope_theta": sliding_theta}
         full = {"rope_theta": theta, **fields.get("rope_scaling", {"rope_type": "default"})}

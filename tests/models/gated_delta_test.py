@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.recurrence import token_by_token
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models import decoder, gated_delta
-from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.gated_delta import Heads, Mixed, State
 from dcmdp_jax.models.hf_config import from_hf, read_model_config, to_hf
@@ -26,7 +26,9 @@ from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.models.lora import adapted, adapted_layers, adapter_declarations
 from dcmdp_jax.models.ops import CPU
-from dcmdp_jax.models.params import draw_params, hf_tensors, init_params
+from dcmdp_jax.models.params import draw_params, hf_tensors, init_params, logical_axes, param_shapes
+from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.sharding import param_shardings
 
 LENGTH, SEGMENTS = 150, ((150,), (70, 61, 15))
 FIELDS: dict[str, Any] = {
@@ -144,16 +146,17 @@ def _rows(pack: Any) -> dict[str, jax.Array]:
     return pack([[draw.integers(0, 97, size) for size in sizes] for sizes in SEGMENTS], LENGTH)
 
 
-def _logprobs(params: Any, rows: dict[str, jax.Array], config: ModelConfig = CONFIG, **compute: Any) -> jax.Array:
+def _logprobs(params: Any, rows: dict[str, jax.Array], *, mesh: Any = None, **compute: Any) -> jax.Array:
     where = (rows[name] for name in ("input_ids", "position_ids", "segment_ids"))
-    hidden = decoder.hidden_states(params, config, *where, Compute(**compute))
+    hidden = decoder.hidden_states(params, CONFIG, *where, Compute(**compute), mesh=mesh)
     options = {"temperature": 1.0, "chunk": 1024, "ops": CPU}
     return token_logprobs(hidden, decoder.output_kernel(params), rows["input_ids"], rows["mask"], **options)[0]
 
 
 def test_float32_is_transformers_in_float64(theirs, pack):
     """Log-probs of packed rows, each segment alone in transformers, within 1e-5 (measured 3e-6); gradients of their
-    weighted sum within 1e-5 of each tensor's largest. A second pass over layers (remat) gives the same numbers."""
+    weighted sum within 1e-5 of each tensor's largest. A second pass over layers (remat) gives the same numbers, and so
+    does a mesh with rows over fsdp and heads over tensor."""
     import torch
 
     model, path = theirs
@@ -170,10 +173,13 @@ def test_float32_is_transformers_in_float64(theirs, pack):
         total = total + (found * torch.tensor(weights[row, at[1:]])).sum()
     total.backward()
     pulls = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    for remat in ("none", "full"):
+    split = make_mesh(1, 2, 2, 1, devices=jax.devices()[:4])
+    for remat, mesh in (("none", None), ("full", None), ("none", split)):
+        if mesh is not None:
+            params = jax.device_put(params, param_shardings(logical_axes(CONFIG), param_shapes(CONFIG), mesh))
 
-        def value(params, remat=remat):
-            have = _logprobs(params, rows, remat=remat)
+        def value(params, remat=remat, mesh=mesh):
+            have = _logprobs(params, rows, remat=remat, mesh=mesh)
             return jnp.sum(have * weights), have
 
         (_, have), gradients = jax.jit(jax.value_and_grad(value, has_aux=True))(params)
@@ -230,7 +236,7 @@ def test_a_checkpoint_with_images_is_read_as_its_text(theirs, tmp_path):
     inner = {"text_config": {**config, "tie_word_embeddings": False, "attn_output_gate": True}}
     (tmp_path / "wrapped" / "config.json").write_text(json.dumps(outer | inner))
     assert read_model_config(tmp_path / "wrapped") == CONFIG
-    assert check_manifest(tmp_path / "wrapped", CONFIG).left_out == 3
+    assert check_manifest(tmp_path / "wrapped", CONFIG).left_out == {"model.visual.": 2, "mtp.": 1}
     read = load_params(tmp_path / "wrapped", CONFIG, dtype="float32")
     assert jax.tree.all(jax.tree.map(np.array_equal, read, own))
 
@@ -241,10 +247,11 @@ def test_a_checkpoint_with_images_is_read_as_its_text(theirs, tmp_path):
         ({"layer_types": ["linear_attention"] * 4}, "layer_types: 4 of 4 layers are linear_attention, must be some"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention', must have 'linear_att"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries, must have"),
-        ({"linear_conv_kernel_dim": 1}, r"linear_conv_kernel_dim is 1, must be a whole number in \[2, "),
+        ({"linear_conv_kernel_dim": 1}, r"linear_conv_kernel_dim is 1, must be a whole number in \[2, 64\]"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads: got 3, must be a multiple of linear_num_key_heads=2"),
         ({"attn_output_gate": False}, "attn_output_gate is false, only attention with its gate"),
         ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor: got 0.2, must be an even number"),
+        ({"rope_parameters": [0.25]}, r"rope_parameters is \[0.25\], must be an object or null"),
         ({"model_type": "qwen3_5"}, "text_config is None, must be an object of model_type 'qwen3_5_text'"),
         ({"model_type": "qwen3_5_moe"}, "'qwen3_5_moe', which needs recurrent layers with a mixture of experts"),
     ],
