@@ -140,6 +140,10 @@ def _load_cudnn() -> None:
             # Some parts of it run kernels, and need the driver; the compiler does without them.
             with contextlib.suppress(OSError):
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    # JAX 0.10 asks a GPU that is present; without one heads of more than 128 are refused. All of `_GPUS` are 9.0.
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    fused_attention_stablehlo.check_compute_capability = lambda capability: capability == "9.0"
 
 
 def load_topology(name: str) -> Topology:
