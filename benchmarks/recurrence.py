@@ -1,9 +1,12 @@
 """The gated delta rule in chunks and token by token: time of both, and how far each is from float64.
 
     python -m benchmarks.recurrence --tokens 2048 --repeats 5
+    python -m benchmarks.recurrence --legs
 
 A layer of Qwen3.5-0.8B: 16 heads, keys and values of 128; random inputs, decays as a fresh layer has them. "bfloat16
-state" rounds the state after each token, as an engine that keeps it so.
+state" rounds the state after each token, as an engine that keeps it so. `--legs` samples 256 tokens each of 4 rows with
+the embedded engine and 8 layers of that model, random weights and 512 tokens to choose from, and compares the log-probs
+it sampled with, token by token, with its own of one pass, in chunks, and those with a float32 engine's of one pass.
 """
 
 from __future__ import annotations
@@ -17,7 +20,14 @@ import numpy as np
 
 from benchmarks.arguments import at_least_one
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
+from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.local.engine import LocalEngine
+from dcmdp_jax.engines.protocol import SamplingParams
+from dcmdp_jax.models import gated_delta
 from dcmdp_jax.models.gated_delta import Heads, in_chunks, step
+from dcmdp_jax.models.hf_config import from_hf
+from dcmdp_jax.models.params import init_params
+from dcmdp_jax.plan.published import PUBLISHED
 
 
 def token_by_token(tokens: Heads, segment_ids: jax.Array, state_dtype: str = "float32") -> tuple[jax.Array, jax.Array]:
@@ -50,13 +60,53 @@ def inputs(length: int, heads: int = 16, size: int = 128) -> tuple[Heads, jax.Ar
     return Heads(*map(jnp.asarray, parts)), jnp.ones((1, length), jnp.int32)
 
 
+def legs(precision: str, state_dtype: str) -> str:
+    """A row of the table of legs, for an engine of this precision with states of this dtype."""
+    fields = {"num_hidden_layers": 8, "vocab_size": 512, "initializer_range": 0.042}
+    config = from_hf(PUBLISHED["Qwen3.5-0.8B"] | fields)
+    params = init_params(config, jax.random.key(0))
+
+    def engine(name: str) -> LocalEngine:
+        made = LocalEngine(EngineArguments(name, name, model=config, max_total_tokens=288, min_rows=4))
+        made.push_weights(params, 0)
+        return made
+
+    def rounded(memory: jax.Array, token: Heads) -> tuple[jax.Array, jax.Array]:
+        memory, y = step(memory, token)
+        # The compiler may drop a cast there and back.
+        return jax.lax.reduce_precision(memory, 8, 7), y
+
+    gated_delta.step = rounded if state_dtype == "bfloat16" else step
+    jax.clear_caches()
+    prompts, own = [np.random.default_rng(n).integers(0, 512, 32).astype(np.int32) for n in range(4)], engine(precision)
+    sampled = [each for group in own.generate(prompts, SamplingParams(1, 256), seed=0, step=0) for each in group]
+    sampled = sorted(sampled, key=lambda each: each.group)
+    asked = prompts, [each.token_ids[32:] for each in sampled]
+    decoded = np.concatenate([each.rollout_logprobs[each.sampled_mask] for each in sampled])
+    passed = np.concatenate(own.score(*asked, temperature=1.0))
+    exact = np.concatenate(engine("float32").score(*asked, temperature=1.0))
+    pairs = (decoded, passed), (passed, exact)
+    sizes = [(np.abs(np.exp(a) - np.exp(b)).mean(), np.abs(a - b).max()) for a, b in pairs]
+    return (
+        f"| {precision}, {state_dtype} state | " + " | ".join(f"{each:.2g}" for size in sizes for each in size) + " |"
+    )
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=at_least_one, default=2048)
     parser.add_argument("--repeats", type=at_least_one, default=5)
+    parser.add_argument("--legs", action="store_true")
     arguments = parser.parse_args()
     print(machine() + "\n")
+    if arguments.legs:
+        print("| engine | decoding - one pass: mean |dp| | largest, nats | one pass - float32: mean |dp| | largest |")
+        print("|---|---|---|---|---|")
+        for precision in ("float32", "bfloat16"):
+            for state_dtype in ("float32", "bfloat16"):
+                print(legs(precision, state_dtype), flush=True)
+        return
     forms = {
         "in chunks": in_chunks,
         "token by token": token_by_token,

@@ -264,7 +264,7 @@ def _markdown(rows: list[tuple[str, ...]]) -> str:
 
 _TEXT = """# Certificates: is my family computed alike, and what mismatch is usual?
 
-    python -m research.certificates --model=DIR         ENGINES, and against transformers; keeps it
+    python -m research.certificates --model=DIR         ENGINES, and against transformers
     python -m research.certificates --random            every family at toy size
 
 An engine samples, the training stack in float32 scores. The engines' columns are mean \\|p - q\\|: p is the trainer's
@@ -272,18 +272,18 @@ probability of a sampled token, q the engine's. KL is the estimate k3 of KL(q ||
 d = log p - log q, in nats, and the largest of the engines. prime-rl's bar for a new model is a KL below BAR over 20
 steps. 4 prompts x 4 completions of 64 tokens.
 
-"Like" a model: random weights of standard deviation 0.12, in the model's pattern of layers (windows, rope, norms) and
-a toy's sizes. They show that a family is computed alike, not how large a real model's mismatch is.
+"Like" a model: random weights of standard deviation 0.12, in the model's pattern of layers and a toy's
+sizes. They show that a family is computed alike, not how large a real model's mismatch is.
 
 TABLE
 
 The last two columns compare with transformers in float32, which reads our export: log-probs (nats) of tokens that the
 embedded engine sampled, and 64 tokens of greedy text of 4 prompts. Our tokenizer and the export's give equal ids of a
-text in seven scripts. Exceptions: DIFFERS. The toys have the built-in task's tokenizer, which transformers reads with
+text. Exceptions: DIFFERS. The toys have the built-in task's tokenizer, which transformers reads with
 Qwen2's own pre-tokenizer in a directory of that family.
 MISSING
-The tail (p99), the displacement eps = logit p - logit q (1 taken as 1 - 2^-24, log-probs below -10^4 as -10^4), dates,
-commands and versions: `research/tables/certificates.txt`, from `docs/certificates/*.json`.
+The tail (p99), the displacement eps = logit p - logit q, dates, commands and versions:
+`research/tables/certificates.txt`, from `docs/certificates/*.json`.
 """
 
 

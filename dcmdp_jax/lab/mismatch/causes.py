@@ -97,7 +97,7 @@ CAUSES = {
     ),
     "recurrent": Cause(
         "recurrent state while decoding",
-        "Bound it by c: an engine sums token by token, a trainer in chunks. Keep the state in float32.", False,
+        "Bound it by c: an engine sums token by token, a trainer in chunks. In float32 keep its state so too.", False,
     ),
     **{
         operator: Cause(f"the engine's {title}", "Compare its weights, dtype and kernel with the training stack's.")
