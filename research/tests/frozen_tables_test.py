@@ -132,7 +132,18 @@ def test_what_the_text_says_of_the_engines_is_what_is_kept():
     ratios = found["p99.9"] / found["p50"], coarsest["p99.9"] / coarsest["p50"]
     assert "`local:int3` ({:.0f}) and `local:int2` ({:.1f}) have".format(*ratios) in page
     assert min(mean(int2, name)[0] for name in ("large", "rare")) > 0.5
-    shapes = [one["quantiles"]["abs_displacement"] for one in (*calm, int4)]
+    k3 = {name.removeprefix("local:"): mean(one, "k3")[0] for name, one in kept.items()}
+    parts = {name: k3[name] / k3["int4"] for name in ("nvfp4", "nf4", "mxfp4", "int4_g32")}
+    assert [parts["nvfp4"], parts["nf4"]] == pytest.approx([0.25, 0.25], abs=0.04)
+    assert "NVFP4 and NF4 have a quarter of `local:int4`'s k3" in page
+    assert f"in groups of 32 {parts['mxfp4']:.1f} and {parts['int4_g32']:.1f} of it" in page
+    held = [100 * mean(kept[f"local:{name}"], "head_mass")[0] for name in ("int4_g32", "nf4")]
+    assert "32 likeliest hold {:.0f}%, NF4's {:.0f}%".format(*held) in page
+    more = sorted((k3["mxfp8_w8a8"] / k3["mxfp8"], k3["nvfp4_w4a4"] / k3["nvfp4"]))
+    assert f"MXFP8 has {k3['mxfp8'] / k3['int8']:.0f} times INT8's k3" in page
+    assert "k3 is {:.1f} to {:.1f} times as much".format(*more) in page
+    groups = [one for name, one in kept.items() if name.startswith(("local:mx", "local:n", "local:int4_"))]
+    shapes = [one["quantiles"]["abs_displacement"] for one in (*calm, int4, *groups)]
     shapes = [found["p99.9"] / found["p50"] for found in shapes]
     assert f"p99.9 of |eps| is {min(shapes):.0f} to {max(shapes):.0f} times its median, the demo's 9" in page
     for name, said in (
