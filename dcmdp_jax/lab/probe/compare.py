@@ -28,7 +28,7 @@ from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import HFTensor, hf_tensors, quantized_leaves
 from dcmdp_jax.models.products import products_in
-from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through
+from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through, with_rounded_inputs
 from dcmdp_jax.models.scheme import Scheme
 from dcmdp_jax.models.scheme_products import rounded_in_blocks
 from dcmdp_jax.types import Array, Params, Rows
@@ -58,6 +58,7 @@ class Setup:
         sampling_floor: floor of the first engine, from `sampling_floor`; None if not measured.
         as_rounded: weights with their adapters merged as the first engine rounds them; None without adapters.
         cache: how the first engine's fp8 cache rounds, of `scheme.CACHES`, where it has one or not.
+        precision: precision of the first engine; a format in groups, of `scheme.GROUPED`, is tried too.
     """
 
     config: ModelConfig
@@ -72,6 +73,7 @@ class Setup:
     sampling_floor: float | None = None
     as_rounded: Params | None = None
     cache: str = "fp8"
+    precision: str = ""
 
 
 def compare(
@@ -265,7 +267,10 @@ class Rescoring:
         if setup.as_rounded is not None:
             yield self._tried(_Change("the adapters merged as the engine rounds", "merge", params=setup.as_rounded))
         yield Explanation(f"the model in {compute}", "rounding", self._share(self._plain))
-        for change in sorted(_EMULATED, key=lambda change: change.cause not in setup.settings):
+        emulated = sorted(_EMULATED, key=lambda change: change.cause not in setup.settings)
+        if (own := setup.precision) in GROUPED:
+            emulated.insert(0, _Change(f"{own} weights, a scale for each group", "quantized_weights", precision=own))
+        for change in emulated:
             yield self._tried(change._replace(dtype=compute))
         blocks = _in_blocks(setup.params, setup.config)
         yield self._tried(_Change(f"fp8 {_BLOCKS}", "quantized_weights", params=blocks))
@@ -375,10 +380,12 @@ def _as_multiplied(params: Params, config: ModelConfig, precision: str) -> Param
     def leaf(x: jax.Array, chosen: bool) -> jax.Array | QuantizedKernel:
         return QuantizedKernel(x, jnp.ones(x.shape[:-2] + x.shape[-1:])) if chosen else x
 
-    if precision:
+    layers, output, chosen = params["layers"], output_kernel(params), quantized_leaves(config)["layers"]
+    if precision in GROUPED:
+        layers, output = straight_through(layers, chosen, precision), straight_through(output, True, precision)
+    elif precision:
         return params | _quantized(params, config=config, precision=precision)
-    layers = jax.tree.map(leaf, params["layers"], quantized_leaves(config)["layers"])
-    return params | {"layers": layers, "output": output_kernel(params)}
+    return params | {"layers": with_rounded_inputs(jax.tree.map(leaf, layers, chosen), precision), "output": output}
 
 
 @functools.partial(jax.jit, static_argnames=("config", "precision"))

@@ -149,7 +149,7 @@ def _probe(session: Session, spec: ProbeSpec, other: ProbeSpec, keep: Callable[[
             token_text(models[1].tokenizer), spec.compute, spec.costs,
             sampling_floor(built[0], sampled.episodes, sampling, seed=session.seed),
             session.run.saved.load_as_rounded(spec.precision) if session.rescore else None,
-            engines.cache_rounding(spec),
+            engines.cache_rounding(spec), spec.precision,
         )  # fmt: skip
         source = {
             "model": session.run.saved.name, "family": session.run.model.model_type,

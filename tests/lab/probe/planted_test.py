@@ -149,6 +149,18 @@ def test_a_cache_is_rounded_again_as_the_engine_rounds_it():
     assert share["fp8_truncated"] > 0.99 > 0.9 > share["fp8"]
 
 
+@pytest.mark.parametrize("precision", ["nvfp4", "nvfp4_w4a4"])
+def test_weights_in_groups_are_named_by_their_own_format(precision):
+    pytest.importorskip("qwix", reason="the extra qwix is not installed")
+    engine = local(precision=precision)
+    finding = named(engine, sampled(engine), precision=precision)[0]
+    assert finding.cause == "quantized_weights"
+    said = finding.evidence[0]
+    assert f"Scoring with {precision} weights, a scale for each group explains" in said
+    # The activations that nvfp4_w4a4 rounds are in it.
+    assert int(said.split("explains ")[1].split("%")[0]) >= 99
+
+
 @pytest.mark.parametrize(
     ("engine", "cause", "said"),
     [
