@@ -12,7 +12,7 @@ from typing import Any
 
 from dcmdp_jax.config.algorithm import algorithm_rules
 from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE, RolloutSettings
-from dcmdp_jax.config.settings import Config
+from dcmdp_jax.config.settings import TEACHER, Config
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import ENGINES, find_engine, unknown_engine
 from dcmdp_jax.errors import ArgumentError, EngineError, UserError, shorten
@@ -212,7 +212,7 @@ def validate(config: Config) -> None:
     _refuse(config, _task_rules(config))
     check_engine(config)
     forward_scheme(config)
-    for rules in (_step_rules, _size_rules, _reward_rules, _host_rules):
+    for rules in (_step_rules, _size_rules, _reward_rules, _teacher_rules, _host_rules):
         _refuse(config, rules(config))
     _refuse(config, algorithm_rules(config.algorithm, config.rollout.max_completion_tokens))
 
@@ -342,17 +342,28 @@ def _host_rules(config: Config) -> Broken:
         yield "training.prompts_per_step", f"must be at least hosts.processes={hosts.processes}: each samples its share"
 
 
+def _teacher_rules(config: Config) -> Broken:
+    """The rules of training with a teacher; its model is not looked at."""
+    teacher, _ = config.teacher
+    if teacher and config.algorithm.drop_equal_groups:
+        yield "algorithm.drop_equal_groups", "must be False with a teacher, which teaches where rewards are equal too"
+    if teacher and not config.loads_teacher and (config.rollout.cuts or config.rollout.temperature != 1):
+        yield "rollout.temperature", "must be 1, with top_p=1 and top_k=0: a teacher's server scores nothing else"
+
+
 def _reward_rules(config: Config) -> Broken:
     """Names and weights of the functions. Nothing is imported."""
     names, weights = config.rewards.names, config.rewards.weights
     for name in names:
         place, _, function = name.rpartition(":")
-        if name in BUILT_IN_REWARDS or (place and function.isidentifier()):
+        if name in BUILT_IN_REWARDS or (place and (function.isidentifier() or name.startswith(TEACHER) and function)):
             continue
-        allowed = f"{', '.join(BUILT_IN_REWARDS)}, module:function and path.py:function"
+        allowed = f"{', '.join(BUILT_IN_REWARDS)}, teacher:MODEL, module:function and path.py:function"
         yield "rewards.functions", f"allowed are {allowed}", name
     if len(set(names)) < len(names):
         yield "rewards.functions", "must name each once; raise its weight instead"
+    if sum(name.startswith(TEACHER) for name in names) > 1:
+        yield "rewards.functions", "must name one teacher at most"
     if weights and len(weights) != len(names):
         yield "rewards.weights", f"must be one for each of the {len(names)} functions, or empty"
     if weights and not any(weights):

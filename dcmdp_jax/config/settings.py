@@ -162,20 +162,25 @@ class TaskSettings:
         return self.environment.startswith("tools:") and self.environment.count(":") > 1
 
 
+TEACHER = "teacher:"
+"""Begins the reward that scores tokens, not completions: their log-probs by the model, or vLLM server, named next."""
+SERVERS = ("http:", "https:", "unix:")
+
+
 @dataclasses.dataclass(frozen=True)
 class RewardSettings:
     r"""Rewards in training and of held-out tasks.
 
     Attributes:
         functions: Rewards, joined by commas: math (the answer, judged by task.verifier_*), math_verify (the plain
-            library), environment (what task.environment gives), or functions of yours as module:function or
-            path.py:function, with TRL's signature or verl's (docs/extending.md). Source: paper: a verifier of answers.
+            library), environment (what task.environment gives), teacher:MODEL (docs/sft.md), or functions of yours as
+            module:function or path.py:function, with TRL's signature or verl's (docs/extending.md). Source: paper: a
+            verifier of answers.
         weights: Factor of each function in the sum, such as (1,0.1). Empty: 1 for each. Source: ours: as TRL.
         timeout: Time that one call of a function may take, for all completions of one call of the engine; and one
             of an environment, for those of a turn. Source: ours.
-        memory_limit: Memory (address space) of the process of a function or an environment, and of each process
-            that it starts; above it the allocation fails. 0: no limit. What imports CUDA needs far more address
-            space than memory. Source: ours.
+        memory_limit: Address space of the process of a function or an environment, and of each that it starts. 0: no
+            limit. What imports CUDA needs far more than memory. Source: ours.
         on_error: A function or an environment that raises, is over the time limit or returns something else: error
             saves and stops, none counts its completions, which get no value from it.
         answer_extraction: What the reward math takes for a completion's answer: strict, the last \boxed{} or,
@@ -417,6 +422,19 @@ class Config:
         return min(self.task.max_turn_tokens or max(1, limit // self.task.max_turns), limit)
 
     @property
+    def teacher(self) -> tuple[str, float]:
+        """Model or server of the reward `teacher:MODEL` and its weight; ("", 0) without, and in a supervised run."""
+        for name, weight in self.rewards.weighted:
+            if name.startswith(TEACHER) and not self.supervised:
+                return name.removeprefix(TEACHER), weight
+        return "", 0.0
+
+    @property
+    def loads_teacher(self) -> bool:
+        """Whether the trainer holds a teacher: one that no server has."""
+        return bool(self.teacher[0]) and not self.teacher[0].startswith(SERVERS)
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Names of the per-token columns of `data.episode.COLUMNS` that every batch has."""
         lags, top = self.rollout.lag > 0, self.rollout.top_logprobs > 0
@@ -426,6 +444,7 @@ class Config:
             "top_ids": top,
             "top_logprobs": top,
             "old_top_logprobs": lags and top,
+            "teacher_logprobs": bool(self.teacher[0]),
         }
         return ("rollout_logprobs", "policy_versions", *(name for name, there in present.items() if there))
 

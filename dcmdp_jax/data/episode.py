@@ -40,7 +40,7 @@ class Column:
     axes: tuple[str, ...] = ()
 
 
-TOP_LOGPROBS, OLD_TOP_LOGPROBS = "top_logprobs", "old_top_logprobs"
+TOP_LOGPROBS, OLD_TOP_LOGPROBS, TEACHER_LOGPROBS = "top_logprobs", "old_top_logprobs", "teacher_logprobs"
 
 COLUMNS: dict[str, Column] = {
     "rollout_logprobs": Column(
@@ -66,7 +66,7 @@ COLUMNS: dict[str, Column] = {
         "[k], nats, of these ids by the engine, under the distribution sampled from", np.float32, 0.0, axes=("k",)
     ),
     OLD_TOP_LOGPROBS: Column("[k], `old_logprobs` of these ids", np.float32, 0.0, axes=("k",)),
-    "teacher_logprobs": Column("nats, of the sampled token by a teacher", np.float32, 0.0),
+    TEACHER_LOGPROBS: Column("nats, of the sampled token by a teacher", np.float32, 0.0),
     "token_rewards": Column("reward of the token alone, in addition to its completion's", np.float32, 0.0),
 }  # fmt: skip
 

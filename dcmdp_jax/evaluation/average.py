@@ -203,6 +203,8 @@ def evaluate(
     if turns is not None and problems:
         scoring.add_played(turns.played)
     texts, scores = scoring.finish(check_stop)
+    if not any(reward.weight for reward in parts.scorer.rewards):
+        scores = dataclasses.replace(scores, totals=np.nansum([*scores.values.values()], axis=0))
     judged = scores.grades is not None
     found = [parts.scorer.verifier.found_answer(text) if judged else None for text in texts]
     columns = {"scores": scores.totals, "lengths": lengths, "truncated": truncated, "texts": texts, "found": found}

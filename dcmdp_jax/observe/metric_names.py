@@ -33,16 +33,16 @@ reward/mean | reward | mean over the step's completions of the weighted sum of a
 reward/std | reward | standard deviation of the reward over the step's completions
 reward/all_equal_groups | fraction | prompts whose completions all received the same reward (zero advantage)
 @rewards/scoring.py:reward_metrics
-reward/without_value | completions | completions that no reward has a value for; they get reward 0
-reward/source/{source}/mean | reward | mean reward over the completions of data source {source}
-reward/source/{source}/std | reward | standard deviation of the reward over the completions of data source {source}
+reward/without_value | completions | completions without a value of any reward; reward 0
+reward/source/{source}/mean | reward | mean reward of data source {source}
+reward/source/{source}/std | reward | standard deviation of the reward of data source {source}
 reward/{reward}/mean | reward | mean of the reward {reward}, before its weight, over the completions it gave a value
-reward/{reward}/std | reward | standard deviation of the reward {reward}, before its weight, over the same completions
+reward/{reward}/std | reward | standard deviation of the reward {reward}, before its weight
 reward/{reward}/failed | completions | completions that the reward {reward} failed on (rewards.on_error)
 logged/{name} | as logged | {name}: what reward functions logged under this name (log_metric), mean of the step
 @training/rollout_record.py:length_metrics
-reward/verifier_timeouts | completions | answers over the verifier's time limit; they get reward 0
-reward/verifier_errors | completions | answers the verifier raised on; they get reward 0
+reward/verifier_timeouts | completions | answers over the verifier's time limit; reward 0
+reward/verifier_errors | completions | answers the verifier raised on; reward 0
 reward/verifier_over_budget | completions | answers undecided when the verifier's budget for the batch ran out; reward 0
 reward/no_answer_fraction | fraction | completions without an answer, which get reward 0
 completion/length_mean | tokens | mean sampled tokens of a completion, end-of-sequence included
@@ -77,6 +77,7 @@ rollout/padding_fraction | fraction | padding among the tokens that the training
 discrepancy/mean | discrepancy | token-weighted batch mean: what the dual step compares with the tolerance
 dual/charge_share | fraction | charge in the update: C / (C + S), C = sum |charge| (1 - p), S = sum |advantage| (1 - p)
 policy/entropy | nats | mean entropy of the policy over sampled tokens
+policy/teacher_kl | nats | mean of log p^Train - log p of the teacher: about KL(policy || teacher)
 @config/algorithm.py:AlgorithmSettings.bounded_metric
 discrepancy/spent | discrepancy | quantile that algorithm.budget names, compared with the tolerance; absent for "mean"
 @training/loss_terms.py:batch_metrics

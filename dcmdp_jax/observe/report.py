@@ -336,7 +336,8 @@ def warnings(series: Series) -> list[str]:
     """List the problems in a run's metrics that put its result in doubt, each with a remedy."""
     found, window, c = [], max(1, len(finite_values(series, "reward/mean")) // 10), _tolerance(series)
     for name, (most, text) in _SHARES.items():
-        if (share := _mean(finite_values(series, name)[-window:])) > most:
+        taught = name == "reward/all_equal_groups" and "policy/teacher_kl" in series
+        if (share := _mean(finite_values(series, name)[-window:])) > most and not taught:
             found.append(text.format(percent(share)))
     found += [text.format(total) for name, text in _COUNTS.items() if (total := finite_values(series, name).sum()) > 0]
     if c < (floor := _mean(finite_values(series, "mismatch/noise_floor"))):

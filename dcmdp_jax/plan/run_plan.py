@@ -190,6 +190,7 @@ def planned_run(
     """
     model, platform = model or model_of(config), mesh.devices.flat[0].platform
     engine = engine_arguments(config, model=model, platform=_ENGINE_PLATFORM.get(platform, platform))
+    of_teacher = dataclasses.replace(config, model=dataclasses.replace(config.model, path=config.teacher[0]))
     placement = placed(
         config,
         *engine,
@@ -197,6 +198,7 @@ def planned_run(
         forward_scheme(config, platform, model=model),
         ([config.task.max_prompt_tokens], config.training.prompts_per_step * config.rollout.group_size),
         config.model.lora,
+        teacher=model_of(of_teacher) if config.loads_teacher else None,
         machine=machine,
     )
     return PlannedRun(config, model, placement)

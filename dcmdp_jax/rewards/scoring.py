@@ -288,12 +288,13 @@ class BatchScoring:
                 uncounted = function != ENVIRONMENT and not isinstance(results[function], RewardError)
                 failed[name] = 0 if uncounted else returned[name].rewards.count(None)
         values = {name: one.rewards for name, one in returned.items()}
-        if not any(failed.values()) and all(value is None for column in values.values() for value in column):
+        if values and not any(failed.values()) and all(value is None for column in values.values() for value in column):
             problem = f"no reward has a value for any of the {len(rows)} completions, so all get reward 0"
             scorer.warn_once("no value", problem)
         metrics = [one.metrics.items() for one in returned.values()]
         logged = [{key: (math.fsum(numbers), len(numbers)) for key, numbers in each} for each in metrics]
         totals = weighted_total(list(values.values()), [reward.weight for reward in scorer.rewards])
+        totals = totals or [0.0] * len(rows)
         return texts, BatchScores(
             totals=np.array(totals, np.float32),
             values={name: np.array(column, np.float32) for name, column in values.items()},
@@ -363,7 +364,7 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
         metrics[f"reward/source/{source}/mean"] = float(exact.mean())
         metrics[f"reward/source/{source}/std"] = float(exact.std())
     missing = np.all([np.isnan(values) for values in scores.values.values()], axis=0)
-    metrics["reward/without_value"] = int(missing.sum())
+    metrics["reward/without_value"] = int(missing.sum()) if scores.values else 0
     for name, (value, count) in scores.logged.items():
         metrics[name if name in _OWN else f"logged/{name}"] = value / count
     return metrics

@@ -61,7 +61,7 @@ def describe(run: Run, *, whole: bool = True) -> str:
         + sized,
         "problems": f"{len(train.problems):,} to train on ({train.dropped} dropped: prompt too long{known})" + held,
         "mixture": mixed,
-        "rewards": ", ".join(f"{reward.weight:g} x {reward.function}" for reward in task.rewards),
+        "rewards": ", ".join(f"{weight:g} x {function}" for function, weight in config.rewards.weighted),
         "environment": turns if config.task.environment else "",
         "step": f"{config.training.prompts_per_step} prompts x {config.rollout.group_size} = {completions} completions "
         f"of at most {limit} tokens, {packing.mini_batches} update(s)",
@@ -74,11 +74,8 @@ def describe(run: Run, *, whole: bool = True) -> str:
     if learns:
         targets, held = sum(int(each.sum()) for each in train.targets), held.rpartition(" x ")[0]
         counted = f"{len(lengths):,} to learn from ({train.dropped} dropped: too long), {targets:,} of "
-        parts |= {
-            "problems": f"{counted}{lengths.sum():,} tokens are the assistant's{held}",
-            "method": "",
-            "engine": "",
-        }
+        parts |= dict.fromkeys(("method", "engine", "rewards"), "")
+        parts["problems"] = f"{counted}{lengths.sum():,} tokens are the assistant's{held}"
         parts["step"] = f"{completions} conversations, {packing.mini_batches} update(s)"
         parts |= {"rows": parts["rows"].partition(" of completions")[0], "warm-up": ""}
     return "\n".join(f"{label:13}{text}" for label, text in parts.items() if text)

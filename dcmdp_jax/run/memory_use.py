@@ -239,6 +239,7 @@ def training_memory(
     machine: Machine,
     completions: int,
     lora: Lora | None = None,
+    teacher: ModelConfig | None = None,
 ) -> list[MemoryPart]:
     """Memory that the trainer itself needs, by kind.
 
@@ -252,12 +253,16 @@ def training_memory(
         machine: the memory available.
         completions: maximum number sampled in one call of the engine.
         lora: shape of the adapters; None trains all parameters.
+        teacher: shape of the teacher that is held too; None without.
     """
     part = functools.partial(_part, machine, mesh.size)
+    item = jnp.dtype(config.model.compute_dtype).itemsize
+    taught = item * _values(model_declarations(teacher), mesh) if teacher else 0
     parts = [
         *_state_parts(part, config, model, mesh, machine, lora),
         *_step_parts(part, model, compute, scheme, mesh, packing, machine),
         *_batch_parts(part, config, model, mesh, packing, completions),
+        part("teacher", taught, "a smaller teacher", sure=taught),
     ]
     return [one for one in parts if one.each or one.host]
 

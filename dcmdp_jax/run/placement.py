@@ -19,7 +19,7 @@ from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.engines.noise_floor import sampled_again
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel, row_attention
-from dcmdp_jax.models.config import Lora
+from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import num_params
@@ -95,13 +95,14 @@ def place(
     prepare_jax(config.mesh.cpu_devices)
     platform = jax.devices()[0].platform
     check_platform(platform)
-    check_kernel(config, platform, model.head_dim)
     scheme = forward_scheme_on(config, engine, platform)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
-    known = {"num_heads": model.num_heads, "num_experts": model.num_experts}
     with as_settings(MESH):
         mesh = training_mesh(*sizes, num_params=num_params(model))
-        check_training_mesh(mesh, **known, completions=config.completions_per_mini_batch)
+        for shape in filter(None, (model, task.teacher)):
+            check_kernel(config, platform, shape.head_dim)
+            known = {"num_heads": shape.num_heads, "num_experts": shape.num_experts}
+            check_training_mesh(mesh, **known, completions=config.completions_per_mini_batch)
     check_reductions(config, mesh)
     check_own_remedies(config.algorithm)
     if hosts.count > 1:
@@ -113,7 +114,7 @@ def place(
     engine = dataclasses.replace(engine, first_calls=[*calls, *alone])
     shortest = min(map(len, task.train.token_ids)) - config.supervised
     found = {"shortest_prompt": shortest, "hosts": hosts, "fitted_rows": fitted_rows}
-    return placed(config, kind, engine, mesh, scheme, task.requests, task.lora, **found)
+    return placed(config, kind, engine, mesh, scheme, task.requests, task.lora, teacher=task.teacher, **found)
 
 
 def check_platform(platform: str) -> None:
@@ -220,6 +221,7 @@ def placed(
     requests: tuple[list[int], int],
     lora: Lora | None,
     *,
+    teacher: ModelConfig | None = None,
     shortest_prompt: int = 0,
     hosts: Hosts = ONE_PROCESS,
     machine: Machine | None = None,
@@ -234,6 +236,7 @@ def placed(
         scheme: the engine's roundings that the forward pass repeats.
         requests: the largest ones to the engine, see `Task.requests`.
         lora: shape of the adapters; None trains all parameters.
+        teacher: shape of the teacher in the trainer's memory; None without.
         shortest_prompt: minimum number of tokens of a prompt to train on.
         hosts: the processes of the run.
         machine: memory that there is; None looks at this machine.
@@ -254,7 +257,7 @@ def placed(
         prepare=True,
         param_dtype=dtype,
     )
-    trainer = training_memory(config, model, compute, scheme, mesh, packing, machine, completions, lora)
+    trainer = training_memory(config, model, compute, scheme, mesh, packing, machine, completions, lora, teacher)
     setup = fit_engine(kind, engine, workload, machine, trainer, fitted_rows=fitted_rows)
     refills = config.algorithm.refill_rounds > 0 and hosts.count > 1
     return Placement(hosts, mesh, compute, scheme, packing, columns, setup, kind.own_process and not refills)

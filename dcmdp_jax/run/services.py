@@ -10,6 +10,7 @@ from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import as_settings, of_engine
 from dcmdp_jax.data.chat import template_variables
 from dcmdp_jax.engines.protocol import Engine
+from dcmdp_jax.engines.registry import find_engine
 from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import RewardScorer
@@ -26,6 +27,7 @@ class Services(contextlib.AbstractContextManager["Services"]):
         verifier: the judge of answers, for the reward `math` and for evaluation.
         scorer: scores completions, with the reward functions.
         turns: samples in turns with the environment of `task.environment`; None without one.
+        teacher: the server of the reward `teacher:http://...`; None without.
         tokenizer: turns token ids into the texts that are scored.
         closing: closes all of them.
     """
@@ -36,6 +38,7 @@ class Services(contextlib.AbstractContextManager["Services"]):
     turns: TurnSampler | None
     tokenizer: PreTrainedTokenizerBase
     closing: contextlib.ExitStack
+    teacher: Engine | None = None
 
     def __exit__(self, *_: object) -> None:
         self.closing.close()
@@ -76,4 +79,9 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
             variables = template_variables(config.task.chat_template_kwargs, task.tokenizer)
             chat = task.tokenizer, task.columns, *lengths, config.task.prompt_suffix, variables
             turns = TurnSampler(engine, pool, *chat, stop_on_error)
-        return Services(engine, verifier, scorer, turns, task.tokenizer, stack.pop_all())
+        teacher, (server, _) = None, config.teacher
+        if server and not config.loads_teacher:
+            kind = find_engine("http")
+            with as_settings(dict.fromkeys(("server", "max_total_tokens"), "rewards.functions")):
+                teacher = kind.build(dataclasses.replace(setup.arguments, settings=kind.settings(server)))
+        return Services(engine, verifier, scorer, turns, task.tokenizer, stack.pop_all(), teacher)

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import EVALUATION, LORA, REWARDS, as_settings, in_settings
-from dcmdp_jax.config.settings import Config
+from dcmdp_jax.config.settings import TEACHER, Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.chat import find_call_format, template_variables
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
@@ -52,6 +52,7 @@ class Task:
         worked_solutions: conversations of the warm-up; None without one.
         adapter: the adapters of `model.adapter`; None without.
         lora: shape of the adapters that are trained; None trains all parameters.
+        teacher: shape of the model of the reward `teacher:MODEL`; None without, or where a server has it.
     """
 
     config: Config
@@ -67,6 +68,7 @@ class Task:
     worked_solutions: EncodedPrompts | None = None
     adapter: Adapter | None = None
     lora: Lora | None = None
+    teacher: ModelConfig | None = None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -115,7 +117,8 @@ def read_task(config: Config) -> Task:
         places = split_locations(config.warmup.task) if config.warmup.steps else ()
         solutions = [_load_prompts(config, tokenizer, tools, "warmup.task", place) for place in places]
         read = config, model, tokenizer, stop_token_ids, held, rewards, columns, config.task.max_prompt_tokens
-        return Task(*read, train, stream, join_prompts(solutions) if solutions else None, adapter, lora)
+        learned = join_prompts(solutions) if solutions else None
+        return Task(*read, train, stream, learned, adapter, lora, _teacher(config, model, tokenizer))
 
 
 def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
@@ -152,13 +155,9 @@ def sampling(config: Config, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """The distribution that training samples from."""
     rollout = config.rollout
     return SamplingParams(
-        group_size=rollout.group_size,
-        max_completion_tokens=rollout.max_completion_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop_token_ids=stop_token_ids,
-    )
+        group_size=rollout.group_size, max_completion_tokens=rollout.max_completion_tokens,
+        temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, stop_token_ids=stop_token_ids,
+    )  # fmt: skip
 
 
 def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBase:
@@ -190,6 +189,22 @@ def _adapter(config: Config, model: ModelConfig) -> Adapter:
         base = path_of_model(config)
         if found.base_digest != directory_digest(base, model):
             raise other_base(config, base)
+    return found
+
+
+def _teacher(config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig | None:
+    """The shape of the teacher, which must know each token and place that the policy does."""
+    if not config.loads_teacher:
+        return None
+    try:
+        found = read_model_config(directory := model_directory(name := config.teacher[0]))
+        known = load_tokenizer(str(directory), vocab_size=found.vocab_size).get_vocab()
+    except UserError as error:
+        raise UserError(f"config.rewards.functions: {error}") from error
+    if known != tokenizer.get_vocab() or found.vocab_size < model.vocab_size:
+        raise UserError(f"config.rewards.functions: the teacher {name} has another vocabulary than the policy")
+    if found.max_position_embeddings < (longest := config.max_total_tokens):
+        raise UserError(f"config.rewards.functions: the teacher {name} reads fewer tokens than {longest}")
     return found
 
 
@@ -237,7 +252,7 @@ def checked_rewards(
     config: Config, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[tuple[Reward, ...], tuple[str, ...]]:
     """The rewards, and names of the columns that functions get. Calls the functions, and starts the environment."""
-    rewards = tuple(Reward(*each) for each in config.rewards.weighted)
+    rewards = tuple(Reward(*each) for each in config.rewards.weighted if not each[0].startswith(TEACHER))
     columns = tuple(column_names(problems)) if needs_columns(config) else ()
     try:
         with activity("importing the reward functions"):
@@ -330,6 +345,8 @@ def _load_prompts(
 
 def held_out(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()) -> HeldOut:
     """The tasks of `evaluation.task`, each with its encoded problems."""
+    if all(name.startswith(TEACHER) for name in config.rewards.names):
+        raise UserError("config.rewards.functions: evaluation needs another reward than a teacher, of any weight")
     with as_settings(EVALUATION):
         tasks = held_out_tasks(config.evaluation.task, config.evaluation.samples)
     return tuple((task, _load_prompts(config, tokenizer, tools, "evaluation.task", task.location)) for task in tasks)

@@ -8,7 +8,7 @@ thread, one batch after the other, while the main thread trains; weights are pus
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -90,6 +90,7 @@ class Batches:
         leave: ends the work of this process with that of the others.
         taken: positions of the stream of prompts that the finished steps have taken.
         frozen: the base of the adapters, if what is trained are adapters.
+        teacher: result of `make_teacher`; None without a teacher in the trainer.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Batches:
         *,
         taken: int,
         frozen: Params | None = None,
+        teacher: Callable[[Batch], Batch] | None = None,
     ) -> None:
         self._engine, self._placement, self._task, self._programs = services.engine, placement, task, programs
         self._config, self._hosts, self._exit, self._frozen = task.config, placement.hosts, leave, frozen
@@ -115,6 +117,7 @@ class Batches:
         self._rollouts = StepRollouts(services, task, self._hosts, own, collective=not self._exchanges)
         # Compiled as one: each operation alone would be a program of its own.
         self._discrepancy = jax.jit(functools.partial(token_discrepancy, **measure_of(task.config.algorithm)))
+        self._teacher = teacher or (lambda batch: batch)
         self._in_flight: dict[int, Future[Sampled]] = {}
         # In the parameters' own dtype: a push of a copy in another one would not give the engine the same weights.
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=programs.shardings.params)
@@ -263,7 +266,7 @@ class Batches:
 
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
         """Add what the training stack gives the batch under the weights that sampled it, where that is needed."""
-        params = self._programs.policy(params, self._frozen)
+        params, batch = self._programs.policy(params, self._frozen), self._teacher(batch)
         if self._programs.rescore is not None:
             batch, metrics["mismatch/sampler"] = self._programs.rescore(params, batch)
         return self._programs.old_logprobs(params, batch) if self._lag else batch

@@ -10,19 +10,22 @@ import jax
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.episode import TEACHER_LOGPROBS
 from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.hf_hub import model_directory
+from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.lora import merged_and_measured, trained
 from dcmdp_jax.models.params import declared_shapes, quantized_leaves
 from dcmdp_jax.models.quantize import arrival, watched_columns
-from dcmdp_jax.models.row_logprobs import make_row_logprobs
+from dcmdp_jax.models.row_logprobs import make_row_logprobs, without_replay
 from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import sharded
 from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.task import Task
-from dcmdp_jax.run.weights import Weights
+from dcmdp_jax.run.weights import Weights, model_shardings
 from dcmdp_jax.training.loss_terms import Metrics
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (
@@ -124,6 +127,7 @@ def make_step_programs(
         always_recompute=exact,
         record_tokens=config.observe.rollouts_every_steps > 0,
         lora=lora,
+        teacher_weight=config.teacher[1],
     )
     batch = abstract_batch(placement.packing, placement.columns)
     return StepPrograms(
@@ -136,6 +140,20 @@ def make_step_programs(
         policy=parts.policy,
         **_engine_programs(config, model, lora),
     )
+
+
+def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
+    """Load the model of the reward `teacher:MODEL`; return batch -> batch with its log-probs of the tokens."""
+    config, mesh, dtype = task.config, placement.mesh, task.config.model.compute_dtype
+    how = {"head_dtype": config.model.head_dtype, "cut": config.rollout.cuts, "mesh": mesh}
+    own = make_row_logprobs(task.teacher, placement.compute, temperature=config.rollout.temperature, **how)
+    with activity("loading the teacher"):
+        held = {"dtype": dtype, "shardings": model_shardings(task.teacher, dtype, mesh)}
+        params = load_params(model_directory(config.teacher[0]), task.teacher, **held)
+    score = make_old_logprobs(
+        lambda params, rows: own(params, without_replay(rows)), mesh=mesh, names=[TEACHER_LOGPROBS]
+    )
+    return functools.partial(score, params)
 
 
 def _engine_programs(config: Config, model: ModelConfig, lora: Lora | None) -> dict[str, Callable]:

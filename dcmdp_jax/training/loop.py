@@ -28,14 +28,14 @@ from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task, digest_of
 from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training.batches import Batches, ConversationBatches
-from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, start
+from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, make_teacher, start
 from dcmdp_jax.training.loss_terms import RECORDED
 from dcmdp_jax.training.phase_timer import KEPT_BYTES, PhaseTimer
 from dcmdp_jax.training.rollout_record import leg_metrics, recorded_completions, rollout_metrics, shown_samples
 from dcmdp_jax.training.rollout_sampler import trainer_state
 from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, CollectiveExit, SkippedUpdates, StopSignal, data_facts
-from dcmdp_jax.types import Params, TrainState
+from dcmdp_jax.types import Batch, Params, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Trainer:
         *,
         taken: int,
         frozen: Params | None,
+        teacher: Callable[[Batch], Batch] | None = None,
         compiled: Callable[[], None] = lambda: None,
     ) -> None:
         """Store the parts; nothing is compiled or loaded yet.
@@ -73,6 +74,7 @@ class Trainer:
             stop: says when to leave.
             taken: positions of the stream of prompts that the finished steps have taken.
             frozen: see `build.frozen_params`.
+            teacher: see `Batches`.
             compiled: collective, waits for a step that is being compiled.
         """
         self.services, self.task, self.config, self.programs = services, task, task.config, programs
@@ -83,7 +85,7 @@ class Trainer:
         self._exit = CollectiveExit(self.hosts, stop, functools.partial(self._save, wait=True))
         made_of = services, placement, task, programs, checkpoints.behind, self._exit
         kind = ConversationBatches if self.config.supervised else Batches
-        self.batches = kind(*made_of, taken=taken, frozen=frozen if task.lora else None)
+        self.batches = kind(*made_of, taken=taken, frozen=frozen if task.lora else None, teacher=teacher)
 
     def _nothing_to_lose(self, first: int) -> bool:
         """Whether this process may leave at once: nothing was finished since the step it began at, which is on disk.
@@ -312,10 +314,10 @@ def train(
             )
         with activity("opening the run's records"):
             writer = _open_records(task, placement, stack, step, resumed) if hosts.is_writer else NoWriter()
-        frozen = frozen_params(weights, checkpoints, step)
-        trainer = Trainer(
-            services, placement, task, programs, checkpoints, stop, taken=taken, frozen=frozen, compiled=compiled
-        )
+        held = {"frozen": frozen_params(weights, checkpoints, step)}
+        held["teacher"] = make_teacher(task, placement) if task.teacher else None
+        parts = services, placement, task, programs, checkpoints, stop
+        trainer = Trainer(*parts, taken=taken, compiled=compiled, **held)
         trainer.train(state, writer, resumed=resumed)
         with activity("writing the last checkpoint"):
             checkpoints.wait()

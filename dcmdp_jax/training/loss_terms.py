@@ -32,6 +32,7 @@ from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens
 from dcmdp_jax.algorithm.signals import Signals, row_signals
 from dcmdp_jax.algorithm.stats import Mean, Statistic, clamped_log_ratio
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
+from dcmdp_jax.data.episode import TEACHER_LOGPROBS
 from dcmdp_jax.models.moe import Aux, load_balancing_loss, router_metrics
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS, lags
 from dcmdp_jax.training.state import updates_made
@@ -227,6 +228,31 @@ def _charged(
         **dual._asdict(),
     )
     return split(penalty(tokens))[0][0]
+
+
+def token_advantages(of_completions: Array, rows: Rows, old_logprobs: Array, teacher_weight: float) -> Array:
+    """The advantage of each token, with a teacher's in rows that have its log-probs: on-policy distillation.
+
+        A_t = A_i + w (log pi_T(y_t) - log pi_old(y_t))
+
+    The mean of log pi_old - log pi_T over what the policy samples is the reverse KL, KL(pi_old || pi_T), and the
+    policy gradient of its second term the gradient of it: each token answers for itself alone, a discount of 0 (Lu et
+    al. 2025, Thinking Machines, "On-Policy Distillation"; slime's `opd_kl_coef` and NeMo-RL's `adv_estimator=opd`
+    alike). pi_old is the training stack's, so that the engine's mismatch is no part of it. Constants to the gradient.
+
+    Args:
+        of_completions: [N], A_i.
+        rows: [R, L].
+        old_logprobs: [R, L] nats, pi_old.
+        teacher_weight: w, of the reward `teacher:MODEL`.
+
+    Returns:
+        [R, L] float32.
+    """
+    plain = masked.gather_to_tokens(of_completions, rows.completion_index)
+    if TEACHER_LOGPROBS not in rows.columns:
+        return plain
+    return plain + teacher_weight * lax.stop_gradient(rows.columns[TEACHER_LOGPROBS] - old_logprobs)
 
 
 def loss_mask(settings: AlgorithmSettings, batch: Batch) -> Array:

@@ -1,7 +1,7 @@
 """Log-probs of a whole batch by the training stack, put into a column of it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,8 @@ START_TOP_LOGPROBS = "start_top_logprobs"
 """The same of the engine's likeliest tokens, in rows that have them."""
 
 
-def with_logprobs(
-    params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None, name: str, of_top: str
-) -> Batch:
-    """The batch with p^Train of its tokens in the column `name`, and in `of_top` that of the engine's likeliest ones.
+def with_logprobs(params: Params, batch: Batch, row_logprobs: RowLogprobs, mesh: Mesh | None, *names: str) -> Batch:
+    """The batch with p^Train of its tokens in the first column of `names`, of the engine's likeliest ones in the next.
 
     No gradient; [M, A, R, L] float32 for each bucket, 0 outside completions.
     """
@@ -38,7 +36,7 @@ def with_logprobs(
 
     mini_batches = batch.rows, jnp.asarray(batch.micro_batches)
     values = lax.map(lambda mini_batch: map_rows(logprobs, params, *mini_batch, mesh=mesh), mini_batches)
-    named = [dict(zip((name, of_top), columns, strict=False)) for columns in values]
+    named = [dict(zip(names, columns, strict=False)) for columns in values]
     return batch._replace(rows=tuple(rows.with_columns(**new) for rows, new in zip(batch.rows, named, strict=True)))
 
 
@@ -61,18 +59,19 @@ def make_rescore(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[P
     return rescore
 
 
-def make_old_logprobs(row_logprobs: RowLogprobs, *, mesh: Mesh | None) -> Callable[[Params, Batch], Batch]:
+def make_old_logprobs(
+    row_logprobs: RowLogprobs, *, mesh: Mesh | None, names: Sequence[str] = (OLD_LOGPROBS, OLD_TOP_LOGPROBS)
+) -> Callable[[Params, Batch], Batch]:
     """Jitted (params, batch) -> batch with the column `old_logprobs`, p^Train of the weights that sampled the batch.
 
     For batches that lag behind the policy. `params` are those weights: what they give is compared with the engine's
-    log-probs, and what the policy moved since is staleness.
+    log-probs, and what the policy moved since is staleness. `names` has other columns, for the parameters of a teacher.
     """
 
-    @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
     def old_logprobs(params: Params, batch: Batch) -> Batch:
-        return with_logprobs(params, batch, row_logprobs, mesh, OLD_LOGPROBS, OLD_TOP_LOGPROBS)
+        return with_logprobs(params, batch, row_logprobs, mesh, *names)
 
-    return old_logprobs
+    return jax.jit(old_logprobs, compiler_options=compiler_options(jax.default_backend()))
 
 
 def lags(rows: Rows) -> bool:

@@ -184,7 +184,12 @@ class StepRollouts:
                 episodes += complete
         if turns is not None:
             scoring.add_played(turns.played)
-        return in_prompt_order(episodes)
+        episodes = in_prompt_order(episodes)
+        if (teacher := self._services.teacher) is None:
+            return episodes
+        given = [each.prompt_ids for each in episodes], [each.completion_ids for each in episodes]
+        scored = zip(episodes, teacher.score(*given, temperature=1.0), strict=True)
+        return [each.with_columns(teacher_logprobs=np.pad(x, (each.prompt_length, 0))) for each, x in scored]
 
     def exchange(self, share: StepRollout) -> StepRollout:
         """Collective: join the shares of all hosts' calls, and find the completions that must not be used.

@@ -19,7 +19,7 @@ from dcmdp_jax.algorithm.remedies import Statistics, Tokens
 from dcmdp_jax.algorithm.signals import Signals, charge_share
 from dcmdp_jax.algorithm.stats import Mean, Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
-from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TOP_IDS, TOP_LOGPROBS
+from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TEACHER_LOGPROBS, TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.lora import adapted
 from dcmdp_jax.models.moe import Aux
@@ -54,6 +54,7 @@ class StepParts:
         record_tokens: also return `tokens/train_logprobs`, [M, A, R, L] float32 for each bucket, of batches that lag
             `tokens/start_logprobs`, and `completions/advantages` [M * N].
         lora: shape of the adapters, which then are what is trained; None trains all parameters.
+        teacher_weight: weight of the reward `teacher:MODEL` in the advantages.
     """
 
     row_logprobs: RowLogprobs
@@ -66,6 +67,7 @@ class StepParts:
     always_recompute: bool = False
     record_tokens: bool = False
     lora: Lora | None = None
+    teacher_weight: float = 0.0
 
     def policy(self, params: Params, frozen: Params | None) -> Params:
         """The parameters of a forward pass: the trained ones, or the frozen ones with the trained adapters."""
@@ -292,7 +294,8 @@ def _objective(
         total += loss_terms.scaled_terms(settings, constants.terms, kl, router)
     if constants.loss_scale is not None:
         total = total * constants.loss_scale
-    uncharged = masked.gather_to_tokens(constants.uncharged, rows.completion_index)
+    old_logprobs = signals.tokens.old_logprobs
+    uncharged = loss_terms.token_advantages(constants.uncharged, rows, old_logprobs, parts.teacher_weight)
     statistics = {
         **signals.statistics,
         **of_loss,
@@ -300,12 +303,15 @@ def _objective(
         "policy/entropy": masked.masked_sum(lax.stop_gradient(entropy), rows.completion_mask),
         "discrepancy/mean": signals.mean_discrepancy,
     }
+    if TEACHER_LOGPROBS in rows.columns:
+        gap = old_logprobs - rows.columns[TEACHER_LOGPROBS]
+        statistics["policy/teacher_kl"] = masked.masked_sum(gap, rows.completion_mask)
     charge = settings.state_charge
     in_loss = None if charge is None else charge_length(head, rows.completion_mask, charge)
     statistics["dual/charge_share"] = charge_share(signals.tokens, uncharged, signals.weights, in_loss)
     start_logprobs = signals.tokens.start_logprobs if lags(rows) else None
     top_logprobs = head.old_logprobs if head is not None and parts.record_tokens else None
-    values = TokenValues(signals.tokens.old_logprobs, signals.discrepancy, start_logprobs, top_logprobs)
+    values = TokenValues(old_logprobs, signals.discrepancy, start_logprobs, top_logprobs)
     return total, ((surrogate, kl, signals.dropped_tokens, router), statistics, values)
 
 
@@ -325,12 +331,13 @@ def _forward(
         start = lax.stop_gradient(at_start(outputs.top_logprobs, START_TOP_LOGPROBS))
         old = rows.columns.get(OLD_TOP_LOGPROBS, start)
         head = Head(rows.columns[TOP_IDS], rows.columns[TOP_LOGPROBS], outputs.top_logprobs, old, start)
+    old_logprobs = rows.columns.get(OLD_LOGPROBS, start_logprobs)
     tokens = Tokens(
         train_logprobs=outputs.logprobs,
-        old_logprobs=rows.columns.get(OLD_LOGPROBS, start_logprobs),
+        old_logprobs=old_logprobs,
         start_logprobs=start_logprobs,
         rollout_logprobs=rows.rollout_logprobs,
-        advantages=masked.gather_to_tokens(constants.advantages, rows.completion_index),
+        advantages=loss_terms.token_advantages(constants.advantages, rows, old_logprobs, parts.teacher_weight),
         completion_mask=rows.completion_mask,
         completion_index=rows.completion_index,
         num_completions=len(constants.advantages),

@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from dcmdp_jax.config.rollout import RolloutSettings
-from dcmdp_jax.config.settings import Config
+from dcmdp_jax.config.settings import Config, RewardSettings
 from dcmdp_jax.data.episode import COLUMNS, Column, column_shapes, over_sequence, single_turn
 from dcmdp_jax.data.packing import abstract_batch, pack
 from dcmdp_jax.data.row_layout import make_row_shapes
@@ -88,5 +88,6 @@ def test_the_columns_of_a_run_follow_from_its_config():
     lists = dict.fromkeys(("top_ids", "top_logprobs"), (5,))
     assert found(top_logprobs=5) == {**shapes, **lists}
     assert found(lag=1, top_logprobs=5) == {**shapes, "old_logprobs": (), **lists, "old_top_logprobs": (5,)}
-    every = dataclasses.replace(Config(), rollout=RolloutSettings(router_replay=True, lag=1, top_logprobs=5))
-    assert set(every.columns) == COLUMNS.keys() - {"teacher_logprobs", "token_rewards"}
+    every = RolloutSettings(router_replay=True, lag=1, top_logprobs=5)
+    every = dataclasses.replace(Config(), rollout=every, rewards=RewardSettings("math,teacher:m"))
+    assert set(every.columns) == COLUMNS.keys() - {"token_rewards"}

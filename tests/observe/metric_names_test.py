@@ -58,7 +58,7 @@ def test_the_page_is_written_from_the_table():
             "as logged",
             "len/mean: what reward functions logged under this name (log_metric), mean of the step",
         ),
-        ("reward/source/a/mean", "reward", "mean reward over the completions of data source a"),
+        ("reward/source/a/mean", "reward", "mean reward of data source a"),
         ("reward/own/failed", "completions", "completions that the reward own failed on (rewards.on_error)"),
         (
             "discrepancy/source/a/b/mean",

@@ -29,7 +29,7 @@ from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import HFTensor, hf_tensors, quantized_leaves
 from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.quantize import QuantizedKernel, quantize_tree, straight_through, with_rounded_inputs
-from dcmdp_jax.models.scheme import Scheme
+from dcmdp_jax.models.scheme import GROUPED, Scheme
 from dcmdp_jax.models.scheme_products import rounded_in_blocks
 from dcmdp_jax.types import Array, Params, Rows
 

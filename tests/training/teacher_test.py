@@ -1,0 +1,242 @@
+"""On-policy distillation: the gradient of the reverse KL, a teacher of another shape, a server, resume, refusals."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.base import get_config
+from dcmdp_jax.commands.flags import load_config
+from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.data.arithmetic import build_tokenizer
+from dcmdp_jax.engines.http import HttpKind
+from dcmdp_jax.parallel.hosts import ONE_PROCESS
+from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, reward_metrics
+from dcmdp_jax.run.run import Run
+from dcmdp_jax.training import rollout_sampler
+from dcmdp_jax.training.build import make_teacher
+from dcmdp_jax.training.loss_terms import token_advantages
+from dcmdp_jax.training.phase_timer import PhaseTimer
+from dcmdp_jax.training.rollout_sampler import StepRollouts
+from dcmdp_jax.training.stopping import CollectiveExit, StopSignal
+from dcmdp_jax.types import Rows
+from tests.support.runs import finish, read_digests, read_records, start
+from tests.support.small_task import EchoEngine, ParityScoring, small_services, small_task
+
+_SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, head_dim=8)
+
+
+def _save_teacher(directory, tokenizer=None, **changes):
+    """A random Llama of transformers with the built-in tokenizer, another shape and family than the demo's policy."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    tokenizer = tokenizer or build_tokenizer()
+    sizes = _SIZES | dict(num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3)
+    sizes |= {"vocab_size": len(tokenizer), **changes}
+    ends = dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=None)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", tie_word_embeddings=False, **sizes, **ends))
+    model.eval().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return model
+
+
+def test_the_mean_over_the_policys_tokens_is_the_gradient_of_the_reverse_kl():
+    generator = np.random.default_rng(0)
+    logits, teacher = (jnp.asarray(generator.normal(size=7), jnp.float32) for _ in range(2))
+    teacher = jax.nn.log_softmax(teacher)
+
+    def expected_gain(logits, weight=0.5):
+        """sum_y p(y) A_y log pi(y), every token of the vocabulary sampled once as a completion of a row of its own."""
+        old = jax.lax.stop_gradient(jax.nn.log_softmax(logits))
+        place, mask = np.arange(7)[:, None], np.ones((7, 1), bool)
+        rows = Rows(*[place] * 3, mask, place, {"teacher_logprobs": teacher[:, None]})
+        rewards = token_advantages(jnp.full(7, 2.0), rows, old[:, None], weight)[:, 0]
+        return jnp.sum(jnp.exp(old) * rewards * jax.nn.log_softmax(logits))
+
+    def divergence(logits):
+        own = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(own) * (own - teacher))
+
+    # A_i = 2 of all alike has no gradient. That of the forward KL, p - p_T, is another one.
+    gradient = jax.grad(expected_gain)(logits)
+    np.testing.assert_allclose(gradient, -0.5 * jax.grad(divergence)(logits), atol=1e-6)
+    assert np.abs(gradient + 0.5 * (jax.nn.softmax(logits) - jnp.exp(teacher))).max() > 0.02
+
+
+def test_without_a_teacher_a_token_has_its_completions_advantage():
+    index = np.array([[0, 0, 1]])
+    rows = Rows(index, index, index, index >= 0, index, {})
+    found = token_advantages(np.array([1.5, -2.0]), rows, np.full((1, 3), -9.0), 1.0)
+    np.testing.assert_array_equal(found, [[1.5, 1.5, -2.0]])
+
+
+_SETTINGS = {"model.compute_dtype": "float32", "evaluation.every_steps": 0}
+_SETTINGS |= {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1}
+
+
+def _checked(tmp_path, functions, **changes):
+    settings = {"run_dir": str(tmp_path / "run"), "rewards.functions": functions, **_SETTINGS, **changes}
+    return Run.check(load_config("demo:debug", settings))
+
+
+@pytest.fixture
+def rows_of(monkeypatch):
+    """A step of a run up to its scores: (task, placement, state), the batch and its rows."""
+    from dcmdp_jax.training.batches import Batches
+    from dcmdp_jax.training.build import make_step_programs
+    from dcmdp_jax.training.state import initial_dual
+
+    def made(run):
+        task, placement, weights = run
+        programs = make_step_programs(task.config, task.model, placement)
+        state = programs.create(weights.initial(), initial_dual(task.config.algorithm))
+        teacher = make_teacher(task, placement)
+        with run.start() as services:
+            leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
+            batches = Batches(services, placement, task, programs, {}, leave, taken=0, teacher=teacher)
+            batches.push(state.params, 0, PhaseTimer())
+            batch = batches.make(state, 0, PhaseTimer()).batch
+            before = jax.device_get(state.params)
+            after, metrics = programs.train_step(state, batch, None)
+        return jax.device_get(batch), jax.device_get(metrics), before, jax.device_get(after.params)
+
+    return made
+
+
+def test_a_teacher_of_another_shape_scores_as_transformers_does(tmp_path, rows_of):
+    import torch
+
+    model = _save_teacher(tmp_path / "teacher")
+    run = _checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", **{"rewards.weights": (0.25,)})
+    batch, metrics, *_ = rows_of(run)
+    temperature, gaps, count = run.task.config.rollout.temperature, 0.0, 0
+    for bucket in batch.rows:
+        flat = [np.reshape(x, (-1, x.shape[-1])) for x in bucket[:4]]
+        found = np.reshape(bucket.columns["teacher_logprobs"], flat[0].shape)
+        for ids, _, segments, mask, own in zip(*flat, found, strict=True):
+            for segment in range(1, segments.max() + 1):
+                here = segments == segment
+                with torch.no_grad():
+                    logits = model(torch.tensor(ids[here])[None].long()).logits[0] / temperature
+                expected = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(ids[here][1:])[:, None].long())
+                sampled = mask[here][1:]
+                np.testing.assert_allclose(own[here][1:][sampled], expected.numpy()[sampled, 0], atol=2e-5)
+                gaps, count = gaps - expected.numpy()[sampled, 0].sum(), count + sampled.sum()
+            assert not own[~mask].any()
+    assert count > 50
+    # The demo's fresh policy is nearly uniform: its own mean log-prob is -log V; the weight is not in the metric.
+    uniform = np.log(run.task.model.vocab_size)
+    assert metrics["policy/teacher_kl"] == pytest.approx(gaps / count - uniform, abs=0.1)
+    # All rewards are 0: without the teacher's nothing would be learned.
+    assert metrics["reward/all_equal_groups"] == 1 and metrics["optimizer/grad_norm"] > 0.01
+    part = next(part for part in run.placement.engine.memory.parts if part.name == "teacher")
+    # Float32; mesh.data holds it twice, mesh.fsdp in parts. A CPU's devices are the host.
+    assert part.host == pytest.approx(2 * 4 * sum(x.numel() for x in model.parameters()), rel=0.1)
+
+
+def test_a_policy_that_is_its_own_teacher_stays(tmp_path, rows_of):
+    from dcmdp_jax.models.hf_weights import save_params
+
+    run = _checked(tmp_path, "math")
+    build_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    own = {"dtype": "float32", "tokenizer_dir": tmp_path / "tokenizer"}
+    save_params(run.weights.initial(), run.task.model, tmp_path / "self", **own)
+    alone = {"algorithm.method": "grpo", "training.prompts_per_mini_batch": run.task.config.training.prompts_per_step}
+    _, metrics, before, after = rows_of(_checked(tmp_path, f"teacher:{tmp_path / 'self'}", **alone))
+    assert abs(metrics["policy/teacher_kl"]) < 1e-6 and metrics["optimizer/grad_norm"] < 1e-5
+
+
+def test_a_resumed_run_with_a_teacher_has_the_bits_of_one_that_went_on(run_environment, tmp_path):
+    _save_teacher(tmp_path / "teacher")
+    given = [f"rewards.functions=math,teacher:{tmp_path / 'teacher'}", "rewards.weights=(0,1)", "rollout.lag=1"]
+    given += ["evaluation.every_steps=2", "evaluation.max_problems=4", "checkpoint.every_steps=1"]
+    words = [f"--config.{one}" for one in (*given, "mesh.cpu_devices=1")]
+    finish(start(run_environment, tmp_path / "whole", *words, "--config.training.steps=3"))
+    finish(start(run_environment, tmp_path / "run", *words, "--config.training.steps=2"))
+    finish(start(run_environment, tmp_path / "run", *words, "--config.training.steps=3"))
+    assert read_digests(tmp_path / "run", 3) == read_digests(tmp_path / "whole", 3)
+    records, resumed = read_records(tmp_path / "whole"), read_records(tmp_path / "run")
+    assert resumed[3]["policy/teacher_kl"] == records[3]["policy/teacher_kl"] > 0
+    # A weight of 0 leaves math to evaluation, which has no teacher.
+    scores = [value for name, value in records[2].items() if name.startswith("eval/") and "/avg@" in name]
+    assert scores and records[1]["reward/mean"] == 0 <= records[1]["reward/math/mean"]
+
+
+def test_a_server_scores_each_completion_after_its_prompt(monkeypatch):
+    monkeypatch.setattr(rollout_sampler, "BatchScoring", ParityScoring)
+    task = small_task(6, training={"prompts_per_step": 4})
+    leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
+    services = dataclasses.replace(small_services(EchoEngine()), teacher=EchoEngine(scored=2.0))
+    rollout = StepRollouts(services, task, ONE_PROCESS, leave).sample(0, 0, PhaseTimer())
+    found = [episode.columns["teacher_logprobs"] for episode in rollout.episodes]
+    # The prompt's token, then the completion's: -0.1 times the member, less 2.
+    np.testing.assert_allclose(found, [[0, -2.0], [0, -2.1]] * 4, rtol=1e-6)
+
+
+def test_a_server_is_asked_about_the_policys_tokens_at_the_start(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(HttpKind, "build", lambda self, arguments: asked.append(arguments))
+    run = _checked(tmp_path, "teacher:http://localhost:8000", **{"rollout.temperature": 1.0})
+    assert run.task.teacher is None and "teacher_logprobs" in run.placement.columns
+    with run.start():
+        pass
+    [arguments] = asked
+    assert arguments.settings.server == "http://localhost:8000" and arguments.model == run.task.model
+    assert arguments.max_total_tokens == run.task.config.max_total_tokens
+
+
+def test_a_batch_that_only_a_teacher_rewards_has_zeros():
+    problems = small_task(3).train.problems
+    scorer = RewardScorer((), None, (), by_source=False, timeout_s=1.0, stop_on_error=True)
+    scoring = BatchScoring(scorer, build_tokenizer(), problems)
+    scoring.begin([0, 1, 2], [np.array([5], np.int32)] * 3)
+    _, scores = scoring.finish()
+    np.testing.assert_array_equal(scores.totals, [0, 0, 0])
+    assert reward_metrics(scores) == {"reward/without_value": 0} and not scorer._warned
+    scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rewards.functions": "teacher:"}, "rewards.functions: got 'teacher:', allowed are math, .*, teacher:MODEL, "),
+        ({"rewards.functions": "teacher:a,teacher:b"}, "rewards.functions: got .*, must name one teacher at most"),
+        ({"algorithm.drop_equal_groups": True}, "algorithm.drop_equal_groups: got True, must be False with a teacher"),
+        (
+            {"rewards.functions": "teacher:http://h:1", "rollout.temperature": 0.8},
+            "rollout.temperature: got 0.8, must be 1, with top_p=1 and top_k=0: a teacher's server",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_a_teacher_are_refused(changes, said):
+    config = get_config()
+    for name, value in {"task.train": "x", "rewards.functions": "math,teacher:m", **changes}.items():
+        config.update_from_flattened_dict({name: value})
+    with pytest.raises(ValueError, match=f"^config.{said}"):
+        from_config_dict(config)
+
+
+def test_a_teacher_that_knows_other_tokens_or_fewer_places_is_refused(tmp_path):
+    _save_teacher(tmp_path / "teacher")
+    path = tmp_path / "teacher" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "max_position_embeddings": 20}))
+    name = f"teacher:{tmp_path / 'teacher'}"
+    with pytest.raises(ValueError, match=r"^config.rewards.functions: the teacher .* reads fewer tokens than \d+$"):
+        _checked(tmp_path, name)
+    path.write_text(json.dumps({**config, "vocab_size": config["vocab_size"] - 1}))
+    with pytest.raises(ValueError, match="^config.rewards.functions: tokenizer .*: 104 tokens, but the model has 103"):
+        _checked(tmp_path, name)
+    path.write_text(json.dumps(config))
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<other>"])
+    _save_teacher(tmp_path / "other", tokenizer)
+    with pytest.raises(ValueError, match="^config.rewards.functions: the teacher .* has another vocabulary"):
+        _checked(tmp_path, f"teacher:{tmp_path / 'other'}")
+    with pytest.raises(ValueError, match="^config.rewards.functions: evaluation needs another reward than a teacher"):
+        _checked(tmp_path, name, **{"evaluation.every_steps": 1})
