@@ -307,14 +307,16 @@ def answers(host: EngineHost, header: dict[str, Any], arrays: dict[str, np.ndarr
             sums = host.push(header)
             yield "pushed", {"policy_version": host.version}, {"checksums": sums}
         elif op in _ANSWERS:
+            # Before the weights of an engine that falls asleep are gone.
+            sampled_by = {"policy_version": host.version}
             with contextlib.closing(getattr(host, op)(header, arrays)) as parts:
                 while True:
                     try:
                         part = next(parts)
                     except StopIteration as end:
-                        yield _ANSWERS[op], {"policy_version": host.version}, end.value
+                        yield _ANSWERS[op], sampled_by, end.value
                         return
-                    yield "progress", {"policy_version": host.version}, part
+                    yield "progress", sampled_by, part
         elif op == "cancel":
             # Its request was answered in the meantime.
             yield "cancelled", {}, {}
