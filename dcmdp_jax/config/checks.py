@@ -271,6 +271,8 @@ def _task_rules(config: Config) -> Broken:
 
 def _step_rules(config: Config) -> Broken:
     training, algorithm, rollout = config.training, config.algorithm, config.rollout
+    if rollout.engine == "vllm" and rollout.vllm.adapters and not (config.model.lora_rank or config.model.adapter):
+        yield "rollout.vllm.adapters", "there are none: set model.lora_rank or model.adapter"
     if (config.model.lora_rank or config.model.adapter) and config.model.forward_precision != "full":
         yield "model.forward_precision", "must be full with adapters, whose sum with the base the engine alone rounds"
     if training.prompts_per_step % training.prompts_per_mini_batch:

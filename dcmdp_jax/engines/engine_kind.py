@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dcmdp_jax.engines.machine import Machine, MemoryPart
     from dcmdp_jax.engines.protocol import Engine, SamplingParams
-    from dcmdp_jax.models.config import ModelConfig
+    from dcmdp_jax.models.config import Lora, ModelConfig
     from dcmdp_jax.models.row_logprobs import Probe
 
 
@@ -73,6 +73,8 @@ class EngineArguments:
         platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda", "tpu"; "" unknown.
         host_devices: devices of each host that is planned for and not here; 0: as many as this machine has.
         lag: steps that sampling runs ahead of training (`rollout.lag`).
+        lora: shape of the adapters that are pushed apart from their base, see `EngineKind.takes_adapters`; None: a push
+            is of one model.
     """
 
     precision: str = "exact"
@@ -94,6 +96,7 @@ class EngineArguments:
     platform: str = ""
     host_devices: int = 0
     lag: int = 0
+    lora: Lora | None = None
 
 
 class Lowerable(NamedTuple):
@@ -202,6 +205,10 @@ class EngineKind:
     def check_machine(self, arguments: EngineArguments) -> str:
         """Return the platform; refuse what this machine can't do, before JAX starts its devices."""
         return ""
+
+    def takes_adapters(self, settings: Any) -> bool:
+        """Whether a trainer of adapters pushes `models.lora.Adapted`: the base, and A and B, unmerged."""
+        return False
 
     def scheme(self, arguments: EngineArguments, precision: str, cache: str, platform: str) -> Scheme:
         """The roundings of a precision and a cache, each may be "full". Refuses what the trainer can't repeat.

@@ -87,6 +87,11 @@ def adapter_declarations(model: ModelConfig, lora: Lora) -> tuple[Declaration, .
     return tuple(found)
 
 
+def target_modules(model: ModelConfig, lora: Lora) -> list[str]:
+    """Names of the adapted layers, as PEFT's `target_modules`."""
+    return sorted({_module(one) for one in adapted_layers(model, lora)})
+
+
 def trained(model: ModelConfig, lora: Lora | None) -> tuple[Declaration, ...]:
     """Declarations of what is trained: the adapters, or every parameter of the model."""
     return model_declarations(model) if lora is None else adapter_declarations(model, lora)
@@ -126,6 +131,20 @@ def load_base(directory: Path, model: ModelConfig, dtype: str, shardings: Params
         return base
     chosen = quantized_leaves(model)
     return jax.jit(lambda params: quantize_tree(params, chosen, dtype), donate_argnums=0)(base)
+
+
+class Adapted(NamedTuple):
+    """A model as a base and adapters, in the order of the arguments of `adapted` and `merged`.
+
+    Attributes:
+        base: the frozen parameters.
+        adapters: A and B.
+        lora: their shape.
+    """
+
+    base: Params
+    adapters: Params
+    lora: Lora
 
 
 def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
@@ -256,11 +275,10 @@ def save_adapter(
     Raises:
         FileExistsError, OSError: naming the directory, if it can't be written.
     """
-    targets = sorted({one.hf_name.split(".")[-2] for one in adapted_layers(model, lora)})
     fields = {
         "base_model_name_or_path": base_model, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
-        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "peft_type": "LORA", "r": lora.rank, "target_modules": targets,
-        "task_type": "CAUSAL_LM",
+        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "peft_type": "LORA", "r": lora.rank,
+        "target_modules": target_modules(model, lora), "task_type": "CAUSAL_LM",
     }  # fmt: skip
     tensors = {}
     for name, place in declared_tensors(adapter_declarations(model, lora)).items():

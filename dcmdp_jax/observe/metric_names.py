@@ -123,7 +123,7 @@ mismatch/leg_decoding_share | fraction | sum (q - s)(q - p) / sum (q - p)^2; the
 mismatch/probe | nats | mean |log p_train - log p_engine| on fixed sequences, right after the push
 replica/{replica}/{measure} | tokens, seconds or restarts | with Ray: of replica {replica} since the last push
 @models/lora.py:merged_and_measured
-mismatch/merge_rounding | fraction | with adapters: as push_rounding, of the change of the merged matrices
+mismatch/merge_rounding | fraction | with adapters, merged or not: as push_rounding, of what a merge changes
 @models/quantize.py:arrival
 mismatch/push_changed | fraction | weights of the engine's matrices that the step's update changes; not with adapters
 mismatch/push_rounding | 1 | norm of what rounding adds to or takes from the update, over the update's; 1: none arrives

@@ -90,6 +90,7 @@ def place(
     """
     config, model = task.config, task.model
     _, engine = engine_arguments(config, hosts.index, kind=kind, model=model, platform=platform)
+    engine = dataclasses.replace(engine, lora=task.lora if kind.takes_adapters(engine.settings) else None)
     with as_settings(of_engine(kind)):
         kind.check(engine)
     prepare_jax(config.mesh.cpu_devices)

@@ -15,7 +15,7 @@ from dcmdp_jax.data.packing import abstract_batch
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import load_params
-from dcmdp_jax.models.lora import merged_and_measured, trained
+from dcmdp_jax.models.lora import Adapted, merged_and_measured, trained
 from dcmdp_jax.models.params import declared_shapes, quantized_leaves
 from dcmdp_jax.models.quantize import arrival, watched_columns
 from dcmdp_jax.models.row_logprobs import make_row_logprobs, without_replay
@@ -59,7 +59,8 @@ class StepPrograms(NamedTuple):
         policy: (trained, frozen parameters) -> parameters of the training stack's forward pass.
         watched, arrival: programs of `arrival`, (trained parameters) and (watched, trained parameters) -> metrics; of
             adapters nothing is watched, `merged` measures them.
-        merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see `lora`.
+        merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see `lora`. `Adapted` for
+            an engine that takes adapters.
     """
 
     create: Callable[[Params, DualState], TrainState]
@@ -138,7 +139,7 @@ def make_step_programs(
         make_rescore(row_logprobs, mesh=mesh) if exact else None,
         make_old_logprobs(row_logprobs, mesh=mesh) if config.rollout.lag or config.supervised else None,
         policy=parts.policy,
-        **_engine_programs(config, model, lora),
+        **_engine_programs(config, model, lora, apart=placement.engine.arguments.lora is not None),
     )
 
 
@@ -156,12 +157,14 @@ def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
     return functools.partial(score, params)
 
 
-def _engine_programs(config: Config, model: ModelConfig, lora: Lora | None) -> dict[str, Callable]:
-    """The programs of what an engine gets: `merged`, `watched` and `arrival`."""
+def _engine_programs(config: Config, model: ModelConfig, lora: Lora | None, *, apart: bool) -> dict[str, Callable]:
+    """The programs of what an engine gets: `merged`, `watched` and `arrival`. With `apart`, adapters are not merged."""
     precision = config.rollout.precision
     if lora is not None:
         merge = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision))
-        return {"merged": merge, "watched": lambda _: [], "arrival": lambda *_: {}}
+        measure = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision)[1])
+        beside = lambda params, base: (Adapted(base, params, lora), measure(params, base))  # noqa: E731
+        return {"merged": beside if apart else merge, "watched": lambda _: [], "arrival": lambda *_: {}}
     marks = {"quantized": quantized_leaves(model)}
     watch, measure = functools.partial(watched_columns, **marks), functools.partial(arrival, **marks)
     programs = {"watched": jax.jit(watch), "arrival": jax.jit(functools.partial(measure, precision=precision))}

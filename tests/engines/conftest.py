@@ -7,7 +7,7 @@ import pytest
 
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm.engine import VllmEngine
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.config import Lora, ModelConfig
 from tests.support.vllm_tools import (
     ROWS,
     TOTAL,
@@ -50,6 +50,7 @@ def start(
         routed_experts: bool = False,
         top_logprobs: int = 0,
         prepare: bool = False,
+        lora: Lora | None = None,
         **changes: object,
     ) -> VllmEngine:
         whole = precision in ("float32", "float16", "bfloat16")
@@ -63,6 +64,7 @@ def start(
             routed_experts=routed_experts,
             top_logprobs=top_logprobs,
             prepare=prepare,
+            lora=lora,
             directory=directory or tmp_path_factory.mktemp("sidecar"),
             model=config,
             probe=(lambda: trainer_probe(config)) if probe else None,

@@ -48,11 +48,11 @@ def main() -> None:
 
 
 def _sums(start: dict, header: dict) -> np.ndarray:
-    size = start["segment_bytes"]
+    size, manifest, _ = header.get("adapters", (start["segment_bytes"], start["manifest"], None))
     memory = attach(f"/proc/self/fd/{start['segments'][header['segment']]}", size)
     sums = [
         segments.checksum(memory[t.offset : t.offset + t.num_bytes], header["policy_version"])
-        for t in segments.parse(start["manifest"], size)
+        for t in segments.parse(manifest, size)
     ]
     if start["engine"]["fault"] == "bad_checksum":
         sums[0] ^= 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.processes import children
-from tests.support.runs import read_records, start
+from tests.support.runs import read_digests, read_records, start
 from tests.support.waiting import HANGS_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,3 +155,31 @@ def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(run_envir
         "sidecar.log",
         "sidecar.log",
     ]
+
+
+def test_adapters_beside_their_base_keep_the_version_of_each_rollout_and_resume(run_environment, tmp_path):
+    """Lag 1, float32: a rollout sampled by other adapters than it says would show as mismatch."""
+    adapters = (
+        "--config.model.lora_rank=4",
+        "--config.model.lora_base=float32",
+        "--config.rollout.vllm.adapters=True",
+        "--config.rollout.lag=1",
+        "--config.optimizer.learning_rate=0.01",
+        "--config.evaluation.every_steps=0",
+    )
+    for name, goes in (("whole", (4,)), ("resumed", (2, 4))):
+        for steps in goes:
+            output, _ = (
+                run := _start(run_environment, tmp_path / name, steps, "debug,float32", *adapters)
+            ).communicate(timeout=HANGS_S)
+            assert run.returncode == 0, output
+    whole = read_records(tmp_path / "whole")
+    assert read_records(tmp_path / "resumed")[4] == whole[4]
+    assert read_digests(tmp_path / "resumed", 4) == read_digests(tmp_path / "whole", 4)
+    rounding = [whole[step]["mismatch/merge_rounding"] for step in range(1, 5)]
+    assert rounding[0] == 0 < min(rounding[1:]) and max(rounding) < 0.01, rounding
+    for step in range(1, 5):
+        assert whole[step]["rollout/staleness_max"] == (step > 1)
+        assert whole[step]["mismatch/log_ratio_abs_mean"] < 1e-4, whole[step]
+    assert whole[4]["staleness/log_ratio_abs_mean"] > 1e-3
+    assert (tmp_path / "whole/vllm/sidecar.log").read_text().count("Reloading and processing weights took") == 1

@@ -4,7 +4,7 @@ The trainer starts the process, hands it weights through shared memory and resta
 the process runs answers these requests; `wire.PROTOCOL` counts every change of them:
 
     start     engine arguments, manifest, segments        -> ready
-    push      segment, policy version                     -> pushed, with checksums and the prefix cache's reset
+    push      segment, policy version, adapters' manifest -> pushed, with checksums and the prefix cache's reset
     generate  prompts, seeds, sampling, level of sleep    -> progress ..., generated, each with what has ended since
     score     rows, level of sleep                        -> progress ..., scored
     observe   rows, names of modules, level of sleep      -> progress ..., observed, what they read and gave

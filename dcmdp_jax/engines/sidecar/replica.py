@@ -54,12 +54,23 @@ class Replica:
         return self.supervisor.run(calls, lambda sidecar: self._load(sidecar, calls, publication))
 
     def _load(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> float | None:
-        version, manifest = publication.policy_version, self.weights.bridge.manifest
         if sidecar.serial == publication.serial:
             return None
+        if sidecar.serial is None and publication.base:
+            self._push(sidecar, calls, publication.base)
         # Until the answer is here, the sidecar has no weights that could be used.
         sidecar.serial = None
+        self._push(sidecar, calls, publication)
+        difference = None if publication.probe is None else self._probe(sidecar, calls, publication)
+        sidecar.serial = publication.serial
+        return difference
+
+    def _push(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> None:
+        """Have the engine load what was published, and compare the checksums."""
+        version, manifest = publication.policy_version, publication.bridge.manifest
         asked = {"segment": publication.place, "policy_version": version}
+        if lora := publication.lora:
+            asked["adapters"] = publication.bridge.num_bytes, [list(one) for one in manifest], (lora.rank, lora.alpha)
         header, arrays = sidecar.request("push", asked, answer="pushed", stopped=calls.stopped)
         checksums = arrays.get("checksums", np.empty(0))
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):
@@ -71,9 +82,6 @@ class Replica:
                 )
         if header.get("policy_version") != version:
             raise SidecarBroken(f"weights of version {version}: the sidecar says {header.get('policy_version')}")
-        difference = None if publication.probe is None else self._probe(sidecar, calls, publication)
-        sidecar.serial = publication.serial
-        return difference
 
     def _probe(self, sidecar: EngineProcess, calls: Calls, publication: Publication) -> float:
         rows = list(self.weights.probe_ids)

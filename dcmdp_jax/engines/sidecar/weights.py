@@ -19,9 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.sidecar.segments import ALIGNMENT, Segment, Tensor, available_bytes, checksum
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.params import HFTensor, check_params, hf_tensors
-from dcmdp_jax.models.quantize import QuantizedKernel, quantize_kernel
+from dcmdp_jax.models.config import Lora, ModelConfig
+from dcmdp_jax.models.lora import Adapted, adapted, adapter_declarations
+from dcmdp_jax.models.params import HFTensor, check_params, declared_tensors, model_declarations
+from dcmdp_jax.models.quantize import QuantizedKernel, in_float32, is_quantized, quantize_kernel
 from dcmdp_jax.types import Array, Params
 
 # Fixed sequences on which the engine's log-probs are compared with the trainer's own after each push.
@@ -40,25 +41,34 @@ class Publication:
     Attributes:
         serial: number of the publication.
         place: what a push names the copy by: the number of its segment, or its object in a store.
-        policy_version: the trainer's step.
+        policy_version: the trainer's step; -1 for a base.
+        bridge: wrote them.
         checksums: [tensors] uint64, checksums of what was sent.
         probe: the trainer's own log-probs of the probe sequences, or None without a probe.
+        lora: shape of the adapters that these are; None for a model.
+        base: the base of the adapters, which an engine gets before them, once.
     """
 
     serial: int
     place: Any
     policy_version: int
+    bridge: "WeightBridge"
     checksums: np.ndarray
-    probe: Array | None
+    probe: Array | None = None
+    lora: Lora | None = None
+    base: "Publication | None" = None
 
 
 class SharedWeights:
     """Two segments, written in turn, or one that is copied into a store, and what was published last.
 
+    With `arguments.lora` these are of the adapters, and one more has their base, which is written once.
+
     Attributes:
         config: the model.
-        bridge: writes a segment.
-        num_bytes: size of a segment.
+        bridge: writes a model, or the base.
+        adapters: writes adapters; None without.
+        num_bytes: size of a model's segment.
         left_bytes: free memory when all copies are allocated.
         probe: the trainer's own log-probs of fixed sequences; None: no probe.
         probe_ids: those sequences, random tokens, the same for the same vocabulary.
@@ -82,47 +92,74 @@ class SharedWeights:
         int8 = arguments.precision == "int8"
         self.bridge = WeightBridge(self.config, dtype=arguments.compute_dtype, int8=int8)
         self.num_bytes: int = self.bridge.num_bytes
-        # The store holds the newest bytes and those before them.
-        copies, said = (3, "three") if put else (2, "two")
-        if copies * self.num_bytes > (available := available_bytes()):
+        self._base, lora = None, arguments.lora
+        self.adapters = lora and WeightBridge(self.config, dtype=arguments.compute_dtype, lora=lora)
+        needed, said = shared_bytes(self.bridge, self.adapters, stored=put is not None)
+        if needed > (available := available_bytes()):
             raise MemoryError(
-                f"{said} copies of the weights in shared memory need {copies * self.num_bytes / 2**30:.2f} GiB, "
+                f"{said} in shared memory need {needed / 2**30:.2f} GiB, "
                 f"{available / 2**30:.2f} GiB are free; free some, or choose a smaller model or `compute_dtype`"
             )
-        self.left_bytes: int = available - copies * self.num_bytes
+        self.left_bytes: int = available - needed
         shape = (_PROBE_ROWS, min(_PROBE_TOKENS, arguments.max_total_tokens))
         self.probe_ids = np.random.default_rng(0).integers(0, self.config.vocab_size, shape, dtype=np.int32)
         self.published: Publication | None = None
         self.segments: tuple[Segment, ...] = ()
         try:
-            for number in range(1 if put else 2):
-                self.segments += (Segment(f"dcmdp-weights-{number}", self.num_bytes),)
+            bridges = [self.adapters or self.bridge] * (1 if put else 2) + [self.bridge] * (lora is not None)
+            for number, bridge in enumerate(bridges):
+                self.segments += (Segment(f"dcmdp-weights-{number}", bridge.num_bytes),)
         except BaseException:
             self.close()
             raise
 
-    def publish(self, params: Params, policy_version: int) -> Publication:
-        """Write the parameters into the segment that is not in use.
+    def publish(self, params: Params | Adapted, policy_version: int) -> Publication:
+        """Write the parameters, of `Adapted` the adapters, into the segment that is not in use.
 
         Raises:
             ValueError: for parameters that do not fit the model.
         """
-        check_params(params, self.config)
-        self._serial += 1
-        policy_version = int(policy_version)
-        place = self._serial % len(self.segments)
-        checksums = self.bridge.publish(params, segment := self.segments[place], policy_version)
-        if self._put:
-            place = self._put(segment.bytes)
+        bridge, written, of_adapters = self.bridge, params, {}
+        if isinstance(params, Adapted):
+            self._base = self._base or self._write_base(params.base)
+            bridge, written, of_adapters = self.adapters, params.adapters, {"lora": params.lora, "base": self._base}
+            params = adapted(*params)
+        published = self._write(bridge, written, self._serial % (1 if self._put else 2), int(policy_version))
         probe = None if self.probe is None else self.probe(params, self.probe_ids)
-        self.published = Publication(self._serial, place, policy_version, checksums, probe)
+        self.published = dataclasses.replace(published, probe=probe, **of_adapters)
         return self.published
+
+    def _write_base(self, base: Params) -> Publication:
+        plain = jax.tree.map(lambda leaf: in_float32(leaf) if is_quantized(leaf) else leaf, base, is_leaf=is_quantized)
+        return self._write(self.bridge, plain, len(self.segments) - 1, -1)
+
+    def _write(self, bridge: "WeightBridge", params: Params, number: int, policy_version: int) -> Publication:
+        """Write to a segment, and copy that into the store."""
+        if bridge is self.bridge:
+            check_params(params, self.config)
+        self._serial += 1
+        checksums = bridge.publish(params, segment := self.segments[number], policy_version)
+        place = self._put(segment.bytes) if self._put else number
+        return Publication(self._serial, place, policy_version, bridge, checksums)
 
     def close(self) -> None:
         """Free the shared memory. Safe to call twice."""
         self.published = None
         for segment in self.segments:
             segment.close()
+
+
+def shared_bytes(model: "WeightBridge", adapters: "WeightBridge | None", *, stored: bool) -> tuple[int, str]:
+    """Shared memory for a model or its base and adapters, and what that is, for people.
+
+    Args:
+        model, adapters: write them.
+        stored: a store holds them too: the newest bytes and those before them.
+    """
+    copies, said = (3, "three copies") if stored else (2, "two copies")
+    if adapters is None:
+        return copies * model.num_bytes, f"{said} of the weights"
+    return (copies - 1) * model.num_bytes + copies * adapters.num_bytes, f"the base and {said} of the adapters"
 
 
 class WeightBridge:
@@ -132,7 +169,7 @@ class WeightBridge:
     dtype already is written from where it lies.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: str, int8: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: str, int8: bool = False, lora: Lora | None = None) -> None:
         """Lay out the segment; nothing is allocated.
 
         Args:
@@ -140,11 +177,13 @@ class WeightBridge:
             dtype: "float32", "bfloat16" or "float16" of the tensors.
             int8: linear layers as int8 with one float32 scale per output channel (`name` and `name`_scale), as
                 compressed-tensors stores W8A8; embedding, norms and biases stay in `dtype`.
+            lora: shape of adapters, which are written in place of the model.
         """
         self._dtype = dtype
         self._jobs: list[tuple[HFTensor, list[Tensor]]] = []
         end = 0
-        for name, place in hf_tensors(config).items():
+        declared = model_declarations(config) if lora is None else adapter_declarations(config, lora)
+        for name, place in declared_tensors(declared).items():
             quantized = int8 and place.quantized
             parts = [(name, "int8" if quantized else dtype, place.shape)]
             if quantized:
@@ -163,7 +202,7 @@ class WeightBridge:
             first, *scale = self._jobs[numbers[0]][1]
             size = 1 if scale else max(1, _BLOCK_BYTES // first.num_bytes)
             self._groups += [(at, numbers[at : at + size]) for at in range(0, len(numbers), size)]
-        # In the order of `hf_tensors`: layer by layer, which is how engines like to load.
+        # In the order of `declared_tensors`: layer by layer, which is how engines like to load.
         self.manifest: list[Tensor] = [tensor for _, tensors in self._jobs for tensor in tensors]
         # Size of a segment.
         self.num_bytes: int = end

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Changes with any change of frames or of what they say; both sides must have the same."""
 
 _MAGIC = b"DCM2"

@@ -61,6 +61,9 @@ class VllmKind(EngineKind):
 
         return check_machine(arguments)
 
+    def takes_adapters(self, settings: VllmSettings) -> bool:
+        return settings.adapters
+
     def build(self, arguments: EngineArguments) -> Engine:
         from dcmdp_jax.engines.vllm.engine import VllmEngine
 

@@ -22,6 +22,7 @@ from dcmdp_jax.engines.sidecar.supervisor import Calls, Fleet, Member, Superviso
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 from dcmdp_jax.engines.vllm import devices, launch
 from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES, cache_rounding, request_seeds
+from dcmdp_jax.models.lora import Adapted
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
@@ -154,8 +155,10 @@ class VllmEngine:
             with activity("waiting for vLLM to start"):
                 starting.results()
 
-    def push_weights(self, params: Params, policy_version: int) -> dict[str, float]:
+    def push_weights(self, params: Params | Adapted, policy_version: int) -> dict[str, float]:
         """Publish the parameters and have each replica load them; return when they are proven to be in use.
+
+        With `EngineArguments.lora` they are `Adapted`: a sidecar that has the base gets A and B alone.
 
         The proof: the sidecar's checksum of each tensor as the model took it is the trainer's, the prefix cache was
         emptied, and the engine's log-probs of fixed sequences are near the trainer's own. A sidecar that fails it is

@@ -19,6 +19,7 @@ from dcmdp_jax.engines.vllm_common import installed, unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.inputs import json_object
 from dcmdp_jax.models.hf_config import to_hf
+from dcmdp_jax.models.lora import target_modules
 from dcmdp_jax.parallel.backend import processor_features
 
 _NO_TPU = "engine", "got 'vllm', which is not supported on a TPU; set `engine`=local"
@@ -61,11 +62,13 @@ _OURS = {
     "gpu_memory_utilization": "`memory_share`",
     "kv_cache_memory_bytes": "`kv_cache_gib`",
     "enable_return_routed_experts": "`routed_experts`",
+    "enable_lora": "`adapters`",
 }
 
 
-# vLLM's own `max_logprobs`.
+# vLLM's own `max_logprobs`, and the ranks of its `max_lora_rank`.
 _MAX_LOGPROBS = 20
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def check_machine(arguments: EngineArguments) -> str:
@@ -353,6 +356,7 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
             arguments.setdefault("kv_cache_memory_bytes", max(_LEAST_CACHE, 2 * needed))
         # The CPU build refuses the argument; there, falling asleep frees nothing.
         arguments["enable_sleep_mode"] = settings.sleep > 0
+    arguments |= _adapter_arguments(engine) if engine.lora else {}
     extra = extra_arguments(settings.engine_args)
     if (top := engine.top_logprobs) > _MAX_LOGPROBS:
         arguments["max_logprobs"] = top
@@ -369,6 +373,21 @@ def engine_arguments(engine: EngineArguments, *, available: int = 0) -> dict[str
             )
         arguments |= {"enable_return_routed_experts": True, "enable_prefix_caching": needed}
     return arguments | extra
+
+
+def _adapter_arguments(engine: EngineArguments) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for adapters that are pushed apart from their base; refuses those that it can't hold."""
+    model, lora, highest = engine.model, engine.lora, _RANKS[-1]
+    for refused, what in (
+        (lora.rank > highest, f"a rank of {lora.rank}; vLLM takes at most {highest}"),
+        (engine.platform == "cuda" and engine.compute_dtype == "float32", "float32; vLLM's CUDA build takes 16 bits"),
+        (engine.platform == "cpu" and model.num_experts, "experts; vLLM's CPU build takes dense models"),
+    ):
+        if refused:
+            raise ArgumentError("adapters", f"got True with {what}: set False")
+    most = next(most for most in _RANKS if most >= lora.rank)
+    # Not the output layer: vLLM (0.32) takes the tokens of a prompt for sampled ones there.
+    return {"enable_lora": True, "max_lora_rank": most, "lora_target_modules": target_modules(model, lora)}
 
 
 def probe_tolerance(arguments: EngineArguments) -> float:

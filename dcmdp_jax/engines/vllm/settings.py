@@ -28,6 +28,7 @@ class VllmSettings:
             1 GiB at most, else what memory_share leaves; on a CPU what they need, at most a third of the free memory.
         cpu_threads: Threads of the CPU build. More than one is slow on a machine that does anything else.
         engine_args: Further arguments of vllm.LLM as a JSON object, such as {"block_size": 64}.
+        adapters: Push LoRA's A and B alone, beside a base that is loaded once (docs/lora.md). False: merged.
         start_timeout_s: Longest start of an engine; the first that takes longer ends the run, a later one is
             tried again.
         probe_tolerance: Largest mean |difference| of log-probs between trainer and engine on fixed sequences after
@@ -47,5 +48,6 @@ class VllmSettings:
     kv_cache_gib: float = setting(0.0, unit="GiB", minimum=0, free=True)
     cpu_threads: int = setting(1, unit="threads", minimum=1, free=True)
     engine_args: str = setting("")
+    adapters: bool = setting(False)
     start_timeout_s: float = setting(600.0, unit="seconds", minimum=1, free=True)
     probe_tolerance: float = setting(0.0, unit="nats", minimum=0, maximum=20, free=True)

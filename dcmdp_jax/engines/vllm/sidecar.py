@@ -85,6 +85,7 @@ class EngineHost:
         self.llm = vllm.LLM(**engine, worker_extension_cls="dcmdp_jax.engines.vllm.worker.WeightReceiver")
         self.engine = self.llm.llm_engine
         self.version: int | None = None
+        self._lora: Any = None
         self.vllm_version = vllm.__version__
         self._requests = 0
         self._asleep: set[str] = set()
@@ -101,14 +102,21 @@ class EngineHost:
             self.engine.step()
 
     def push(self, fields: dict[str, Any]) -> np.ndarray:
-        """Load a segment in every worker; return checksums, [workers, tensors] uint64."""
+        """Load a segment in every worker; return checksums, [workers, tensors] uint64.
+
+        Adapters take the place of those before, of which no request is left, as each is answered before the next.
+        """
+        from vllm.lora.request import LoRARequest
+
         version = fields["policy_version"]
         self.version = None
         self._wake_up("weights")
         source = fields["segment"]
         if not isinstance(source, np.ndarray):
             source = f"/proc/{os.getpid()}/fd/{self._segments[source]}"
-        sums = self.llm.collective_rpc("dcmdp_receive", args=(source, self._size, self._manifest, version))
+        size, manifest, lora = fields.get("adapters", (self._size, self._manifest, None))
+        sums = self.llm.collective_rpc("dcmdp_receive", args=(source, size, manifest, version, lora))
+        self._lora = LoRARequest(str(version), version + 1, "pushed, no file") if lora else None
         self._reset_prefix_cache()
         self.version = version
         return np.array(sums, np.uint64)
@@ -206,10 +214,10 @@ class EngineHost:
         self._empty = False
         places: dict[str, int] = {}
         try:
-            for place, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+            for place, (ids, asked) in enumerate(zip(prompts, params, strict=True)):
                 self._requests += 1
                 places[str(self._requests)] = place
-                self.engine.add_request(str(self._requests), {"prompt_token_ids": prompt}, sampling)
+                self.engine.add_request(str(self._requests), {"prompt_token_ids": ids}, asked, lora_request=self._lora)
         except Exception as error:  # of any class: nothing was computed yet, so the engine is as it was
             self.engine.abort_request(list(places))
             raise Refused(f"request {len(places) - 1}: {one_line(error)}") from error

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
@@ -69,19 +71,24 @@ class WeightReceiver:
     def _dcmdp_recorder(self) -> RoutingRecorder:
         return RoutingRecorder(self.model_runner)
 
-    def dcmdp_receive(self, source: str | np.ndarray, size: int, listed: list[Any], policy_version: int) -> list[int]:
+    def dcmdp_receive(self, source: Any, size: int, listed: list[Any], policy_version: int, lora: Any) -> list[int]:
         """Load every tensor of a weight segment and return the checksums of what was handed to the model.
 
         Args:
-            source: /proc path of the segment, `size` bytes; or those bytes, kept until the next call.
+            source: /proc path of the segment, `size` bytes; or those bytes, an array, kept until the next call.
             listed: the manifest.
             policy_version: version that the checksums depend on.
+            lora: rank and alpha of adapters; None for a model, or their base.
         """
         tensors = segments.parse(listed, size)
         memory = _attached(source, size) if isinstance(source, str) else source
         sums: dict[str, int] = {}
         # The order of the manifest is not that of consumption: layers are loaded as the iterator yields them.
         weights = _handed_over(memory, tensors, policy_version, sums)
+        if lora:
+            manager = self.model_runner.lora_manager._adapter_manager
+            _replace_adapters(manager, weights, policy_version + 1, PEFTHelper(*lora, []))
+            return [sums[tensor.name] for tensor in tensors]
         if current_platform.is_cpu():
             # vLLM 0.32 on CPU packs experts when it makes their kernel: an old kernel keeps the old ones.
             for module in self.model_runner.get_model().modules():
@@ -119,6 +126,25 @@ class WeightReceiver:
         if temperature != 1.0:
             plain = model.compute_logits
             model.__dict__["compute_logits"] = lambda *a, **k: plain(*a, **k).to(torch.float32).div_(temperature)
+
+
+def _replace_adapters(manager: Any, weights: Iterator[tuple[str, torch.Tensor]], name: int, shape: PEFTHelper) -> None:
+    """Give vLLM the adapters of every layer, in place of those that it has.
+
+    Args:
+        manager: vLLM's, of a worker's layers.
+        weights: A and B by their names in PEFT, views.
+        name: vLLM's number of them.
+        shape: rank and alpha.
+    """
+    # Copies: vLLM (0.32) multiplies B by alpha / r in place.
+    copies = {tensor: value.clone() for tensor, value in weights}
+    adapters = LoRAModel.from_lora_tensors(name, copies, shape, "cpu")
+    manager.remove_all_adapters()
+    manager.add_adapter(adapters)
+    manager.activate_adapter(name)
+    if unused := sorted(adapters.loras.keys() - manager.modules.keys()):
+        raise RuntimeError(f"the engine did not take the adapter of {unused[0]} and {len(unused) - 1} more layers")
 
 
 def _keep(kept: dict[str, list[torch.Tensor]], name: str, _: Any, args: Any, kwargs: Any, output: Any) -> None:
