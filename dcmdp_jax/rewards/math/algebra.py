@@ -19,6 +19,7 @@ import math_verify
 import sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 
+from dcmdp_jax.rewards.math.unicode import GREEK_NAMES
 from dcmdp_jax.rewards.math.units import PERIODIC, vocabulary
 
 _DIGITS = 60
@@ -69,10 +70,7 @@ _UNDERSTOOD = vocabulary(
     "mathbf leq geq neq in emptyset varnothing mathbb setminus degree lvert rvert vert mid lbrace rbrace odot oplus "
     "langle rangle notin subset parallel perp Vert ast star mod"
 )
-_GREEK = vocabulary(
-    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi pi varpi rho varrho "
-    "sigma varsigma tau upsilon phi varphi chi psi omega hbar ell"
-)
+_GREEK = vocabulary("vartheta varpi varrho varsigma hbar ell").union(GREEK_NAMES)
 
 
 def same_value(left: str, right: str, factor: Fraction | int = 1) -> bool:
@@ -310,9 +308,8 @@ def _has_one_branch(left: Any, right: Any, point: dict[Any, Any]) -> bool:
             return False
         values.append(value.evalf(15, subs=point).is_real)
     logarithms = [log_.args[0] for value in (left, right) for log_ in value.atoms(sympy.log)]
-    if all(argument.subs(point).evalf(15).is_positive is not False for argument in logarithms):
-        return True
-    return values[0] != values[1]
+    positive = all(argument.subs(point).evalf(15).is_positive is not False for argument in logarithms)
+    return positive or values[0] != values[1]
 
 
 def _without_noise(value: Any) -> Any:

@@ -80,11 +80,9 @@ def extract_answer(completion: str, extraction: str = "strict") -> str | None:
         completion) or is longer than `MAX_ANSWER_CHARACTERS`.
     """
     answer = last_boxed(completion)
-    if answer is None and has_box(completion):
-        return None
     if answer is None:
         line = _last(_ANSWER_LINE, completion) or (_last(_STATED, completion) if extraction == "flexible" else None)
-        if line is None or "\\boxed" in (answer := line[1] or line[line.re.groups] or ""):
+        if has_box(completion) or line is None or "\\boxed" in (answer := line[1] or line[line.re.groups] or ""):
             return None
         answer = without_special_tokens(answer).strip().strip("*").strip()
     return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
@@ -242,15 +240,13 @@ def _compare_words(left: str, right: str) -> bool | None:
     wrapped = (left_words, right_words) != (left, right)
     left_words, right_words = _OPTION.sub("", left_words, count=1), _OPTION.sub("", right_words, count=1)
     if choice := _CHOICE.fullmatch(right_words):
-        picked = _CHOICE.fullmatch(left_words)
-        if picked is None:
-            picked = _CHOICE_AND_VALUE.fullmatch(left_words)
-            described = None if picked else _CHOICE_AND_WORDS.fullmatch(left_words)
-            if described and not _DENIALS & set(re.findall("[a-z0-9']+", described[3])):
-                picked = described
-            return None if picked is None else (picked[1] or picked[2]) == choice[1]
-        in_any_case = wrapped or "(" in left_words + right_words
-        return picked[1] == choice[1] or (in_any_case and picked[1].lower() == choice[1].lower())
+        if picked := _CHOICE.fullmatch(left_words):
+            in_any_case = wrapped or "(" in left_words + right_words
+            return picked[1] == choice[1] or (in_any_case and picked[1].lower() == choice[1].lower())
+        described = _CHOICE_AND_WORDS.fullmatch(left_words)
+        denied = described and _DENIALS & set(re.findall("[a-z0-9']+", described[3]))
+        picked = _CHOICE_AND_VALUE.fullmatch(left_words) or (None if denied else described)
+        return None if picked is None else (picked[1] or picked[2]) == choice[1]
     for listed, joined, least in ((left_words, right_words, 2), (right_words, left_words, 3)):  # `A, C, D` and `ACD`
         if _CHOICES.fullmatch(listed) and _CAPITALS.fullmatch(joined) and len(joined) >= least:
             return re.findall("[A-H]", listed) == list(joined) == sorted(set(joined))

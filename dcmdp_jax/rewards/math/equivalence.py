@@ -22,12 +22,11 @@ from dcmdp_jax.rewards.math.notation import (
     without_spaces,
 )
 from dcmdp_jax.rewards.math.numbers import parse_number
-from dcmdp_jax.rewards.math.relations import as_intervals, equation_parts, is_name, named_elements, split_label
+from dcmdp_jax.rewards.math.relations import SIGN, as_intervals, equation_parts, is_name, named_elements, split_label
 from dcmdp_jax.rewards.math.units import factors, measures
 
 _INTERVAL_ENDS = re.compile(r"([\[(]).*([\])])", re.DOTALL)
 _MATRIX = re.compile(r"\\begin ?\{([bpB]?matrix)\}((?:(?!\\begin|\\end).)*+)\\end ?\{\1\}", re.DOTALL)
-_RELATION = re.compile(r"[<>]|\\(?:leq|geq|neq)(?![a-zA-Z])")
 _UNION = re.compile(r"\\cup(?![a-zA-Z])")
 _INTEGER_LIST = re.compile(r"(?:0|[1-9][0-9]*+)(?:,(?:0|[1-9][0-9]*+))*+")
 _OPERATION = re.compile(
@@ -106,7 +105,7 @@ def _same(left: str, right: str) -> bool:
     for comparison in (compare_literals, _choices, _measured, _ordered, _matrices, _equations, _ratios, _unions):
         if (decided := comparison(left, right)) is not None:
             return decided
-    if bool(_RELATION.search(left)) != bool(_RELATION.search(right)) and not _is_set(left) and not _is_set(right):
+    if bool(SIGN.search(left)) != bool(SIGN.search(right)) and not _is_set(left) and not _is_set(right):
         return False
     try:
         return algebra.same_value(left, right)
@@ -216,7 +215,7 @@ def _same_lists(left: list[str], right: list[str]) -> bool:
     for labels, others in ((left_labels, right_labels), (right_labels, left_labels)):
         in_order |= len(set(labels)) == len(labels) and None not in labels and set(others) == {None}
     if in_order:
-        return all(_same(a, b) for a, b in zip(left, right, strict=True))
+        return _same_in_order(left, right)
     return _match_all(left, right)
 
 
@@ -241,6 +240,10 @@ def _without_repeats(items: list[str]) -> list[str]:
 def _tuple_elements(item: str) -> list[str]:
     body = _bracketed(item)
     return [item] if body is None or item[0] != "(" or item[-1] != ")" else split_tuple(body)
+
+
+def _same_in_order(left: list[str], right: list[str]) -> bool:
+    return len(left) == len(right) and all(map(_same, left, right))
 
 
 def _match_all(left: list[str], right: list[str]) -> bool:
@@ -281,10 +284,7 @@ def _matrices(left: str, right: str) -> bool | None:
     given, wanted = _rows(left), _rows(right)
     if given is None or wanted is None:
         return None
-    if [len(row) for row in given] != [len(row) for row in wanted]:
-        return False
-    pairs = ((a, b) for rows in zip(given, wanted, strict=True) for a, b in zip(*rows, strict=True))
-    return all(_same(a, b) for a, b in pairs)
+    return len(given) == len(wanted) and all(map(_same_in_order, given, wanted))
 
 
 def _rows(text: str) -> list[list[str]] | None:
@@ -363,8 +363,9 @@ def _inside_set(text: str) -> str | None:
     r"""Content of the braces around the whole, `\{...\}` or `{...}`; None without any."""
     text = text.strip()
     for start, end in ((r"\{", r"\}"), ("{", "}")):
-        if text.startswith(start) and text.endswith(end) and _balanced(text[len(start) : -len(end)]):
-            return text[len(start) : -len(end)].strip()
+        inside = text[len(start) : -len(end)]
+        if text.startswith(start) and text.endswith(end) and min(depths := [0, *nesting(inside)]) == depths[-1] == 0:
+            return inside.strip()
     return None
 
 
@@ -391,8 +392,3 @@ def _elements(text: str) -> list[str]:
         else:
             expanded.append(item)
     return expanded
-
-
-def _balanced(text: str) -> bool:
-    depths = [0, *nesting(text)]
-    return min(depths) == depths[-1] == 0

@@ -296,19 +296,16 @@ def _outside_delimiters(text: str) -> str:
     segments, around, start, opened = [], [], 0, ""
     bare = [token for token in _DELIMITER.finditer(text) if token[0] not in _LITERAL]
     for token in bare:
-        if not opened:
-            if token[0] in _CLOSES:
-                around.append(text[start : token.start()])
-                opened, start = token[0], token.end()
-            continue
-        closing = _CLOSES[opened]
-        if token[0] == closing or (opened == "$" and token[0] == "$$"):
+        if not opened and token[0] in _CLOSES:
+            around.append(text[start : token.start()])
+            opened, start = token[0], token.end()
+        elif token[0] == _CLOSES.get(opened):
             segments.append(text[start : token.start()].strip())
+            opened, start = "", token.end()
+        elif opened == "$" and token[0] == "$$":  # `$1$$2$`: one closes, one opens
+            segments.append(text[start : token.start()].strip())
+            around.append("")
             start = token.end()
-            if token[0] == closing:
-                opened = ""
-            else:  # `$1$$2$`: one closes, one opens
-                around.append("")
     around.append(text[start:])
     if not bare:
         return text
@@ -318,8 +315,7 @@ def _outside_delimiters(text: str) -> str:
     if opened or dollars % 2 or not segments:
         return blanked
     between = [part.strip(" .") for part in around]
-    outside = [part for part in between if part]
-    if all(_JOINERS.fullmatch(part) for part in outside):
+    if all(map(_JOINERS.fullmatch, between)):
         return ", ".join(segments)
     if len(segments) == 1:
         before, after = between[0], between[-1]

@@ -49,9 +49,8 @@ def same_number(prediction: Fraction, gold: Fraction) -> bool:
     The tolerance makes a decimal expansion match a fraction; two decimals that differ in a written digit do not agree
     unless they agree to a millionth.
     """
-    if prediction == gold:
-        return True
-    return gold.denominator != 1 and abs(prediction - gold) <= _RELATIVE_TOLERANCE * abs(gold)
+    near = abs(prediction - gold) <= _RELATIVE_TOLERANCE * abs(gold)
+    return prediction == gold or (near and gold.denominator != 1)
 
 
 def _sign(text: str) -> int:

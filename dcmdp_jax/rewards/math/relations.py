@@ -9,13 +9,11 @@ from fractions import Fraction
 
 from dcmdp_jax.rewards.math.notation import split_elements, split_tuple, unwrap_text, without_spaces
 from dcmdp_jax.rewards.math.numbers import parse_number
+from dcmdp_jax.rewards.math.unicode import GREEK_NAMES
 from dcmdp_jax.rewards.math.units import vocabulary
 
 _EQUALS = re.compile(r"(?<![<>!\\:=])(?<!_\{[a-z])(?<!_\{[a-z] )=(?!=)|\\in(?![a-zA-Z])")
-_LETTERS = (
-    "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|pi|rho|sigma|tau|"
-    "upsilon|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Upsilon|Phi|Psi|Omega|ell|hbar"
-)
+_LETTERS = "|".join((*GREEK_NAMES, "vartheta", "Upsilon", "ell", "hbar"))
 _QUANTITIES = vocabulary(
     "answer area length width height volume perimeter circumference radius diameter distance speed velocity rate time "
     "probability cost price sum product difference ratio total number average mean median mode range max min maximum "
@@ -41,7 +39,8 @@ _SEGMENT = (
 )
 _SEGMENTS = rf"{_SEGMENT}(?: ?(?:[+\-*/]|\\cdot|\\times) ?{_SEGMENT})*+"
 _LENGTHS = re.compile(rf"{_SEGMENTS}|\\frac ?\{{{_SEGMENTS}\}} ?\{{{_SEGMENTS}\}}")
-_INEQUALITY = re.compile(r"(\\leq|\\geq|\\neq)(?![a-zA-Z])|([<>])")
+# Of an inequality.
+SIGN = re.compile(r"[<>]|\\(?:leq|geq|neq)(?![a-zA-Z])")
 _UPWARD = {"<": ("(", ")"), r"\leq": ("[", "]")}
 _DOWNWARD = {">": "<", r"\geq": r"\leq"}
 _COMMANDS_AND_NAMES = re.compile(r"\\?[a-zA-Z]++")
@@ -122,7 +121,7 @@ def as_intervals(prediction: str, gold: str, left: str, right: str) -> tuple[str
         left: the prediction in `notation.normalize_answer`'s notation.
         right: the reference in that notation.
     """
-    if not _INEQUALITY.search(left + right):
+    if not SIGN.search(left + right):
         return left, right
     found = _intervals(prediction, left), _intervals(gold, right)
     if found[0] is None or found[1] is None or None not in (found[0][0], found[1][0]) and found[0][0] != found[1][0]:
@@ -132,7 +131,7 @@ def as_intervals(prediction: str, gold: str, left: str, right: str) -> tuple[str
 
 def _intervals(written: str, text: str) -> tuple[str | None, str] | None:
     """The name in an answer, if it has one, and its intervals; None if it is neither interval nor inequality."""
-    if not _INEQUALITY.search(text):
+    if not SIGN.search(text):
         name, intervals = split_label(text)
         return (name, intervals) if _INTERVALS.fullmatch(intervals) else None
     builder = _BUILDER.fullmatch(text)
@@ -151,8 +150,7 @@ def _solved(text: str) -> tuple[str, str, str, str] | None:
 
     The fourfold: name, kinds of the ends such as `<` and `\\leq` joined by a space, lower end, upper end.
     """
-    relations = [match[1] or match[2] for match in _INEQUALITY.finditer(text)]
-    parts = [part.strip() for part in re.split(r"\\(?:leq|geq|neq)(?![a-zA-Z])|[<>]", text)]
+    relations, parts = SIGN.findall(text), [part.strip() for part in SIGN.split(text)]
     if not relations or not all(parts):
         return None
     if all(relation in _DOWNWARD for relation in relations):

@@ -7,7 +7,7 @@ _FRACTIONS = {sign: unicodedata.normalize("NFKC", sign).split("⁄") for sign in
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑᵢⱼₖₘₙₓ", "0123456789+-=()aeijkmnx")
 _GREEK = "αβγδεϵζηθικλμνξπρστυφϕχψωΓΔΘΛΞΠΣΦΨΩ"
-_GREEK_NAMES = (
+GREEK_NAMES = (
     "alpha beta gamma delta varepsilon epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon "
     "varphi phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 ).split()
@@ -21,7 +21,7 @@ _SYMBOLS = str.maketrans(
         "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "⟨": r"\langle ", "⟩": r"\rangle ", "⩽": r"\leq ", "⩾": r"\geq ",
         "：": ":", "，": ", ", "；": "; ", "（": "(", "）": ")", "、": ", ", "。": ".", "或": " or ", "和": " and ",
         "＝": "=", "％": "%", "¢": " cent ",
-        **{letter: rf"\{name} " for letter, name in zip(_GREEK, _GREEK_NAMES, strict=True)},
+        **{letter: rf"\{name} " for letter, name in zip(_GREEK, GREEK_NAMES, strict=True)},
     }
 )  # fmt: skip
 # Units and counters of Chinese; 月, 日, 分, 角 and 万 have several meanings or change the number, and stay.

@@ -20,20 +20,9 @@ def vocabulary(text: str) -> frozenset[str]:
 
 # Dimension -> its units: their names, and their size in the dimension's base unit.
 _MEASURES = {
-    "length": (
-        "m meter metre 1, mm millimeter millimetre 1/1000, cm centimeter centimetre 1/100, "
-        "dm decimeter decimetre 1/10, km kilometer kilometre 1000, µm um micrometer micrometre micron 1/1000000, "
-        "nm nanometer nanometre 1/1000000000, in inch 0.0254, ft foot feet 0.3048, yd yard 0.9144, "
-        "mi mile 1609.344"
-    ),
-    "mass": (
-        "g gram 1, mg milligram 1/1000, kg kilogram 1000, Mg megagram tonne 1000000, lb pound 453.59237, "
-        "oz ounce 28.349523125"
-    ),
-    "time": (
-        "s sec second 1, ms millisecond 1/1000, µs us microsecond 1/1000000, ns nanosecond 1/1000000000, "
-        "min minute 60, h hr hour 3600, d day 86400, week 604800"
-    ),
+    "length": "m meter metre 1, micron 1e-6, in inch 0.0254, ft foot feet 0.3048, yd yard 0.9144, mi mile 1609.344",
+    "mass": "g gram 1, tonne 1000000, lb pound 453.59237, oz ounce 28.349523125",
+    "time": "s second 1, sec 1, min minute 60, h hr hour 3600, d day 86400, week 604800",
     "months": "month 1, year yr 12",
     "volume": "L l liter litre 1, mL ml milliliter millilitre 1/1000",
     "gallons": "gallon gal 1, quart 1/4, pint 1/8, cup 1/16",
@@ -65,9 +54,11 @@ _MEASURES = {
     "before noon": "am a.m a.m. 1",
     "after noon": "pm p.m p.m. 1",
 }
-_PREFIXES = {" ": 0, "n nano": -9, "uµ micro": -6, "m milli": -3, "k kilo": 3, "M mega": 6, "G giga": 9}
+# Before a symbol, before a name, power of ten.
+_PREFIXES = "n nano -9, µ micro -6, u micro -6, m milli -3, c centi -2, d deci -1, k kilo 3, M mega 6, G giga 9"
 _PREFIXED = vocabulary("energy power charge voltage current frequency pressure amount force eV")
-"""Dimensions whose units take every prefix; in the others the usual ones are listed."""
+# Dimension -> the prefixes that its first unit takes.
+_TAKES = dict.fromkeys(_PREFIXED, "nµumkMG") | {"length": "nµumcdk", "mass": "mkM", "time": "nµum"}
 _COUNTED = vocabulary(
     "unit apple ball balloon banana block boat book bottle box boy bus cake candy car card cat chair child children "
     "choice class coin color combination cookie cow cube customer dog door egg employee face fish flower friend game "
@@ -95,13 +86,15 @@ _CHANGES_A_VALUE = vocabulary(
 
 def _sizes() -> dict[str, tuple[str, Fraction]]:
     """Dimension and size of every unit by name, with its prefixes."""
-    sizes = {}
-    for dimension, unit in ((dimension, unit) for dimension, units in _MEASURES.items() for unit in units.split(", ")):
-        symbol, *words, size = unit.split()
-        for prefix, power in _PREFIXES.items() if dimension in _PREFIXED else ((" ", 0),):
-            letters, _, name = prefix.partition(" ")
-            spelled = [letter + symbol for letter in letters or [""]] + [name + word for word in words]
-            sizes |= dict.fromkeys(spelled, (dimension, Fraction(10) ** power * Fraction(size)))
+    sizes, prefixes = {}, [prefix.split() for prefix in _PREFIXES.split(", ")]
+    for dimension, units in _MEASURES.items():
+        for place, unit in enumerate(units.split(", ")):
+            symbol, *words, size = unit.split()
+            sizes |= dict.fromkeys((symbol, *words), (dimension, Fraction(size)))
+            for letter, name, power in prefixes if place == 0 else ():
+                if letter in _TAKES.get(dimension, ""):
+                    prefixed = letter + symbol, *(name + word for word in words)
+                    sizes |= dict.fromkeys(prefixed, (dimension, Fraction(size) * Fraction(10) ** int(power)))
     return sizes
 
 
@@ -130,11 +123,10 @@ _UNIT_TOKEN = re.compile(r"[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|
 WRAPPED_TEXT = re.compile(TEXT_COMMANDS + r"([^{}]*+)\}")
 _AMOUNT = re.compile(r"(?<![0-9]) ?([0-9]++(?:\.[0-9]++)?+) ?([a-zA-Z]++)\.?+ ?,?+ ?(?:and(?![a-zA-Z]))?+ ?")
 _CURRENCY = re.compile(
-    r"([+-]?) ?(?:(\\\$)|(€|\\euro(?![a-zA-Z]))|(£|\\pounds(?![a-zA-Z]))|(¥)"
-    r"|(₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
+    r"([+-]?) ?(?:(?P<money>\\\$)|(?P<euro>€|\\euro(?![a-zA-Z]))|(?P<sterling>£|\\pounds(?![a-zA-Z]))"
+    r"|(?P<yuan_or_yen>¥)|(?P<rupee>₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
 )
-_CURRENCIES = ("money", "euro", "sterling", "yuan or yen", "rupee")
-_ONE_SIGN = [{(("yuan or yen", 1),), ((name, 1),)} for name in ("yuan", "yen")]
+_ONE_SIGN = [{(("yuan_or_yen", 1),), ((name, 1),)} for name in ("yuan", "yen")]
 _SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
 PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _MAX_PIECES = 12
@@ -165,15 +157,10 @@ def measures(prediction: str, gold: str) -> tuple[Quantity, Quantity]:
     size (`2 mA`, `0.002 A`); else it is a variable.
     """
     left, right = _measure(prediction, any_noun=False), _measure(gold, any_noun=True)
-    if left.dimension and not right.dimension:
-        right = _measure(gold, any_noun=True, letters=True)
-    elif right.dimension and not left.dimension:
-        left = _measure(prediction, any_noun=False, letters=True)
-    elif not left.dimension:
-        units = _measure(prediction, any_noun=False, letters=True), _measure(gold, any_noun=True, letters=True)
-        if units[0].dimension == units[1].dimension and units[0].size != units[1].size:
-            return units
-    return left, right
+    left_unit = left if left.dimension else _measure(prediction, any_noun=False, letters=True)
+    right_unit = right if right.dimension else _measure(gold, any_noun=True, letters=True)
+    differ_in_size = left_unit.dimension == right_unit.dimension and left_unit.size != right_unit.size
+    return (left_unit, right_unit) if left.dimension or right.dimension or differ_in_size else (left, right)
 
 
 def factors(left: Quantity, right: Quantity) -> list[tuple[Fraction, Fraction]]:
@@ -214,9 +201,8 @@ def is_unit(word: str) -> bool:
 def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
     found = Quantity(text)
     if currency := _CURRENCY.match(text):
-        kind = next(name for name, group in zip(_CURRENCIES, currency.groups()[1:], strict=True) if group)
         text = currency[1] + text[currency.end() :]
-        found = Quantity(text, dimension=((kind, 1),))
+        found = Quantity(text, dimension=((currency.lastgroup, 1),))
     if (together := _sum_of_amounts(text)) is not None:
         return together
     for begin in _tail_start(text):
@@ -229,7 +215,7 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
             continue
         joined = dict(found.dimension)
         for name, power in unit.dimension:
-            joined[name] = power if name in _CURRENCIES else joined.get(name, 0) + power
+            joined[name] = power if name in _CURRENCY.groupindex else joined.get(name, 0) + power
         return unit._replace(text=value, dimension=tuple(sorted(joined.items())))
     return found
 
@@ -300,12 +286,10 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
                 return None
             percent = True
         elif word.startswith("^"):
-            if last is None or percent:
+            exponent = int(token[1])
+            if last is None or percent or exponent == 0:
                 return None
             name, power, one = last
-            exponent = int(token[1])
-            if abs(exponent) > 9 or exponent == 0:
-                return None
             powers[name] += power * exponent - power
             size *= one ** (power * exponent - power)
             last = None
