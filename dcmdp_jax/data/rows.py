@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
@@ -103,9 +103,7 @@ def _parse_json(text: str | bytes) -> Mapping[str, Any]:
 
 def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     """The text that is asked, and the chat that it is part of where the prompt is messages."""
-    field = next((name for name in _PROMPT_FIELDS if row.get(name) is not None), None)
-    if field is None:
-        raise UserError(f"no prompt in any of the fields {', '.join(_PROMPT_FIELDS)}; {_describe_fields(row)}")
+    field, *_ = _present(row, _PROMPT_FIELDS, "prompt")
     value = _chat_or_text(row[field], field)
     messages: tuple[Message, ...] = ()
     if isinstance(value, tuple):
@@ -125,9 +123,7 @@ def _prompt(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
 
 def _completion(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     """What is learned of a row: the text after its prompt, or messages, of which the assistant's are."""
-    field = next((name for name in _COMPLETION_FIELDS if row.get(name) is not None), None)
-    if field is None:
-        raise UserError(f"no completion in any of the fields {', '.join(_COMPLETION_FIELDS)}; {_describe_fields(row)}")
+    field, *_ = _present(row, _COMPLETION_FIELDS, "completion")
     value = _chat_or_text(row[field], field)
     if isinstance(value, str) and field != "messages":
         if not value.strip():
@@ -198,9 +194,7 @@ def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
 
 def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     """The reference answer and, where the row has one, a worked solution."""
-    fields = [name for name in _ANSWER_FIELDS if row.get(name) is not None]
-    if not fields:
-        raise NoAnswer(f"no answer in any of the fields {', '.join(_ANSWER_FIELDS)}; {_describe_fields(row)}")
+    fields = _present(row, _ANSWER_FIELDS, "answer", NoAnswer)
     solution = _solution(row)
     field = fields[1] if fields == ["solution", "label"] and last_boxed(solution) is None else fields[0]
     value = row[field]
@@ -227,10 +221,13 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     return answer, solution.strip()
 
 
-def _describe_fields(row: Mapping[str, Any]) -> str:
-    """The fields that a row has, null ones aside, for an error about those it lacks."""
+def _present(row: Mapping[str, Any], names: Sequence[str], what: str, error: type[UserError] = UserError) -> list[str]:
+    """The fields of these names that a row has, null ones aside; an error lists the row's own if there are none."""
     found = [name for name in row if row[name] is not None]
-    return f"the row has {shorten_name(', '.join(map(str, found)))}" if found else "the row has none"
+    if not (fields := [name for name in names if name in found]):
+        has = shorten_name(", ".join(map(str, found))) if found else "none"
+        raise error(f"no {what} in any of the fields {', '.join(names)}; the row has {has}")
+    return fields
 
 
 def _solution(row: Mapping[str, Any]) -> str:
