@@ -62,38 +62,60 @@ def pack(
     valid = ~dropped.reshape(shape)
     loss_mask = valid & ~truncated.reshape(shape) if mask_truncated else valid
 
-    kinds = list(zip(shapes.micro_batches, shapes.rows_per_micro_batch, shapes.row_lengths, strict=True))
-    blocks = [_make_rows((shapes.mini_batches, *kind), columns, np.full) for kind in kinds]
-    counts = np.zeros((shapes.mini_batches, len(kinds)), np.int32)
+    batch = _make_batch(shapes, columns, np.full)
     for m, used in enumerate(valid):
         first, members = m * shapes.completions, np.flatnonzero(used)
         layout = lay_out(lengths[first + members], shapes)
-        counts[m] = layout.micro_batches
+        batch.micro_batches[m] = layout.micro_batches
         for i, number, row, start, segment in zip(members, *layout[1:], strict=True):
             place = (m, *divmod(row, shapes.rows_per_micro_batch[number]))
-            _write(blocks[number], place, start, segment, i, episodes[first + i])
+            _write(batch.rows[number], place, start, segment, i, episodes[first + i])
     groups = np.array([episode.group for episode in episodes]).reshape(shape)
     sampled = np.array([episode.num_sampled for episode in episodes], np.int32)
-    batch = Batch(
-        rows=tuple(blocks),
-        micro_batches=counts,
+    batch = batch._replace(
         rewards=np.where(valid, rewards.reshape(shape), 0.0).astype(np.float32),
         group_ids=np.stack([np.unique(row, return_inverse=True)[1] for row in groups]).astype(np.int32),
         completion_lengths=sampled.reshape(shape),
         loss_mask=loss_mask,
         valid=valid,
     )
-    return batch, (int(lengths[~dropped].sum()), sum(computed_tokens(shapes, row) for row in counts))
+    return batch, (int(lengths[~dropped].sum()), sum(computed_tokens(shapes, row) for row in batch.micro_batches))
 
 
-def _make_rows(shape: Shape, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]) -> Rows:
-    """Rows of padding.
+def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
+    """Shapes of the batch that `pack` makes.
 
     Args:
-        shape: shape of the arrays, to the token axis.
+        packing: its shapes.
+        columns: name -> shape of an entry, of the columns that the completions have; see `episode.column_shapes`.
+    """
+    return _make_batch(packing, columns, lambda shape, _, dtype: jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _make_batch(shapes: RowShapes, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]) -> Batch:
+    """A batch of nothing but padding.
+
+    Args:
+        shapes: shapes of the rows.
         columns: name -> shape of an entry.
         make: (shape, entry of padding, dtype) -> array.
     """
+    kinds = zip(shapes.micro_batches, shapes.rows_per_micro_batch, shapes.row_lengths, strict=True)
+    rows = tuple(_make_rows((shapes.mini_batches, *kind), columns, make) for kind in kinds)
+    completions = (shapes.mini_batches, shapes.completions)
+    return Batch(
+        rows=rows,
+        micro_batches=make((shapes.mini_batches, len(rows)), 0, np.int32),
+        rewards=make(completions, 0, np.float32),
+        group_ids=make(completions, 0, np.int32),
+        completion_lengths=make(completions, 0, np.int32),
+        loss_mask=make(completions, 0, np.bool_),
+        valid=make(completions, 0, np.bool_),
+    )
+
+
+def _make_rows(shape: Shape, columns: Mapping[str, Shape], make: Callable[[Shape, float, type], Any]) -> Rows:
+    """Rows of padding; `shape` is the arrays', to the token axis. For the rest see `_make_batch`."""
     layout = {name: make(shape, 0, dtype) for name, dtype in ROW_LAYOUT.items()}
     extra = {n: make((*shape, *entry), COLUMNS[n].fill, COLUMNS[n].dtype) for n, entry in columns.items()}
     return Rows(**layout, columns=extra)
@@ -114,41 +136,12 @@ def _write(rows: Rows, row: Shape, start: int, segment: int, index: int, episode
 
 def one_a_row(prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], length: int, count: int = 0) -> Rows:
     """Rows of one completion each, padded to `length`, and to `count` rows."""
-    shape = (count or len(prompts)), length
-    ids, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
-    mask, index = np.zeros(shape, bool), np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape)
+    shape = count or len(prompts), length
+    rows = _make_rows(shape, {}, np.full)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        end = len(prompt) + len(completion)
-        ids[row, :end] = np.concatenate([prompt, completion])
-        positions[row, :end] = np.arange(end)
-        segments[row, :end] = 1
-        mask[row, len(prompt) : end] = True
-    return Rows(ids, positions, segments, mask, index, {})
-
-
-def abstract_batch(packing: RowShapes, columns: Mapping[str, Shape]) -> Batch:
-    """Shapes of the batch that `packing.pack` makes.
-
-    Args:
-        packing: its shapes.
-        columns: name -> shape of an entry, of the columns that the completions have; see `episode.column_shapes`.
-    """
-    kinds = zip(packing.micro_batches, packing.rows_per_micro_batch, packing.row_lengths, strict=True)
-    rows = tuple(_make_rows((packing.mini_batches, *kind), columns, _abstract) for kind in kinds)
-    completions = (packing.mini_batches, packing.completions)
-    return Batch(
-        rows=rows,
-        micro_batches=_abstract((packing.mini_batches, len(rows)), 0, np.int32),
-        rewards=_abstract(completions, 0, np.float32),
-        group_ids=_abstract(completions, 0, np.int32),
-        completion_lengths=_abstract(completions, 0, np.int32),
-        loss_mask=_abstract(completions, 0, np.bool_),
-        valid=_abstract(completions, 0, np.bool_),
-    )
-
-
-def _abstract(shape: Shape, _: float, dtype: type) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
+        ids = np.concatenate([prompt, completion])
+        _write(rows, (row,), 0, 1, row, Episode(ids, np.arange(len(ids)) >= len(prompt), row, 0, "stop", {}))
+    return rows._replace(completion_index=np.broadcast_to(np.arange(shape[0], dtype=np.int32)[:, None], shape))
 
 
 def staleness_metrics(batch: Batch, policy_version: int) -> dict[str, float]:
