@@ -239,15 +239,11 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
     ) -> list[Any]:
         scores: list[Any] = []
         for row, completion in enumerate(completions):
-            cells = {name: column[row] for name, column in columns.items() if name in _VERL_COLUMNS}
-            model = cells.pop("reward_model", None)
-            arguments = {
-                "data_source": cells.get("data_source"),
-                "solution_str": completion_text(completion),
-                "ground_truth": model.get("ground_truth") if isinstance(model, Mapping) else cells.get("ground_truth"),
-                "extra_info": cells.get("extra_info"),
-            }
-            taken = {k: value for k, value in arguments.items() if takes_all or k in signature.parameters}
+            cells = {name: columns[name][row] if name in columns else None for name in _VERL_COLUMNS}
+            if isinstance(model := cells.pop("reward_model"), Mapping):
+                cells["ground_truth"] = model.get("ground_truth")
+            cells["solution_str"] = completion_text(completion)
+            taken = {name: cell for name, cell in cells.items() if takes_all or name in signature.parameters}
             scores.append(compute_score(**taken))
         if any(map(inspect.isawaitable, scores)):
             scores = asyncio.run(gathered(scores))
@@ -273,8 +269,8 @@ def call_reward(
     completions: Sequence[str | list[Message]],
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence[Any]],
-    state: TrainerState = BEGINNING,
-    logged: Logged | None = None,
+    state: TrainerState,
+    logged: Logged,
 ) -> list[float | None]:
     """Call a reward function, async or not, and check what it returns.
 
@@ -290,7 +286,6 @@ def call_reward(
         Exception: any exception of the function.
     """
     count = len(completions)  # the function may change the list
-    logged = Logged(count) if logged is None else logged
     values = function(
         prompts=prompts, completions=completions, completion_ids=completion_ids, trainer_state=state,
         log_metric=logged.log_metric, log_extra=logged.log_extra, **columns,

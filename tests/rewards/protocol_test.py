@@ -8,9 +8,11 @@ import pytest
 
 from dcmdp_jax.config import checks
 from dcmdp_jax.rewards.protocol import (
+    BEGINNING,
     BUILT_IN_REWARDS,
     ENVIRONMENT,
     MATH,
+    Logged,
     RewardError,
     call_reward,
     load_reward,
@@ -24,7 +26,8 @@ _FILE = Path(planted_rewards.__file__)
 
 def _call(function, completions=("a", "bc"), **columns):
     prompts = ["a"] * len(completions)
-    return call_reward(function, prompts, list(completions), [list(range(len(text))) for text in completions], columns)
+    given = prompts, list(completions), [list(range(len(text))) for text in completions], columns
+    return call_reward(function, *given, BEGINNING, Logged(len(completions)))
 
 
 class _OtherFloat(float):

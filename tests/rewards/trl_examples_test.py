@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from dcmdp_jax.rewards.protocol import Logged, RewardError, TrainerState, call_reward, load_reward
+from dcmdp_jax.rewards.protocol import BEGINNING, Logged, RewardError, TrainerState, call_reward, load_reward
 from dcmdp_jax.rewards.reward_pool import Returned, RewardPool
 from tests.rewards import trl_examples
 
@@ -161,7 +161,7 @@ async def _waits(data_source, solution_str, ground_truth, extra_info=None):
 def test_a_function_of_verl_without_a_score_is_refused_not_taken_for_no_value(name, given):
     reward = load_reward(f"{__file__}:{name}", [])
     with pytest.raises(RewardError) as raised:
-        call_reward(reward, ["p"], ["c"], [[1]], {"ground_truth": ["c"]})
+        call_reward(reward, ["p"], ["c"], [[1]], {"ground_truth": ["c"]}, BEGINNING, Logged(1))
     assert str(raised.value) == f"returned {given}, needs a number, or a dict with one under 'score'"
     assert raised.value.row == 0
 
@@ -169,6 +169,7 @@ def test_a_function_of_verl_without_a_score_is_refused_not_taken_for_no_value(na
 def test_an_async_function_of_verl_is_awaited_for_all_completions_at_once():
     logged = Logged(4)
     reward = load_reward(f"{__file__}:_waits", [])
-    found = call_reward(reward, ["p"] * 4, ["a", "b", "c", "a"], [[1]] * 4, {"ground_truth": ["a"] * 4}, logged=logged)
+    given = ["p"] * 4, ["a", "b", "c", "a"], [[1]] * 4, {"ground_truth": ["a"] * 4}
+    found = call_reward(reward, *given, BEGINNING, logged)
     # One after the other, they would find 1, 2, 3 and 4 started.
     assert (found, logged.extra) == ([1.0, 0.0, 0.0, 1.0], {"started": [4, 4, 4, 4]})
