@@ -183,17 +183,6 @@ class RewardScorer:
         """Kill the processes of the functions. Harmless when called again."""
         self.pool.close()
 
-    def no_scores(self) -> BatchScores:
-        """Scores of no completions."""
-        none = np.zeros(0, np.float32)
-        return BatchScores(
-            totals=none,
-            values=dict.fromkeys(self.names.values(), none),
-            failed={name: 0 for function, name in self.names.items() if function != MATH},
-            grades=Grades(none, 0, 0, 0, 0) if MATH in self.names else None,
-            sources=() if self.by_source else None,
-        )
-
     def warn_once(self, what: str, problem: str) -> None:
         """Log the first failure of a function, or of another kind."""
         if what not in self._warned:
@@ -259,19 +248,18 @@ class BatchScoring:
             RewardError: in one line, if a function failed and the scorer stops then.
         """
         scorer, rows = self._scorer, range(len(self._problems))
-        if not rows:
-            return [], scorer.no_scores()
         texts = [self._played[row].text if row in self._played else self._texts[row] for row in rows]
-        scorer.pool.begin(
-            [problem.given for problem in self._problems],
-            [self._completion(row) for row in rows],
-            [self._ids[row] for row in rows],
-            columns_of(self._problems, scorer.columns),
-            self._state,
-        )
+        if rows:  # no function is called on an empty batch
+            scorer.pool.begin(
+                [problem.given for problem in self._problems],
+                [self._completion(row) for row in rows],
+                [self._ids[row] for row in rows],
+                columns_of(self._problems, scorer.columns),
+                self._state,
+            )
         answered, *asked = self._with_answers(rows)
         grades = scorer.verifier.grade(*asked) if MATH in scorer.names else None
-        results = scorer.pool.collect(on_wait)
+        results = scorer.pool.collect(on_wait) if rows else dict.fromkeys(scorer.names, Returned([]))
         if grades is not None:
             given = dict(zip(answered, grades.rewards.tolist(), strict=True))
             results[MATH] = Returned([given.get(row) for row in rows])
@@ -288,11 +276,11 @@ class BatchScoring:
                 uncounted = function != ENVIRONMENT and not isinstance(results[function], RewardError)
                 failed[name] = 0 if uncounted else returned[name].rewards.count(None)
         values = {name: one.rewards for name, one in returned.items()}
-        if values and not any(failed.values()) and all(value is None for column in values.values() for value in column):
+        none = all(value is None for column in values.values() for value in column)
+        if rows and values and none and not any(failed.values()):
             problem = f"no reward has a value for any of the {len(rows)} completions, so all get reward 0"
             scorer.warn_once("no value", problem)
-        metrics = [one.metrics.items() for one in returned.values()]
-        logged = [{key: (math.fsum(numbers), len(numbers)) for key, numbers in each} for each in metrics]
+        logged = [{key: (math.fsum(each), len(each)) for key, each in one.metrics.items()} for one in returned.values()]
         totals = weighted_total(list(values.values()), [reward.weight for reward in scorer.rewards])
         totals = totals or [0.0] * len(rows)
         return texts, BatchScores(
@@ -355,14 +343,11 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
     logged under NAME.
     """
     metrics: dict[str, float] = {f"reward/{name}/failed": count for name, count in scores.failed.items()}
-    for name, values in scores.values.items():
+    sources = scores.sources or ()
+    of_sources = {f"source/{each}": scores.totals[np.array(sources) == each] for each in sorted(set(sources))}
+    for name, values in (scores.values | of_sources).items():
         if len(exact := values[np.isfinite(values)].astype(np.float64)):
             metrics |= {f"reward/{name}/mean": float(exact.mean()), f"reward/{name}/std": float(exact.std())}
-    sources = scores.sources or ()
-    for source in sorted(set(sources)):
-        exact = scores.totals[np.array(sources) == source].astype(np.float64)
-        metrics[f"reward/source/{source}/mean"] = float(exact.mean())
-        metrics[f"reward/source/{source}/std"] = float(exact.std())
     missing = np.all([np.isnan(values) for values in scores.values.values()], axis=0)
     metrics["reward/without_value"] = int(missing.sum()) if scores.values else 0
     for name, (value, count) in scores.logged.items():
