@@ -73,10 +73,9 @@ def _recorded(run_dir: Path, limit: int) -> Lengths:
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             record = json.loads(line)
-            if all(name in record for name in names):
-                steps.append([float(record[name]) for name in names])
-        except (ValueError, TypeError):
-            continue  # a line that a crash cut
+            steps.append([float(record[name]) for name in names])
+        except (ValueError, TypeError, KeyError):
+            continue  # of an evaluation, or cut by a crash
     if not steps:
         raise UserError(
             f"--lengths: {path} holds no percentiles of lengths (completion/length_p50); runs of this version record "
@@ -128,12 +127,11 @@ def expected_step(shapes: RowShapes, prompts: np.ndarray, completions: Lengths) 
     return ExpectedStep(*(np.mean(sums, axis=0) / share).tolist())
 
 
-def padding_advice(shapes: RowShapes, *, longest: int, chosen: bool, limited: bool) -> str:
+def padding_advice(shapes: RowShapes, *, chosen: bool, limited: bool) -> str:
     """The argument that lowers a step's padding.
 
     Args:
         shapes: shapes of a batch.
-        longest: most tokens of a sequence.
         chosen: whether `make_row_shapes` chose the row lengths.
         limited: whether the user limited the sequences in a row.
     """
@@ -145,4 +143,4 @@ def padding_advice(shapes: RowShapes, *, longest: int, chosen: bool, limited: bo
         return f"a mini-batch has {shapes.completions} completions for {shapes.row_shards} devices: raise `completions`"
     if shapes.segments_per_row == 1:
         return "rows hold one completion each, as the attention skips no other segments: set `segments_per_row`"
-    return f"completions are far shorter than {longest} tokens: lower `max_completion_tokens`"
+    return f"completions are far shorter than {shapes.longest} tokens: lower `max_completion_tokens`"

@@ -253,12 +253,8 @@ class Batches:
         metrics |= staleness_metrics(batch, step)
         if padding > _MUCH_PADDING and not self._padding_told:
             self._padding_told = True
-            advice = padding_advice(
-                packing,
-                longest=config.max_total_tokens,
-                chosen=not config.training.row_lengths,
-                limited=config.training.segments_per_row > 0,
-            )
+            training = config.training
+            advice = padding_advice(packing, chosen=not training.row_lengths, limited=training.segments_per_row > 0)
             advice = in_settings(advice, PACKING)
             logger.warning("step %d: %.0f%% of what is computed is padding; %s", step + 1, 100 * padding, advice)
         on_devices = to_global(batch, batch_shardings(self._placement.mesh))

@@ -83,8 +83,8 @@ def test_an_expected_step_by_hand():
 
 def test_the_advice_names_a_setting_that_helps():
     def advice(completions=64, shards=2, segments=1, *, chosen=True, limited=False):
-        plan = RowShapes((8,), (2,), (64,), 1, completions, segments, shards, 8)
-        return padding_advice(plan, longest=8192, chosen=chosen, limited=limited)
+        plan = RowShapes((8192,), (2,), (64,), 1, completions, segments, shards, longest=8192)
+        return padding_advice(plan, chosen=chosen, limited=limited)
 
     assert advice(chosen=False) == "`row_lengths`=() chooses the lengths of rows"
     assert advice(limited=True).startswith("`segments_per_row`=0 puts")
