@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -55,6 +57,25 @@ def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:
         with_control_tokens=sum(part.with_control_tokens for part in parts),
         targets=[targets for part in parts for targets in part.targets],
     )
+
+
+def digest_of(prompts: EncodedPrompts) -> str:
+    """Number of problems, and a digest of prompts, answers and columns in their order."""
+
+    def parts() -> Iterable[bytes]:
+        for ids, problem in zip(prompts.token_ids, prompts.problems, strict=True):
+            yield ids.tobytes()
+            yield json.dumps([problem.answer, problem.columns], sort_keys=True, default=str).encode()
+
+    return f"{len(prompts.problems)}, {digest(parts())}"
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """Digest of parts, of their lengths too."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little") + part)
+    return found.hexdigest()[:16]
 
 
 def encode_prompts(
@@ -186,8 +207,8 @@ def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedToke
     if holding := [problem for problem, held in found if held]:
         _LOG.warning(
             "%d of %d problems hold control tokens in their text, which the model reads as the chat's own: %s; the "
-            "first is problem %d of %s",
+            "first is %s",
             *(len(holding), len(found), ", ".join(f"{name} in {count}" for name, count in counts.most_common(5))),
-            *(holding[0].index, holding[0].source),
+            _name(holding[0]),
         )
     return len(holding)

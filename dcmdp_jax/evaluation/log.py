@@ -6,7 +6,6 @@ Nothing in the file depends on time, so a continued evaluation ends with the sam
 
 import contextlib
 import fcntl
-import hashlib
 import itertools
 import json
 import os
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.data.prompts import EncodedPrompts
+from dcmdp_jax.data.prompts import digest_of
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.evaluation.average import COLUMNS, UNJUDGED, EvaluationResult
 from dcmdp_jax.evaluation.held_out import HeldOut
@@ -212,13 +211,8 @@ def evaluation_header(
         # A directory may get other files under the same name.
         "weights": [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)],
         "settings": dict(settings),
-        "problems": {task.name: _digest(prompts) for task, prompts in held_out},
+        "problems": {task.name: digest_of(prompts) for task, prompts in held_out},
     }
-
-
-def _digest(prompts: EncodedPrompts) -> str:
-    asked = [(ids.tolist(), problem.answer) for ids, problem in zip(prompts.token_ids, prompts.problems, strict=True)]
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
 def evaluation_record(

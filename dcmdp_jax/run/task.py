@@ -1,9 +1,7 @@
 """What a run learns, read from its settings and files: model shape, tokenizer, problems, rewards. No device starts."""
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -350,22 +348,3 @@ def held_out(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence
     with as_settings(EVALUATION):
         tasks = held_out_tasks(config.evaluation.task, config.evaluation.samples)
     return tuple((task, _load_prompts(config, tokenizer, tools, "evaluation.task", task.location)) for task in tasks)
-
-
-def digest_of(problems: EncodedPrompts) -> str:
-    """Number of problems, and a digest of prompts, answers and columns in their order."""
-
-    def parts() -> Iterable[bytes]:
-        for ids, problem in zip(problems.token_ids, problems.problems, strict=True):
-            yield ids.tobytes()
-            yield json.dumps([problem.answer, problem.columns], sort_keys=True, default=str).encode()
-
-    return f"{len(problems.problems)}, {digest(parts())}"
-
-
-def digest(parts: Iterable[bytes]) -> str:
-    """Digest of parts, of their lengths too."""
-    found = hashlib.sha256()
-    for part in parts:
-        found.update(len(part).to_bytes(8, "little") + part)
-    return found.hexdigest()[:16]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from dcmdp_jax.activity import activity
-from dcmdp_jax.data.prompts import EncodedPrompts
+from dcmdp_jax.data.prompts import EncodedPrompts, digest_of
 from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.errors import UserError
@@ -25,7 +25,7 @@ from dcmdp_jax.run.checkpoint import Checkpoints, PolicyScore
 from dcmdp_jax.run.directory import claimed, record_config
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
-from dcmdp_jax.run.task import Task, digest_of
+from dcmdp_jax.run.task import Task
 from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training.batches import Batches, ConversationBatches
 from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, make_teacher, start

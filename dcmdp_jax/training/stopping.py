@@ -21,6 +21,7 @@ import numpy as np
 
 from dcmdp_jax.activity import give_back_terminal
 from dcmdp_jax.config.settings import Config, to_dict
+from dcmdp_jax.data.prompts import digest, digest_of
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import TrainingStopped, UserError
 from dcmdp_jax.fields import flatten
@@ -30,7 +31,7 @@ from dcmdp_jax.observe.alarms import ALARMS, WATCHED, Alarm, alarms, broken_comp
 from dcmdp_jax.observe.metrics_io import METRICS_FILE, without_placeholder
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.protocol import RewardError
-from dcmdp_jax.run.task import Task, digest, digest_of
+from dcmdp_jax.run.task import Task
 
 _MOST_SKIPPED, _MOST_IN_ROW = 0.2, 8
 WINDOW = 20
