@@ -35,9 +35,8 @@ from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.evaluation.average import EvaluationResult, describe, evaluate, join
-from dcmdp_jax.evaluation.held_out import HeldOutTask
+from dcmdp_jax.evaluation.held_out import HeldOutTask, Overlap, describe_overlaps, leave_out, training_overlaps
 from dcmdp_jax.evaluation.log import EvaluationLog, evaluation_header, evaluation_record, open_output, write_json
-from dcmdp_jax.evaluation.overlap import Overlap, describe_overlaps, leave_out, training_overlaps
 from dcmdp_jax.evaluation.table import format_comparison, format_table, read_scores, shown_score
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.run.evaluation_setup import PAPERS_EVALUATION, evaluation_task, place_evaluation, pushed_dtype

@@ -43,9 +43,10 @@ class EncodedPrompts(NamedTuple):
     with_control_tokens: int
     targets: Sequence[np.ndarray] = ()
 
-    def select(self, places: slice) -> EncodedPrompts:
+    def select(self, places: slice | Sequence[int]) -> EncodedPrompts:
         """The problems at these places, and their prompts."""
-        return self._replace(problems=self.problems[places], token_ids=self.token_ids[places])
+        chosen = range(len(self.problems))[places] if isinstance(places, slice) else places
+        return self._replace(problems=[self.problems[i] for i in chosen], token_ids=[self.token_ids[i] for i in chosen])
 
 
 def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:

@@ -89,12 +89,6 @@ class EvaluationResult:
         """95% bootstrap interval of `average` over problems; NaN with one problem."""
         return bootstrap_interval(self.problem_averages, seed=seed)
 
-    def select(self, problems: Sequence[int]) -> EvaluationResult:
-        """The same task on some of its problems. The verifier's counts stay those of all problems."""
-        chosen = {name: getattr(self, name)[list(problems)] for name in COLUMNS}
-        values = {name: each[list(problems)] for name, each in self.values.items()}
-        return dataclasses.replace(self, **chosen, values=values)
-
 
 COLUMNS = dict(scores=np.float32, lengths=np.int32, truncated=bool, unparsed=bool, texts=object, found=object)
 """Fields of a result with a value for each completion -> dtype."""

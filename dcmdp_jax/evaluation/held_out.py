@@ -1,23 +1,30 @@
-"""The held-out tasks of a run: their names, their problems, K of each, and what is recorded with avg@K."""
+"""The held-out tasks of a run: names, problems, K of each, what is recorded with avg@K, and overlaps with training."""
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.data.mixtures import is_weighted, location_names, split_locations
+from dcmdp_jax.data.mixtures import is_weighted, location_names, parse_mixture, split_locations
+from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts
-from dcmdp_jax.errors import ArgumentError, shorten
+from dcmdp_jax.errors import ArgumentError, UserError, shorten
 from dcmdp_jax.evaluation.average import EvaluationResult
-from dcmdp_jax.evaluation.table import paper_samples
+from dcmdp_jax.evaluation.table import paper_samples, shown_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SAMPLES = 10
 """Held-out completions that are kept of each evaluation, for people."""
+_RUN = 8
+_SHARE = 0.5
+_WORD = re.compile(r"[^\W_]+")
+_SKIPPED = re.compile(r"[\s$]+")
 
 
 class HeldOutTask(NamedTuple):
@@ -103,3 +110,112 @@ def held_out_samples(
         }
         for place in range(min(_SAMPLES, len(result.scores)))
     ]
+
+
+class Overlap(NamedTuple):
+    """A pair of an evaluation problem and a training problem.
+
+    Attributes:
+        problem: index of the evaluation problem.
+        train_problem: index of the training problem.
+        share: share of the evaluation problem's runs of 8 words that the training problem has; 1 for the same text.
+    """
+
+    problem: int
+    train_problem: int
+    share: float
+
+
+def find_overlap(prompts: Sequence[str], train_prompts: Sequence[str]) -> list[Overlap]:
+    """Find training problems that are evaluation problems, or contain at least half of one.
+
+    Half counts the runs of 8 consecutive words (letters or digits) of the evaluation problem. A problem of fewer
+    than 8 words overlaps with the same text alone, but for white space and dollar signs. Some near matches ask a
+    changed question.
+
+    Args:
+        prompts: texts of the evaluation problems.
+        train_prompts: texts of the training problems.
+
+    Returns:
+        Pairs by evaluation problem, then training problem.
+    """
+    runs, places = [_runs(prompt) for prompt in prompts], defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        for piece in (*runs[index], _SKIPPED.sub("", prompt)):
+            places[piece].append(index)
+    found = []
+    for train_index, prompt in enumerate(train_prompts):
+        same = places.get(text := _SKIPPED.sub("", prompt), ())
+        shared = Counter(index for piece in (*_runs(prompt), text) for index in places.get(piece, ()))
+        shares = {index: 1.0 if index in same else count / len(runs[index]) for index, count in shared.items()}
+        found += [Overlap(index, train_index, share) for index, share in shares.items() if share >= _SHARE]
+    return sorted(found)
+
+
+def training_overlaps(held_out: HeldOut, train: str) -> dict[str, list[Overlap]]:
+    """Problems of each task that training had, by the task's name; `train_problem` is the row in its file.
+
+    Args:
+        held_out: the tasks.
+        train: the setting `task.train`, the problems that the policy was trained on.
+
+    Raises:
+        UserError: in one line, for training problems that can't be read.
+    """
+    with naming("config.task.train"):
+        parts = parse_mixture(train)
+        problems = [
+            each for part in parts for each in load_problems(part.location, on_bad_row="skip", answers="unused")
+        ]
+    texts = [problem.prompt for problem in problems]
+    return {
+        task.name: [
+            overlap._replace(train_problem=problems[overlap.train_problem].index)
+            for overlap in find_overlap([problem.prompt for problem in prompts.problems], texts)
+        ]
+        for task, prompts in held_out
+    }
+
+
+def leave_out(held_out: HeldOut, overlaps: Mapping[str, Sequence[Overlap]]) -> HeldOut:
+    """The problems of each task that are in no overlap.
+
+    Raises:
+        UserError: if none is left of a task.
+    """
+    kept = []
+    for task, prompts in held_out:
+        places = sorted(set(range(len(prompts.problems))) - {overlap.problem for overlap in overlaps[task.name]})
+        if not places:
+            raise UserError(
+                f"--overlap=drop: every problem of {task.name} is in config.task.train, nothing is left to evaluate"
+            )
+        kept.append((task, prompts.select(places)))
+    return tuple(kept)
+
+
+def describe_overlaps(
+    results: Sequence[EvaluationResult], overlaps: Mapping[str, Sequence[Overlap]], train: str, *, dropped: bool
+) -> Iterator[str]:
+    """A line for each task that shares problems with training: how many, and its score without them.
+
+    Args:
+        results: of each task.
+        overlaps: see `training_overlaps`.
+        train: the setting `task.train`.
+        dropped: the problems were left out.
+    """
+    for result in results:
+        shared = {overlap.problem for overlap in overlaps.get(result.task, ())}
+        if not shared:
+            continue
+        rest = [place for place in range(len(result.scores)) if place not in shared]
+        alone = shown_score(result, float(result.scores[rest].mean())) if rest else "no problem"
+        scores = f"; avg@{result.samples} is {shown_score(result, result.average)}, without them {alone}"
+        yield f"overlap of {result.task} with {train}: {len(shared)} problems{', left out' if dropped else scores}"
+
+
+def _runs(prompt: str) -> set[tuple[str, ...]]:
+    words = _WORD.findall(prompt.lower())
+    return {tuple(words[start : start + _RUN]) for start in range(len(words) - _RUN + 1)}

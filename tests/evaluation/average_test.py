@@ -12,6 +12,7 @@ from dcmdp_jax.data.episode import single_turn
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.evaluation.average import evaluate, join
+from dcmdp_jax.evaluation.held_out import Overlap, describe_overlaps
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.protocol import MATH, Problem, Reward
 from dcmdp_jax.rewards.scoring import RewardScorer
@@ -104,7 +105,7 @@ def test_the_engine_is_asked_once_with_the_sampling_given_and_step_0(judged):
     assert (sampling.temperature, sampling.top_p, seed, step) == (0.7, 0.9, 7, 0)
 
 
-def test_parts_join_and_problems_can_be_selected(judged):
+def test_parts_join_and_an_overlap_shows_the_score_without_it(judged):
     texts = [[r"\boxed{4}", r"\boxed{5}"], [r"\boxed{4}...", "4"], [r"\boxed{9}", r"\boxed{9}"]]
     whole, _ = judged(texts, ["4", "7", "9"])
     first, _ = judged(texts[:2], ["4", "7"])
@@ -112,4 +113,6 @@ def test_parts_join_and_problems_can_be_selected(judged):
     joined = join([first, last])
     for name in ("scores", "lengths", "truncated", "unparsed"):
         np.testing.assert_array_equal(getattr(joined, name), getattr(whole, name))
-    assert whole.select([0, 2]).average == 0.75 and whole.select([1]).truncated.mean() == 0.5
+    assert [whole.average, *whole.problem_averages] == [0.5, 0.5, 0.0, 1.0]
+    (line,) = describe_overlaps([whole], {"t": [Overlap(1, 9, 1.0)]}, "a.jsonl", dropped=False)
+    assert line == "overlap of t with a.jsonl: 1 problems; avg@2 is 50.0, without them 75.0"

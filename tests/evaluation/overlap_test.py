@@ -9,8 +9,7 @@ import pytest
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.evaluation.held_out import HeldOutTask
-from dcmdp_jax.evaluation.overlap import Overlap, find_overlap, leave_out
+from dcmdp_jax.evaluation.held_out import HeldOutTask, Overlap, find_overlap, leave_out
 from dcmdp_jax.rewards.protocol import Problem
 
 _DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
