@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -142,6 +142,43 @@ class Evaluator(Protocol):
     turns: TurnSampler | None
 
 
+def sampled_episodes(
+    parts: Evaluator,
+    scoring: BatchScoring,
+    prompts: EncodedPrompts,
+    sampling: SamplingParams,
+    numbers: Mapping[str, int],
+    *,
+    doing: str,
+    check_stop: Callable[[], None],
+) -> Iterator[Episode]:
+    """Sample completions in one turn or several, and start to score each group as it comes.
+
+    Args:
+        parts: engine and environment.
+        scoring: of these problems; once all episodes are taken, it can finish.
+        prompts: the problems and their token ids.
+        sampling: K, temperature, length limit.
+        numbers: seed, step and first_prompt of `Engine.generate`.
+        doing: name of the activity.
+        check_stop: called now and then; what it raises ends the sampling.
+    """
+    asked, size = prompts.token_ids, sampling.group_size
+    if parts.turns is None:
+        generated = parts.engine.generate(asked, sampling, **numbers)
+    else:
+        generated = parts.turns.generate(asked, prompts.problems, sampling, **numbers, check_stop=check_stop)
+    with activity(doing, len(asked) * size, "completions") as progress, contextlib.closing(generated) as groups:
+        for group in groups:
+            check_stop()
+            progress.done += len(group)
+            rows = [episode.group * size + episode.member for episode in group]
+            scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in group])
+            yield from group
+    if parts.turns is not None:
+        scoring.add_played(parts.turns.played)
+
+
 def evaluate(
     parts: Evaluator,
     prompts: EncodedPrompts,
@@ -171,31 +208,16 @@ def evaluate(
     Raises:
         RewardError: in one line, if a reward function failed and the scorer stops then.
     """
-    problems, turns = prompts.problems, parts.turns
-    each = [problem for problem in problems for _ in range(sampling.group_size)]
-    scoring = BatchScoring(parts.scorer, parts.tokenizer, each, state)
-    shape = len(problems), sampling.group_size
+    problems, size = prompts.problems, sampling.group_size
+    scoring = BatchScoring(parts.scorer, parts.tokenizer, [each for each in problems for _ in range(size)], state)
+    shape = len(problems), size
     lengths, truncated = np.zeros(shape, np.int32), np.zeros(shape, bool)
-    with contextlib.ExitStack() as stack:
-        doing = stack.enter_context(activity(f"evaluating {task.removeprefix('eval/')}", lengths.size, "completions"))
-        groups: Iterable[list[Episode]] = ()
-        if problems:  # a process of several may have no share of a short task
-            numbers = {"seed": seed, "step": 0, "first_prompt": first_prompt}
-            if turns is None:
-                sampled = parts.engine.generate(prompts.token_ids, sampling, **numbers)
-            else:
-                sampled = turns.generate(prompts.token_ids, problems, sampling, **numbers, check_stop=check_stop)
-            groups = stack.enter_context(contextlib.closing(sampled))
-        for episodes in groups:
-            check_stop()
-            doing.done += len(episodes)
-            rows = [episode.group * sampling.group_size + episode.member for episode in episodes]
-            scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in episodes])
-            for episode in episodes:
-                lengths[episode.group, episode.member] = episode.num_sampled
-                truncated[episode.group, episode.member] = episode.finish_reason == "length"
-    if turns is not None and problems:
-        scoring.add_played(turns.played)
+    if problems:  # a process of several may have no share of a short task
+        numbers = {"seed": seed, "step": 0, "first_prompt": first_prompt}
+        doing = f"evaluating {task.removeprefix('eval/')}"
+        for episode in sampled_episodes(parts, scoring, prompts, sampling, numbers, doing=doing, check_stop=check_stop):
+            lengths[episode.group, episode.member] = episode.num_sampled
+            truncated[episode.group, episode.member] = episode.finish_reason == "length"
     texts, scores = scoring.finish(check_stop)
     if not any(reward.weight for reward in parts.scorer.rewards):
         scores = dataclasses.replace(scores, totals=np.nansum([*scores.values.values()], axis=0))

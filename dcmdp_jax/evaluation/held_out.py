@@ -12,7 +12,7 @@ import numpy as np
 from dcmdp_jax.data.mixtures import is_weighted, location_names, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts
-from dcmdp_jax.errors import ArgumentError, UserError, shorten
+from dcmdp_jax.errors import ArgumentError, UserError, naming, shorten
 from dcmdp_jax.evaluation.average import EvaluationResult
 from dcmdp_jax.evaluation.table import paper_samples, shown_score
 

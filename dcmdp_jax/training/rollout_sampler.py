@@ -1,16 +1,15 @@
 """Sampling of a step: completions and rewards of its problems, exchanged between hosts."""
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
 
 import numpy as np
 
-from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import EPISODES, REWARDS, as_settings
 from dcmdp_jax.data.episode import Episode, in_prompt_order
 from dcmdp_jax.engines.protocol import check_routed_experts, check_top_logprobs, unusable_completions
+from dcmdp_jax.evaluation.average import sampled_episodes
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.protocol import TrainerState
@@ -163,28 +162,12 @@ class StepRollouts:
     def _generate(
         self, chosen: np.ndarray, first_prompt: int, step: int, number: int, scoring: BatchScoring
     ) -> list[Episode]:
-        """Sample the chosen problems; start the rewards of each group as it comes. Returns prompt order."""
-        task, sampling, turns, check = self._task, self._task.sampling, self._services.turns, self._exit.check
-        prompts = [task.train.token_ids[i] for i in chosen]
-        seed = task.config.training.seed + number * _ROUND_SEED_OFFSET
+        """Sample the chosen problems, and start their rewards. Returns prompt order."""
+        seed = self._task.config.training.seed + number * _ROUND_SEED_OFFSET
         numbers = {"seed": seed, "step": step, "first_prompt": first_prompt}
-        if turns is None:
-            sampled = self._services.engine.generate(prompts, sampling, **numbers)
-        else:
-            asked = [task.train.problems[i] for i in chosen]
-            sampled = turns.generate(prompts, asked, sampling, **numbers, check_stop=check)
-        episodes: list[Episode] = []
-        total = len(prompts) * sampling.group_size
-        with activity("sampling", total, "completions") as doing, contextlib.closing(sampled) as groups:
-            for complete in groups:
-                check()
-                doing.done += len(complete)
-                rows = [episode.group * sampling.group_size + episode.member for episode in complete]
-                scoring.begin(rows, [episode.token_ids[episode.sampled_mask] for episode in complete])
-                episodes += complete
-        if turns is not None:
-            scoring.add_played(turns.played)
-        episodes = in_prompt_order(episodes)
+        asked = self._task.train.select(chosen), self._task.sampling, numbers
+        sampled = sampled_episodes(self._services, scoring, *asked, doing="sampling", check_stop=self._exit.check)
+        episodes = in_prompt_order(sampled)
         if (teacher := self._services.teacher) is None:
             return episodes
         given = [each.prompt_ids for each in episodes], [each.completion_ids for each in episodes]
