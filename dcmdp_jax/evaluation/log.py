@@ -44,16 +44,14 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._parts: dict[tuple[str, int], EvaluationResult] = {}
         self.path = path
-        self._file = path.open("a+b")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.ExitStack() as on_failure:
+            self._file = on_failure.enter_context(path.open("a+b"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{path}: another process is writing this evaluation; choose another file") from None
             self._continue(path, json.loads(json.dumps(header)))
-        except BlockingIOError:
-            self._file.close()
-            raise UserError(f"{path}: another process is writing this evaluation; choose another file") from None
-        except BaseException:
-            self._file.close()
-            raise
+            on_failure.pop_all()
 
     def __exit__(self, *exception: object) -> None:
         if not self._parts:  # nothing to continue from
