@@ -332,8 +332,6 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
 
 
 def _look_up(word: str) -> tuple[str, Fraction] | None:
-    if word in _BY_NAME:
-        return _BY_NAME[word]
     word = word.rstrip(".")
     lower = word.lower()
     for name in (word, lower, lower.removesuffix("s"), lower.removesuffix("es")):
