@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _SAMPLES = 10
 """Held-out completions that are kept of each evaluation, for people."""
-_RUN = 8
-_SHARE = 0.5
+# Words of a run, and the share of a problem's runs that is an overlap.
+_RUN, _SHARE = 8, 0.5
 _WORD = re.compile(r"[^\W_]+")
 _SKIPPED = re.compile(r"[\s$]+")
 

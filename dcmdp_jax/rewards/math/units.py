@@ -54,10 +54,11 @@ _MEASURES = {
     "before noon": "am a.m a.m. 1",
     "after noon": "pm p.m p.m. 1",
 }
-# Before a symbol, before a name, power of ten.
+# Before a symbol, before a name, the power of ten.
 _PREFIXES = "n nano -9, µ micro -6, u micro -6, m milli -3, c centi -2, d deci -1, k kilo 3, M mega 6, G giga 9"
+# Dimensions whose units take all prefixes of physics; in the others those in use.
 _PREFIXED = vocabulary("energy power charge voltage current frequency pressure amount force eV")
-# Dimension -> the prefixes that its first unit takes.
+# Dimension -> letters of the prefixes that its first unit takes.
 _TAKES = dict.fromkeys(_PREFIXED, "nµumkMG") | {"length": "nµumcdk", "mass": "mkM", "time": "nµum"}
 _COUNTED = vocabulary(
     "unit apple ball balloon banana block boat book bottle box boy bus cake candy car card cat chair child children "
