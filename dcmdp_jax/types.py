@@ -4,8 +4,6 @@ Letters: `N` completions of a mini-batch, `M` mini-batches, `A` micro-batches, `
 Every token array is aligned to the token it describes: `logprobs[t] = log pi(token t | tokens before t)`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +92,7 @@ class Rows(NamedTuple):
         """float32 nats, the inference engine's; 0 where the mask is false."""
         return self.columns["rollout_logprobs"]
 
-    def with_columns(self, **columns: Array) -> Rows:
+    def with_columns(self, **columns: Array) -> "Rows":
         """The rows with columns added or replaced."""
         return self._replace(columns={**self.columns, **columns})
 

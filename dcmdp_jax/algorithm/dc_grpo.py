@@ -9,22 +9,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Int, Shaped
 
+from dcmdp_jax.algorithm import discrepancy, dual, losses, masked, require, stats, trust_regions
 from dcmdp_jax.algorithm.advantages import group_advantages
-from dcmdp_jax.algorithm.discrepancy import Measure, Sided, token_discrepancy
-from dcmdp_jax.algorithm.dual import MULTIPLIER_MAX, dual_update
-from dcmdp_jax.algorithm.losses import Aggregation, aggregation_weights, importance_ratio
-from dcmdp_jax.algorithm.masked import masked_mean, weighted_sum
 from dcmdp_jax.algorithm.penalties import penalized_advantages
-from dcmdp_jax.algorithm.require import (
-    concrete,
-    require_logprobs,
-    require_number,
-    require_option,
-    require_rank,
-    require_same_shape,
-)
-from dcmdp_jax.algorithm.stats import as_float
-from dcmdp_jax.algorithm.trust_regions import clipped_surrogate
 from dcmdp_jax.types import Array, Scalar
 
 
@@ -62,11 +49,11 @@ def dc_grpo_loss(
     clip_high: Scalar = 0.2,
     learning_rate: Scalar = 1.0,
     multiplier_min: Scalar = 0.0,
-    multiplier_max: Scalar = MULTIPLIER_MAX,
-    aggregation: Aggregation = "seq_mean_token_mean",
+    multiplier_max: Scalar = dual.MULTIPLIER_MAX,
+    aggregation: losses.Aggregation = "seq_mean_token_mean",
     max_completion_tokens: int | None = None,
-    measure: Measure = "diff",
-    sided: Sided = "two",
+    measure: discrepancy.Measure = "diff",
+    sided: discrepancy.Sided = "two",
     ddof: int = 1,
     epsilon: Scalar = 1e-6,
 ) -> tuple[Float[jax.Array, ""], DcGrpoAux]:
@@ -127,29 +114,29 @@ def dc_grpo_loss(
     logprobs = {name: _numbers(name, value) for name, value in given.items()}
     given = {"completion_mask": completion_mask, "rewards": rewards, "group_ids": group_ids}
     completion_mask, rewards, group_ids = (_numbers(name, value) for name, value in given.items())
-    require_option("aggregation", aggregation, get_args(Aggregation))
-    require_number("multiplier_min", multiplier_min, minimum=0)
-    require_number("multiplier_max", multiplier_max, minimum=multiplier_min)
+    require.require_option("aggregation", aggregation, get_args(losses.Aggregation))
+    require.require_number("multiplier_min", multiplier_min, minimum=0)
+    require.require_number("multiplier_max", multiplier_max, minimum=multiplier_min)
     _require_arrays(logprobs, completion_mask, rewards, group_ids)
     _require_values(logprobs, completion_mask, rewards, group_ids)
 
     mask = jnp.asarray(completion_mask, bool)
-    dtype = jnp.result_type(*map(as_float, (*logprobs.values(), rewards)))
+    dtype = jnp.result_type(*map(stats.as_float, (*logprobs.values(), rewards)))
     train, old, rollout = (jnp.where(mask, jnp.asarray(x, dtype), 0.0) for x in logprobs.values())
-    delta = token_discrepancy(old, rollout, completion_mask=mask, measure=measure, sided=sided)
+    delta = discrepancy.token_discrepancy(old, rollout, completion_mask=mask, measure=measure, sided=sided)
     advantages = group_advantages(jnp.asarray(rewards, dtype), group_ids, ddof=ddof, epsilon=epsilon)
     penalized = jnp.where(mask, penalized_advantages(advantages, delta, multiplier), 0.0)
-    ratio = importance_ratio(train, old)
-    objective = clipped_surrogate(ratio, penalized, clip_low=clip_low, clip_high=clip_high).objective
+    ratio = losses.importance_ratio(train, old)
+    objective = trust_regions.clipped_surrogate(ratio, penalized, clip_low=clip_low, clip_high=clip_high).objective
 
     lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
-    weights, total = aggregation_weights(
+    weights, total = losses.aggregation_weights(
         lengths, lengths > 0, mode=aggregation, max_completion_tokens=max_completion_tokens, dtype=dtype
     )
-    loss = weighted_sum(-objective, jnp.where(mask, weights[:, None], 0.0))._replace(weight=total).value()
-    mean_delta = masked_mean(delta, mask)
+    loss = masked.weighted_sum(-objective, jnp.where(mask, weights[:, None], 0.0))._replace(weight=total).value()
+    mean_delta = masked.masked_mean(delta, mask)
     rule = {"learning_rate": learning_rate, "minimum": multiplier_min, "maximum": multiplier_max}
-    next_multiplier = dual_update(multiplier, mean_delta, tolerance=tolerance, **rule)
+    next_multiplier = dual.dual_update(multiplier, mean_delta, tolerance=tolerance, **rule)
     return loss, lax.stop_gradient(DcGrpoAux(delta, mean_delta, advantages, penalized, ratio, next_multiplier))
 
 
@@ -167,8 +154,8 @@ def _numbers(name: str, value: Any) -> Array:
 def _require_arrays(logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array) -> None:
     """Raise for ranks, shapes and dtypes that do not fit; these are known under jit too."""
     for name, array in (*logprobs.items(), ("completion_mask", completion_mask)):
-        require_rank(name, array, 2)
-    require_same_shape(**logprobs, completion_mask=completion_mask)
+        require.require_rank(name, array, 2)
+    require.require_same_shape(**logprobs, completion_mask=completion_mask)
     shape = np.shape(completion_mask)
     if 0 in shape:
         raise ValueError(f"completion_mask has shape {shape}; must hold at least one completion of one token")
@@ -182,7 +169,7 @@ def _require_arrays(logprobs: dict[str, Array], completion_mask: Array, rewards:
 
 def _require_values(logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array) -> None:
     """Raise for values that are wrong, as far as they are known."""
-    rewards, ids, mask = (concrete(x) for x in (rewards, group_ids, completion_mask))
+    rewards, ids, mask = (require.concrete(x) for x in (rewards, group_ids, completion_mask))
     if rewards is not None:
         # The squares of larger ones overflow float32.
         _require_each("rewards", rewards, np.abs(rewards.astype(float)) < 1e18, "finite, below 1e+18")
@@ -199,11 +186,11 @@ def _require_values(logprobs: dict[str, Array], completion_mask: Array, rewards:
     if len(empty := np.flatnonzero(~sampled.any(axis=1))):
         raise ValueError(f"completion_mask is 0 in row {empty[0]}, a completion without a token: leave it out")
     for name, array in logprobs.items():
-        if (known := concrete(array)) is None:
+        if (known := require.concrete(array)) is None:
             continue
         known = known.astype(float)
         _require_each(name, known, ~sampled | (known < np.inf), "a log-prob in nats, at most 0")  # NaN is not below
-        require_logprobs(name, known, sampled)
+        require.require_logprobs(name, known, sampled)
 
 
 def _require_each(name: str, array: np.ndarray, good: np.ndarray, allowed: str) -> None:

@@ -11,15 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Shaped
 
-from dcmdp_jax.algorithm.masked import (
-    CompletionIndex,
-    completion_counts,
-    completion_means,
-    gather_to_tokens,
-    masked_mean,
-    masked_quantile,
-    masked_sum,
-)
+from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.require import require_logprobs, require_number, require_option, require_same_shape
 from dcmdp_jax.algorithm.stats import LOGPROB_LIMIT, MAX_LOG_RATIO, Mean, as_float, clamped_log_ratio, exp_minus_linear
 from dcmdp_jax.types import Array, Scalar
@@ -102,7 +94,9 @@ def token_discrepancy(
     return jax.lax.stop_gradient(values)
 
 
-def sequence_discrepancy(discrepancy_tokens: Float[Array, "R L"], where: CompletionIndex) -> Float[jax.Array, "R L"]:
+def sequence_discrepancy(
+    discrepancy_tokens: Float[Array, "R L"], where: masked.CompletionIndex
+) -> Float[jax.Array, "R L"]:
     """Give every token the mean discrepancy of its completion (`algorithm.level=sequence`).
 
     The coarser choice, which the paper argues against (section 4, granularity). The sum over a completion is that of
@@ -118,12 +112,12 @@ def sequence_discrepancy(discrepancy_tokens: Float[Array, "R L"], where: Complet
     Raises:
         ValueError: if the shapes differ.
     """
-    means = completion_means(discrepancy_tokens, where)
-    return jnp.where(jnp.asarray(where.mask, bool), gather_to_tokens(means, where.index), 0.0)
+    means = masked.completion_means(discrepancy_tokens, where)
+    return jnp.where(jnp.asarray(where.mask, bool), masked.gather_to_tokens(means, where.index), 0.0)
 
 
 def completions_over_tolerance(
-    discrepancy_tokens: Float[Array, "R L"], where: CompletionIndex, *, tolerance: Scalar
+    discrepancy_tokens: Float[Array, "R L"], where: masked.CompletionIndex, *, tolerance: Scalar
 ) -> Mean:
     """Number of completions whose own mean discrepancy exceeds c, over the number of completions.
 
@@ -142,7 +136,9 @@ def completions_over_tolerance(
         ValueError: if the shapes differ or `tolerance` is a negative Python number.
     """
     require_number("tolerance", tolerance, minimum=0)
-    return masked_sum(completion_means(discrepancy_tokens, where) > tolerance, completion_counts(where) > 0)
+    return masked.masked_sum(
+        masked.completion_means(discrepancy_tokens, where) > tolerance, masked.completion_counts(where) > 0
+    )
 
 
 def log_odds(logprobs: Float[Array, "*s"]) -> Float[jax.Array, "*s"]:
@@ -202,8 +198,8 @@ def displacement_statistics(
     """
     eps = displacement(train_logprobs, rollout_logprobs)
     sizes = jnp.abs(eps)
-    quantiles = {f"abs_p{q}": masked_quantile(sizes, mask, q / 100) for q in (50, 95, 99)}
-    return {"mean": masked_mean(eps, mask), "abs_mean": masked_mean(sizes, mask), **quantiles}
+    quantiles = {f"abs_p{q}": masked.masked_quantile(sizes, mask, q / 100) for q in (50, 95, 99)}
+    return {"mean": masked.masked_mean(eps, mask), "abs_mean": masked.masked_mean(sizes, mask), **quantiles}
 
 
 def mismatch_statistics(
@@ -247,8 +243,8 @@ def mismatch_statistics(
     square_sum = jnp.sum(weights**2)
     size = jnp.sum(weights) ** 2 / jnp.where(count > 0, count * square_sum, 1.0)
     return {
-        "mismatch/k1": masked_mean(-log_ratio, mask),
-        "mismatch/k3": masked_mean(exp_minus_linear(log_ratio), mask),
+        "mismatch/k1": masked.masked_mean(-log_ratio, mask),
+        "mismatch/k3": masked.masked_mean(exp_minus_linear(log_ratio), mask),
         "mismatch/pearson": _pearson(jnp.exp(jnp.minimum(train, 0.0)), jnp.exp(jnp.minimum(rollout, 0.0)), mask),
         "mismatch/effective_sample_size": jnp.minimum(size, 1.0),
     }
@@ -262,7 +258,7 @@ def _pearson(x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
         return smallest >= jnp.max(jnp.where(mask, values, -jnp.inf), initial=-jnp.inf)
 
     def centered(values: jax.Array) -> jax.Array:
-        deviations = jnp.where(mask, values - masked_mean(values, mask), 0.0)
+        deviations = jnp.where(mask, values - masked.masked_mean(values, mask), 0.0)
         largest = jnp.max(jnp.abs(deviations), initial=0.0)  # cancels; squares of tiny probabilities underflow
         return deviations / jnp.where(largest == 0, 1.0, largest)
 

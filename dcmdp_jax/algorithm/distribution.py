@@ -12,13 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, Level, Measure, Sided, token_discrepancy
-from dcmdp_jax.algorithm.losses import importance_ratio, sequence_log_ratio
-from dcmdp_jax.algorithm.masked import masked_sum, weighted_sum
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import require_same_shape
-from dcmdp_jax.algorithm.stats import MAX_LOG_RATIO, clamped_log_ratio
 from dcmdp_jax.types import Array
 
 LEAST_TAIL = 1e-6
@@ -110,7 +108,7 @@ def state_measures(
     p, q = (jnp.where(present, jnp.exp(x), 0.0) for x in (train, rollout))
     log_p, log_q = (tail_logprobs(x, present) for x in (train, rollout))
     p_tail, q_tail = jnp.exp(log_p), jnp.exp(log_q)
-    log_ratio, log_tail = clamped_log_ratio(train, rollout), clamped_log_ratio(log_p, log_q)
+    log_ratio, log_tail = stats.clamped_log_ratio(train, rollout), stats.clamped_log_ratio(log_p, log_q)
     differences = token_discrepancy(train, rollout, completion_mask=present)
     delta = token_discrepancy(train, rollout, completion_mask=present, measure=measure, sided=sided)
     expected = jnp.sum(q * delta, axis=-1)
@@ -120,11 +118,11 @@ def state_measures(
         "distribution/total_variation": (jnp.sum(differences, axis=-1) + jnp.abs(p_tail - q_tail)) / 2,
         "distribution/total_variation_bound": jnp.minimum(p_tail, q_tail),
         "distribution/kl_engine": jnp.maximum(-jnp.sum(q * log_ratio, axis=-1) - q_tail * log_tail, 0.0),
-        "distribution/kl_engine_bound": q_tail * (MAX_LOG_RATIO + log_tail),
+        "distribution/kl_engine_bound": q_tail * (stats.MAX_LOG_RATIO + log_tail),
         "distribution/kl_trainer": jnp.maximum(jnp.sum(p * log_ratio, axis=-1) + p_tail * log_tail, 0.0),
-        "distribution/kl_trainer_bound": p_tail * (MAX_LOG_RATIO - log_tail),
+        "distribution/kl_trainer_bound": p_tail * (stats.MAX_LOG_RATIO - log_tail),
         "distribution/expected_discrepancy": expected,
-        "distribution/expected_discrepancy_bound": q_tail * limits.get(measure, MAX_LOG_RATIO),
+        "distribution/expected_discrepancy_bound": q_tail * limits.get(measure, stats.MAX_LOG_RATIO),
         "distribution/discrepancy_variance": jnp.maximum(jnp.sum(q * delta**2, axis=-1) - expected**2, 0.0),
         "distribution/head_mass": jnp.sum(q, axis=-1),
     }
@@ -142,7 +140,7 @@ def distribution_statistics(head: Head, mask: Bool[Array, "R L"], how: Mapping[s
     """
     require_head(head, mask)
     measures = state_measures(head.old_logprobs, head.rollout_logprobs, head.present, **how)
-    return {name: masked_sum(values, mask) for name, values in measures.items()}
+    return {name: masked.masked_sum(values, mask) for name, values in measures.items()}
 
 
 def score_centering(tokens: Tokens) -> Corrected:
@@ -200,14 +198,14 @@ def centering_loss(
     inside = {name: jax.lax.stop_gradient(jnp.where(active, x, 0)) for name, x in arrays.items()}
     whole = None
     if ratio_level == "sequence":
-        log_ratio = sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where)
+        log_ratio = losses.sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where)
         whole = jnp.exp(jnp.where(active, log_ratio, 0.0))
     seen = tokens._replace(**inside)._replace(completion_mask=active)
 
     def at(present: Array, train: Array, old: Array, start: Array, rollout: Array, anchored: Array) -> jax.Array:
         """q_j f_j l_j of one token in each place, [R, L]."""
         there = seen._replace(train_logprobs=train, old_logprobs=old, start_logprobs=start, rollout_logprobs=rollout)
-        there = there._replace(anchor_logprobs=anchored, ratio=importance_ratio(train, anchored))
+        there = there._replace(anchor_logprobs=anchored, ratio=losses.importance_ratio(train, anchored))
         if whole is not None:
             there = there._replace(ratio=jax.lax.stop_gradient(whole) * jnp.exp(train - jax.lax.stop_gradient(train)))
         mass = jnp.where(present, jnp.exp(rollout), 0.0)
@@ -226,4 +224,4 @@ def centering_loss(
     names = "train_logprobs", "old_logprobs", "start_logprobs", "rollout_logprobs", anchor
     there = jnp.concatenate([present, active[..., None]], axis=-1)
     expected = jax.vmap(at)(jnp.moveaxis(there, -1, 0), *(outcomes(getattr(head, name)) for name in names))
-    return weighted_sum(jnp.sum(expected, axis=0), jax.lax.stop_gradient(jnp.where(active, weights, 0.0))).total
+    return masked.weighted_sum(jnp.sum(expected, axis=0), jax.lax.stop_gradient(jnp.where(active, weights, 0.0))).total

@@ -12,29 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int, Shaped
 
-from dcmdp_jax.algorithm.discrepancy import Level
+from dcmdp_jax.algorithm import discrepancy, require, stats
 from dcmdp_jax.algorithm.masked import CompletionIndex, completion_means, gather_to_tokens, masked_sum, weighted_sum
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
-from dcmdp_jax.algorithm.require import (
-    require_integer,
-    require_logprobs,
-    require_number,
-    require_option,
-    require_rank,
-    require_same_shape,
-)
-from dcmdp_jax.algorithm.stats import (
-    MAX_LOG_RATIO,
-    KlEstimator,
-    Max,
-    Mean,
-    Min,
-    as_float,
-    clamp,
-    clamped_log_ratio,
-    kl_estimate,
-    log_difference,
-)
 from dcmdp_jax.algorithm.trust_regions import clip
 from dcmdp_jax.types import Array
 
@@ -59,10 +39,10 @@ def importance_ratio(train_logprobs: Float[Array, "*s"], old_logprobs: Float[Arr
     Raises:
         ValueError: if the shapes differ, or probabilities are given (not seen under jit).
     """
-    require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs)
-    require_logprobs("train_logprobs", train_logprobs)
-    require_logprobs("old_logprobs", old_logprobs)
-    return jnp.exp(clamped_log_ratio(train_logprobs, lax.stop_gradient(as_float(old_logprobs))))
+    require.require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs)
+    require.require_logprobs("train_logprobs", train_logprobs)
+    require.require_logprobs("old_logprobs", old_logprobs)
+    return jnp.exp(stats.clamped_log_ratio(train_logprobs, lax.stop_gradient(stats.as_float(old_logprobs))))
 
 
 def surrogate(tokens: Tokens, *, trust_region: Function = clip) -> tuple[Float[jax.Array, "R L"], Statistics]:
@@ -101,9 +81,9 @@ def log_ratio_squared(
     sampled tokens. Kimi k1.5, Kimi-K2.5 (arXiv:2602.02276) and prime-rl (`kl_tau`, 1e-3 until 2026-09-18, none since)
     have it. The difference is clamped at 20 nats.
     """
-    require_number("tau", tau, minimum=0)
+    require.require_number("tau", tau, minimum=0)
     losses, statistics = surrogate(tokens, trust_region=trust_region)
-    return losses + tau * clamped_log_ratio(tokens.train_logprobs, tokens.rollout_logprobs) ** 2, statistics
+    return losses + tau * stats.clamped_log_ratio(tokens.train_logprobs, tokens.rollout_logprobs) ** 2, statistics
 
 
 def likelihood(tokens: Tokens, *, trust_region: Function = clip) -> tuple[Float[jax.Array, "R L"], Statistics]:
@@ -117,8 +97,12 @@ LOSSES: Mapping[str, Function] = {each.__name__: each for each in (surrogate, lo
 
 
 def policy_loss(
-    tokens: Tokens, token_weights: Float[Array, "R L"], *, loss: Function = surrogate, ratio_level: Level = "token"
-) -> tuple[Mean, Statistics]:
+    tokens: Tokens,
+    token_weights: Float[Array, "R L"],
+    *,
+    loss: Function = surrogate,
+    ratio_level: discrepancy.Level = "token",
+) -> tuple[stats.Mean, Statistics]:
     """The loss of the policy on packed rows, left unreduced: sum_t w_t l_t. On arrays [N, T] it is `dc_grpo_loss`.
 
     gamma_t is the `importance_ratio` of log pi_theta and log pi_anchor. A NaN on a token that takes part stays NaN,
@@ -151,7 +135,7 @@ def policy_loss(
         ValueError: if the shapes differ, or the loss refuses a parameter.
     """
     require_tokens(tokens)
-    require_same_shape(completion_mask=tokens.completion_mask, token_weights=token_weights)
+    require.require_same_shape(completion_mask=tokens.completion_mask, token_weights=token_weights)
     mask = jnp.asarray(tokens.completion_mask, bool)
     weights = lax.stop_gradient(jnp.where(mask, jnp.asarray(token_weights, jnp.float32), 0.0))
     active = weights != 0
@@ -172,8 +156,8 @@ def policy_loss(
     ratio = lax.stop_gradient(ratio)
     return weighted_sum(token_losses, weights), lax.stop_gradient(statistics) | {
         "policy/ratio_mean": masked_sum(ratio, active),
-        "policy/ratio_max": Max(jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)),
-        "policy/ratio_min": Min(jnp.min(jnp.where(active, ratio, jnp.inf), initial=jnp.inf)),
+        "policy/ratio_max": stats.Max(jnp.max(jnp.where(active, ratio, -jnp.inf), initial=-jnp.inf)),
+        "policy/ratio_min": stats.Min(jnp.min(jnp.where(active, ratio, jnp.inf), initial=jnp.inf)),
     }
 
 
@@ -185,15 +169,15 @@ def sequence_log_ratio(
     train_logprobs: Float[Array, "R L"], old_logprobs: Float[Array, "R L"], where: CompletionIndex
 ) -> Float[jax.Array, "R L"]:
     """The mean log-ratio of each token's completion in value, that of the token alone in gradient; clamped."""
-    require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs, completion_mask=where.mask)
+    require.require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs, completion_mask=where.mask)
     mask = jnp.asarray(where.mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
     old = lax.stop_gradient(jnp.where(mask, jnp.asarray(old_logprobs, jnp.float32), 0.0))
-    difference = log_difference(train, old)
+    difference = stats.log_difference(train, old)
     means = completion_means(lax.stop_gradient(difference), where)
     # difference - stop_gradient(difference) is 0 with gradient 1.
     drift = difference - lax.stop_gradient(difference)
-    return clamp(gather_to_tokens(means, where.index) + drift, MAX_LOG_RATIO)
+    return stats.clamp(gather_to_tokens(means, where.index) + drift, stats.MAX_LOG_RATIO)
 
 
 def aggregation_weights(
@@ -237,13 +221,13 @@ def aggregation_weights(
         ValueError: if the shapes differ or are not [N], `mode` is unknown, or `max_completion_tokens` is missing for
             `fixed_length` or not a positive integer.
     """
-    require_same_shape(completion_lengths=completion_lengths, loss_mask=loss_mask)
-    require_rank("completion_lengths", completion_lengths, 1)
-    require_option("mode", mode, get_args(Aggregation))
+    require.require_same_shape(completion_lengths=completion_lengths, loss_mask=loss_mask)
+    require.require_rank("completion_lengths", completion_lengths, 1)
+    require.require_option("mode", mode, get_args(Aggregation))
     if max_completion_tokens is not None or mode == "fixed_length":
-        require_integer("max_completion_tokens", max_completion_tokens, minimum=1)
+        require.require_integer("max_completion_tokens", max_completion_tokens, minimum=1)
     if dropped_tokens is not None:
-        require_same_shape(completion_lengths=completion_lengths, dropped_tokens=dropped_tokens)
+        require.require_same_shape(completion_lengths=completion_lengths, dropped_tokens=dropped_tokens)
     lengths = jnp.asarray(completion_lengths, jnp.int32)
     kept = lengths if dropped_tokens is None else lengths - jnp.asarray(dropped_tokens, jnp.int32)
     counted = jnp.asarray(loss_mask, bool) & (lengths > 0)
@@ -263,7 +247,7 @@ def reference_kl(
     train_logprobs: Float[Array, "*s"],
     ref_logprobs: Float[Array, "*s"],
     *,
-    estimator: KlEstimator,
+    estimator: stats.KlEstimator,
     completion_mask: Shaped[Array, "*s"] | None = None,
 ) -> Float[jax.Array, "*s"]:
     """Estimate of KL(pi_theta || pi_ref) from each sampled token, to be added to the loss with a coefficient.
@@ -287,8 +271,8 @@ def reference_kl(
         ValueError: if the shapes differ or `estimator` is unknown.
     """
     mask = jnp.ones(jnp.shape(train_logprobs), bool) if completion_mask is None else completion_mask
-    require_same_shape(train_logprobs=train_logprobs, ref_logprobs=ref_logprobs, completion_mask=mask)
+    require.require_same_shape(train_logprobs=train_logprobs, ref_logprobs=ref_logprobs, completion_mask=mask)
     mask = jnp.asarray(mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
     reference = jax.lax.stop_gradient(jnp.where(mask, jnp.asarray(ref_logprobs, jnp.float32), 0.0))
-    return kl_estimate(clamped_log_ratio(reference, train), estimator)
+    return stats.kl_estimate(stats.clamped_log_ratio(reference, train), estimator)

@@ -20,11 +20,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
+from dcmdp_jax.algorithm import masked, require, stats
 from dcmdp_jax.algorithm.distribution import Head, require_head, with_tail
-from dcmdp_jax.algorithm.masked import weighted_sum
 from dcmdp_jax.algorithm.remedies import Function, Tokens, require_tokens
-from dcmdp_jax.algorithm.require import require_number, require_same_shape
-from dcmdp_jax.algorithm.stats import as_float, clamped_log_ratio
 from dcmdp_jax.types import Array, Scalar
 
 
@@ -49,13 +47,13 @@ def penalized_advantages(
     Raises:
         ValueError: if the shapes differ, or the multiplier is negative or not finite (not seen under jit).
     """
-    require_number("multiplier", multiplier, minimum=0)
-    advantages, discrepancy = as_float(advantages), as_float(discrepancy)
+    require.require_number("multiplier", multiplier, minimum=0)
+    advantages, discrepancy = stats.as_float(advantages), stats.as_float(discrepancy)
     if advantages.ndim == discrepancy.ndim - 1:
         advantages = advantages[..., None]
     if advantages.shape[-1:] == (1,):
         advantages = jnp.broadcast_to(advantages, (*advantages.shape[:-1], *discrepancy.shape[-1:]))
-    require_same_shape(advantages=advantages, discrepancy=discrepancy)
+    require.require_same_shape(advantages=advantages, discrepancy=discrepancy)
     return jax.lax.stop_gradient(advantages - multiplier * discrepancy)
 
 
@@ -92,18 +90,18 @@ FIXED_MULTIPLIERS: Mapping[str, float] = {"grpo": 0.0, "dual_grpo": 1.0, "thresh
 
 def total_variation(log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]) -> Float[jax.Array, "*s"]:
     """1/2 sum_a |p_a - q_a|; dD / dp_a = sign(p_a - q_a) / 2."""
-    require_same_shape(log_p=log_p, log_q=log_q)
+    require.require_same_shape(log_p=log_p, log_q=log_q)
     return jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1) / 2
 
 
 def kl_engine(log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]) -> Float[jax.Array, "*s"]:
     """KL(q || p) = sum_a q_a log(q_a / p_a), nats; dD / dp_a = -q_a / p_a: the engine is taught."""
-    return -jnp.sum(jnp.exp(log_q) * clamped_log_ratio(log_p, log_q), axis=-1)
+    return -jnp.sum(jnp.exp(log_q) * stats.clamped_log_ratio(log_p, log_q), axis=-1)
 
 
 def expected_delta(log_p: Float[Array, "*s k"], log_q: Float[Array, "*s k"]) -> Float[jax.Array, "*s"]:
     """E_q[delta] = sum_a q_a |p_a - q_a|; dD / dp_a = q_a sign(p_a - q_a), delta's own gradient."""
-    require_same_shape(log_p=log_p, log_q=log_q)
+    require.require_same_shape(log_p=log_p, log_q=log_q)
     return jnp.sum(jnp.exp(log_q) * jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1)
 
 
@@ -142,7 +140,7 @@ def charge_loss(tokens: Tokens, weights: Float[Array, "R L"], head: Head, charge
         ValueError: if the shapes of tokens, weights or head differ.
     """
     require_tokens(tokens)
-    require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
+    require.require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
     require_head(head, tokens.completion_mask)
     active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
     present = head.present & active[..., None]
@@ -150,4 +148,4 @@ def charge_loss(tokens: Tokens, weights: Float[Array, "R L"], head: Head, charge
     # Where the engine has fewer tokens both log-probs are 0: no charge differs from 0 there.
     log_p, log_q = (with_tail(values, present) for values in (head.train_logprobs, head.rollout_logprobs))
     values = STATE_CHARGES[charge](log_p, jax.lax.stop_gradient(log_q))
-    return tokens.multiplier * weighted_sum(values, jax.lax.stop_gradient(jnp.where(active, weights, 0.0))).total
+    return tokens.multiplier * masked.weighted_sum(values, jax.lax.stop_gradient(jnp.where(active, weights, 0.0))).total

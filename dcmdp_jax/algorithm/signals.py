@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from dcmdp_jax.algorithm import masked, require, stats
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import Charge, sequence_discrepancy, token_discrepancy
-from dcmdp_jax.algorithm.masked import completion_counts, gather_to_tokens, masked_sum, weighted_sum
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
-from dcmdp_jax.algorithm.require import require_option, require_same_shape
-from dcmdp_jax.algorithm.stats import Mean
 from dcmdp_jax.types import Array
 
 
@@ -38,7 +36,7 @@ class Signals(NamedTuple):
     planned_weights: Float[jax.Array, "R L"]
     centered_weights: Float[jax.Array, "R L"]
     dropped_tokens: Int[jax.Array, " N"]
-    mean_discrepancy: Mean
+    mean_discrepancy: stats.Mean
     statistics: Statistics
 
 
@@ -47,7 +45,7 @@ def charge_share(
     uncharged: Float[Array, "R L"],
     token_weights: Float[Array, "R L"],
     in_loss: Float[Array, "R L"] | None = None,
-) -> Mean:
+) -> stats.Mean:
     """Share of an update that is charge for the discrepancy, left unreduced. Ours, not in the paper.
 
         C / (C + S),    C = sum w |A' - A| (1 - p),    S = sum w |A| (1 - p)
@@ -71,15 +69,15 @@ def charge_share(
         ValueError: if the shapes differ.
     """
     require_tokens(tokens)
-    require_same_shape(advantages=tokens.advantages, uncharged=uncharged, token_weights=token_weights)
+    require.require_same_shape(advantages=tokens.advantages, uncharged=uncharged, token_weights=token_weights)
     score = -jnp.expm1(jnp.minimum(jnp.asarray(tokens.train_logprobs, jnp.float32), 0.0))
     charge, plain = (
-        weighted_sum(jnp.abs(x) * score, token_weights).total for x in (tokens.advantages - uncharged, uncharged)
+        masked.weighted_sum(jnp.abs(x) * score, token_weights).total for x in (tokens.advantages - uncharged, uncharged)
     )
     if in_loss is not None:
-        require_same_shape(in_loss=in_loss, token_weights=token_weights)
-        charge += tokens.multiplier * weighted_sum(in_loss, token_weights).total
-    return jax.lax.stop_gradient(Mean(charge, charge + plain))
+        require.require_same_shape(in_loss=in_loss, token_weights=token_weights)
+        charge += tokens.multiplier * masked.weighted_sum(in_loss, token_weights).total
+    return jax.lax.stop_gradient(stats.Mean(charge, charge + plain))
 
 
 def row_signals(
@@ -120,8 +118,8 @@ def row_signals(
         ValueError: if the shapes differ or an option is unknown.
     """
     require_tokens(tokens)
-    require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
-    require_option("level", level, get_args(Charge))
+    require.require_same_shape(weights=weights, completions=np.empty(tokens.num_completions))
+    require.require_option("level", level, get_args(Charge))
     mask, completions = tokens.completion_mask, tokens.num_completions  # which stays a Python number
     tokens = tokens._replace(old_logprobs=jnp.asarray(tokens.old_logprobs, jnp.float32))
     tokens = jax.lax.stop_gradient(tokens)._replace(num_completions=completions)
@@ -131,7 +129,7 @@ def row_signals(
         charged = sequence_discrepancy(delta, tokens.where)
     tokens = tokens._replace(discrepancy=charged)
     penalized, statistics = split(penalty(tokens))
-    planned = jax.lax.stop_gradient(jnp.where(mask, gather_to_tokens(weights, tokens.completion_index), 0.0))
+    planned = jax.lax.stop_gradient(jnp.where(mask, masked.gather_to_tokens(weights, tokens.completion_index), 0.0))
     dropped, corrected, centered = jnp.zeros(completions, jnp.int32), planned, planned
     if of_completions:
         found, _ = chain(tokens, of_completions)
@@ -141,7 +139,7 @@ def row_signals(
         statistics = {**statistics, **of_corrections}
         corrected = jnp.where(mask & found.keep, planned * found.weights, 0.0)
         if not count_dropped:
-            dropped = completion_counts(tokens.where._replace(mask=mask & ~found.keep))
+            dropped = masked.completion_counts(tokens.where._replace(mask=mask & ~found.keep))
     return Signals(
         tokens=tokens._replace(advantages=jax.lax.stop_gradient(penalized)),
         discrepancy=delta,
@@ -149,6 +147,6 @@ def row_signals(
         planned_weights=planned,
         centered_weights=jax.lax.stop_gradient(centered),
         dropped_tokens=dropped,
-        mean_discrepancy=masked_sum(delta, mask),
+        mean_discrepancy=masked.masked_sum(delta, mask),
         statistics=jax.lax.stop_gradient(statistics),
     )

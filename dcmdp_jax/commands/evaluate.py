@@ -25,10 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.commands.cli import Parser, keep_tracebacks_in, real, whole
-from dcmdp_jax.commands.flags import parse_settings
-from dcmdp_jax.config.checks import may_change
-from dcmdp_jax.config.load import for_sampling
+from dcmdp_jax.commands import cli, flags
+from dcmdp_jax.config import checks, load
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.process_memory import release_freed_memory
@@ -39,9 +37,7 @@ from dcmdp_jax.evaluation.held_out import HeldOutTask, Overlap, describe_overlap
 from dcmdp_jax.evaluation.log import EvaluationLog, evaluation_header, evaluation_record, open_output, write_json
 from dcmdp_jax.evaluation.table import format_comparison, format_table, read_scores, shown_score
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.run.evaluation_setup import PAPERS_EVALUATION, evaluation_task, place_evaluation, pushed_dtype
-from dcmdp_jax.run.memory_use import EngineSetup
-from dcmdp_jax.run.saved_model import Policy, SavedModel, find_model
+from dcmdp_jax.run import evaluation_setup, memory_use, saved_model
 from dcmdp_jax.run.services import Services, start_services
 from dcmdp_jax.run.task import Task, held_out, read_tools
 
@@ -55,11 +51,11 @@ def main(argv: list[str]) -> None:
     if arguments.table is not None:
         print(format_comparison([read_scores(path) for path in arguments.table]))
         return
-    saved = find_model(arguments.model, arguments.step)
+    saved = saved_model.find_model(arguments.model, arguments.step)
     if saved.run_dir is not None:
-        keep_tracebacks_in(saved.run_dir)
-    config = for_sampling(saved.settings, PAPERS_EVALUATION | overrides)
-    policy = Policy.of(saved, config)
+        cli.keep_tracebacks_in(saved.run_dir)
+    config = load.for_sampling(saved.settings, evaluation_setup.PAPERS_EVALUATION | overrides)
+    policy = saved_model.Policy.of(saved, config)
     task, overlaps = read_tasks(policy, arguments.overlap)
     values = flatten(to_dict(config))
     settings = {name: value for name, value in values.items() if _changes_a_score(name, config)}
@@ -69,7 +65,7 @@ def main(argv: list[str]) -> None:
     out, log = open_output(arguments.out, saved.run_dir or Path.cwd(), stem, header)
     method, seed = arguments.method or saved.name, config.training.seed
     with log:
-        setup = place_evaluation(task, saved, out)
+        setup = evaluation_setup.place_evaluation(task, saved, out)
         results = _evaluate(task, saved, setup, arguments.top_p, log)
         write_json(out, evaluation_record(method, header, results, task.held_out, overlaps, seed=seed))
         log.close_finished()
@@ -91,13 +87,13 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     Raises:
         UserError: in one line, for a misspelled or ill-typed one, or neither MODEL nor --table.
     """
-    arguments, overrides = parse_settings(_parser(), words)
+    arguments, overrides = flags.parse_settings(_parser(), words)
     if (arguments.model is None) == (arguments.table is None):
         raise UserError("MODEL is missing; name a directory to evaluate, or --table FILE ... and no MODEL")
     return arguments, overrides
 
 
-def read_tasks(policy: Policy, overlap: str | None) -> tuple[Task, dict[str, list[Overlap]]]:
+def read_tasks(policy: saved_model.Policy, overlap: str | None) -> tuple[Task, dict[str, list[Overlap]]]:
     """Read the tasks of an evaluation and check their lengths.
 
     Args:
@@ -119,18 +115,18 @@ def read_tasks(policy: Policy, overlap: str | None) -> tuple[Task, dict[str, lis
     overlaps = training_overlaps(asked, config.task.train) if overlap else {}
     if overlap == "drop":
         asked = leave_out(asked, overlaps)
-    return evaluation_task(policy, asked), overlaps
+    return evaluation_setup.evaluation_task(policy, asked), overlaps
 
 
 def _evaluate(
-    task: Task, saved: SavedModel, setup: EngineSetup, top_p: float, log: EvaluationLog
+    task: Task, saved: saved_model.SavedModel, setup: memory_use.EngineSetup, top_p: float, log: EvaluationLog
 ) -> list[EvaluationResult]:
     if (rows := setup.memory.rows) < (most := task.config.rollout.max_rows):
         print(f"{rows} rows at a time (rollout.max_rows={most} does not fit)", file=sys.stderr)
     results: list[EvaluationResult] = []
     with start_services(task, setup) as services:
         if setup.kind.pushes:
-            services.engine.push_weights(saved.load(pushed_dtype(saved, task.config)), saved.step or 0)
+            services.engine.push_weights(saved.load(evaluation_setup.pushed_dtype(saved, task.config)), saved.step or 0)
             release_freed_memory()
         for done, (one, prompts) in enumerate(task.held_out, start=1):
             began = time.monotonic()
@@ -189,11 +185,11 @@ def _changes_a_score(name: str, config: Config) -> bool:
         return False  # of training
     if name in ("training.seed", "rollout.engine_args", "rollout.max_rows") or name.startswith("evaluation."):
         return True
-    return name.startswith(("task.", "rewards.", "rollout.")) and not may_change(name, config)
+    return name.startswith(("task.", "rewards.", "rollout.")) and not checks.may_change(name, config)
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> cli.Parser:
+    parser = cli.Parser(
         "evaluate",
         description="avg@K and pass@K of a model, in the paper's table layout. --config.section.name=value overrides a "
         "setting of the run, such as --config.evaluation.task=aime24.jsonl.",
@@ -202,8 +198,8 @@ def _parser() -> Parser:
     add(
         "model", nargs="?", metavar="MODEL", type=Path, help="model directory, OWNER/NAME on the Hub, run or checkpoint"
     )
-    add("--step", type=whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
-    add("--top_p", type=real(0, 1), default=1.0, help="nucleus mass, default %(default)s, as the paper")
+    add("--step", type=cli.whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
+    add("--top_p", type=cli.real(0, 1), default=1.0, help="nucleus mass, default %(default)s, as the paper")
     add("--overlap", choices=("report", "drop"), help="report problems that task.train has too, or leave them out")
     add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
     about = "JSON of the scores; FILE.problems.jsonl has all completions (default: in the run directory, or here)"

@@ -15,10 +15,8 @@ import functools
 import json
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.commands.cli import Parser, output_file
-from dcmdp_jax.commands.flags import parse_with
-from dcmdp_jax.config.checks import PACKING, as_settings
-from dcmdp_jax.config.settings import MeshSettings
+from dcmdp_jax.commands import cli, flags
+from dcmdp_jax.config import checks, settings
 from dcmdp_jax.data.lengths import parse_lengths
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths, describe_plan, plan_record
@@ -28,14 +26,14 @@ from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_top
 
 def main(argv: list[str]) -> int:
     """Parse the arguments (program name first), compile, print; exit code 1 if the run does not fit."""
-    parser = Parser("plan", description="Memory of a run at full size, by the compiler.")
+    parser = cli.Parser("plan", description="Memory of a run at full size, by the compiler.")
     add = parser.add_argument
     add("--topology", metavar="KIND:SHAPE", help=f"devices to compile for: {known_topologies()}")
     add("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
     add("--search", action="store_true", help="try other meshes and micro-batches of the step; list what fits")
     add("--lengths", default="", help="padding at these lengths too: lognormal(MEDIAN,CAP), or a run's directory")
-    add("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
-    arguments = parse_with(parser, argv)
+    add("--json", type=cli.output_file, metavar="FILE", help="write the figures to FILE")
+    arguments = flags.parse_with(parser, argv)
     config = arguments.config
     if arguments.topology is None:
         raise UserError(f"--topology is missing; known are {known_topologies()}")
@@ -43,14 +41,14 @@ def main(argv: list[str]) -> int:
         raise UserError("--lengths: got with --search, which compares worst cases; give one of the two")
     lengths = None
     if arguments.lengths:
-        with as_settings(PACKING):
+        with checks.as_settings(checks.PACKING):
             lengths = parse_lengths(arguments.lengths, limit=config.rollout.max_completion_tokens)
     only = tuple(name for name in arguments.programs.split(",") if name)
     if unknown := [name for name in only if name not in PROGRAMS]:
         raise UserError(f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}")
     _, devices = chip_and_count(arguments.topology)
     # A search tries meshes of its own.
-    searched = dataclasses.replace(config, mesh=MeshSettings()) if arguments.search else config
+    searched = dataclasses.replace(config, mesh=settings.MeshSettings()) if arguments.search else config
     check_run(searched, platform_of(arguments.topology), devices)
     set_environment()
     topology = load_topology(arguments.topology)

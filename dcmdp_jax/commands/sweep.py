@@ -19,11 +19,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dcmdp_jax.commands.cli import Parser, each_once, whole
-from dcmdp_jax.commands.flags import call_function, load_values, split_overrides
+from dcmdp_jax.commands import cli, flags
 from dcmdp_jax.commands.flags import parse as parse_run
-from dcmdp_jax.config.load import for_sampling
-from dcmdp_jax.config.settings import Config, to_dict
+from dcmdp_jax.config import load, settings
 from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.lab.studies.arms import Values, arm_table, check_arm
@@ -74,18 +72,18 @@ def main(argv: list[str]) -> int:
     return code if code in STOPPED else int(bool(failed))
 
 
-def study_parser(description: str) -> Parser:
+def study_parser(description: str) -> cli.Parser:
     """Parser of a command that runs a study; see `chosen`."""
-    parser = Parser("sweep", description=description)
+    parser = cli.Parser("sweep", description=description)
     add = parser.add_argument
     add("--study", metavar="FILE[:ARGUMENT]", help="name of a study of configs/studies/, or a file")
-    add("--seeds", type=each_once(whole(0), "seed"), metavar="N,N,...", help="default: the study's own")
+    add("--seeds", type=cli.each_once(cli.whole(0), "seed"), metavar="N,N,...", help="default: the study's own")
     add("--arms", type=lambda text: text.split(","), metavar="ARM,ARM,...", help="run these alone, in this order")
     add("--out", type=Path, metavar="DIR", help="default: runs/studies/NAME of the study")
     return parser
 
 
-def chosen(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Study, Path, list[str]]:
+def chosen(parser: cli.Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Study, Path, list[str]]:
     """Parse the arguments (program name first).
 
     Returns:
@@ -112,18 +110,18 @@ def load_study(given: str) -> Study:
     Args:
         given: `FILE[:ARGUMENT]` of --study.
     """
-    return call_function("--study", given, "get_study", (Study,), "studies")
+    return flags.call_function("--study", given, "get_study", (Study,), "studies")
 
 
 def resolve(
     study: Study, out: Path, overrides: Sequence[str] = (), arms: Sequence[str] | None = None
-) -> tuple[list[StudyRun], list[Config]]:
+) -> tuple[list[StudyRun], list[settings.Config]]:
     """List every run of `arms`, else of all, with its checked config, before the first is begun.
 
     Raises:
         UserError: in one line, naming the run or the argument.
     """
-    given, _ = split_overrides(overrides)
+    given, _ = flags.split_overrides(overrides)
     for name in SET_BY_THE_STUDY:
         if name in given:
             raise UserError(f"--config.{name}={given[name]}: the study sets {name} for each run; use --out and --seeds")
@@ -142,13 +140,13 @@ def resolve(
         arm = study.arms[label]
         with naming("study"):
             check_arm(label, arm, arm_values(arm, overrides), {*arm.settings, *given}, base, paper)
-    check_collisions(runs, [to_dict(config) for config in configs])
+    check_collisions(runs, [settings.to_dict(config) for config in configs])
     return runs, configs
 
 
 def default_values() -> Values:
     """The default of every setting, by its dotted name."""
-    return flatten(to_dict(Config()))
+    return flatten(settings.to_dict(settings.Config()))
 
 
 def arm_values(arm: Arm, overrides: Sequence[str] = ()) -> Values:
@@ -158,8 +156,8 @@ def arm_values(arm: Arm, overrides: Sequence[str] = ()) -> Values:
         arm: the arm.
         overrides: --config.section.name=value of every run.
     """
-    given, _ = split_overrides([*arm.arguments()[1:], *overrides])
-    return default_values() | flatten(load_values(arm.config, given))
+    given, _ = flags.split_overrides([*arm.arguments()[1:], *overrides])
+    return default_values() | flatten(flags.load_values(arm.config, given))
 
 
 def table_of(arms: Mapping[str, Arm], overrides: Sequence[str] = ()) -> str:
@@ -167,7 +165,7 @@ def table_of(arms: Mapping[str, Arm], overrides: Sequence[str] = ()) -> str:
     return arm_table({label: (arm, arm_values(arm, overrides)) for label, arm in arms.items()}, default_values())
 
 
-def check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[Config]) -> None:
+def check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[settings.Config]) -> None:
     """Refuse arguments, tasks and lengths that dcmdp evaluate would refuse once a run is trained."""
     if not study.evaluation:
         return
@@ -185,7 +183,7 @@ def check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[C
             arguments, overrides = parse([str(run.directory), *evaluation_words(study, run)])
             if arguments.step is not None and arguments.step > config.training.steps:
                 raise UserError(f"--step: got {arguments.step}, the run has training.steps={config.training.steps}")
-            one = for_sampling(config, PAPERS_EVALUATION | overrides)
+            one = load.for_sampling(config, PAPERS_EVALUATION | overrides)
             # Seeds, and most arms, are asked the same by the same kind of model.
             asked = one.task, one.rewards, one.rollout, one.evaluation, arguments.overlap
             if (key := repr((config.model, config.max_total_tokens, asked))) in seen:

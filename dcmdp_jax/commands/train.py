@@ -13,31 +13,26 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from dcmdp_jax.activity import COMPILING, activity
-from dcmdp_jax.commands.cli import keep_tracebacks_in
-from dcmdp_jax.commands.flags import load_config, parse
-from dcmdp_jax.config.checks import HOSTS, as_settings
-from dcmdp_jax.config.load import for_supervision, from_config_dict
-from dcmdp_jax.config.settings import Config
-from dcmdp_jax.config.text import print_config
+from dcmdp_jax.commands import cli, flags
+from dcmdp_jax.config import checks, load, settings, text
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.parallel.hosts import join_hosts
 from dcmdp_jax.run.description import describe
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.training import loop
-from dcmdp_jax.training.stopping import Interrupted, settings_and_code
+from dcmdp_jax.training import loop, stopping
 
 
 def main(argv: list[str], *, supervised: bool = False) -> int:
     """Check everything, print the plan, train, write the report."""
-    arguments = parse(argv, "sft" if supervised else "train")
-    config = for_supervision(arguments.config) if supervised else arguments.config
+    arguments = flags.parse(argv, "sft" if supervised else "train")
+    config = load.for_supervision(arguments.config) if supervised else arguments.config
     if arguments.print_config:
-        print(print_config(config))
+        print(text.print_config(config))
         return 0
-    keep_tracebacks_in(config.run_dir)
+    cli.keep_tracebacks_in(config.run_dir)
     try:
         _run(config, functools.partial(print, flush=True), dry_run=arguments.dry_run)
-    except Interrupted as stopped:
+    except stopping.Interrupted as stopped:
         if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
             sys.stdout.flush()
             os._exit(128 + stopped.signal_number)
@@ -45,7 +40,9 @@ def main(argv: list[str], *, supervised: bool = False) -> int:
     return 0
 
 
-def train(config: Config | ConfigDict | Mapping[str, Any] | str, *, show: Callable[[str], None] | None = None) -> Path:
+def train(
+    config: settings.Config | ConfigDict | Mapping[str, Any] | str, *, show: Callable[[str], None] | None = None
+) -> Path:
     """Train a policy as the command `dcmdp train` does, in this process. The same call resumes an interrupted run.
 
     glibc's memory settings, for which the command restarts, are left as they are: on a CPU a step may take longer.
@@ -65,23 +62,25 @@ def train(config: Config | ConfigDict | Mapping[str, Any] | str, *, show: Callab
         Interrupted: after SIGTERM, SIGINT or SIGHUP, once everything is saved.
     """
     if isinstance(config, str):
-        config = load_config(config)
+        config = flags.load_config(config)
     elif isinstance(config, Mapping | ConfigDict):
-        config = from_config_dict(config)
-    if not isinstance(config, Config):
+        config = load.from_config_dict(config)
+    if not isinstance(config, settings.Config):
         raise UserError(f"config: got {shorten(config)}, must be a Config, a ConfigDict or a preset's name")
     _run(config, show or (lambda line: None))
     return Path(config.run_dir)
 
 
-def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) -> None:
+def _run(config: settings.Config, show: Callable[[str], None], *, dry_run: bool = False) -> None:
     """Each process of a run on several hosts calls this; the first one speaks."""
-    config = for_supervision(config) if config.supervised else config
+    config = load.for_supervision(config) if config.supervised else config
     with contextlib.ExitStack() as stack:
-        with as_settings(HOSTS):
+        with checks.as_settings(checks.HOSTS):
             hosts = stack.enter_context(join_hosts(**dataclasses.asdict(config.hosts)))
         say = show if hosts.is_writer else (lambda line: None)
-        hosts.check_same(lambda: settings_and_code(config), "start all hosts with the same command and package version")
+        hosts.check_same(
+            lambda: stopping.settings_and_code(config), "start all hosts with the same command and package version"
+        )
         run = Run.check(config, hosts)
         say(describe(run, whole=dry_run))
         stopped = None if dry_run else _loop(run, say)
@@ -98,10 +97,10 @@ def _run(config: Config, show: Callable[[str], None], *, dry_run: bool = False) 
         raise stopped
 
 
-def _loop(run: Run, say: Callable[[str], None]) -> Interrupted | None:
+def _loop(run: Run, say: Callable[[str], None]) -> stopping.Interrupted | None:
     try:
         loop.train(run.task, run.placement, run.weights, run.start, show=say)
-    except Interrupted as stopped:
+    except stopping.Interrupted as stopped:
         say(f"{stopped}; the same command resumes")
         return stopped
     return None

@@ -18,13 +18,9 @@ from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.cli import Parser, output_directory, whole
 from dcmdp_jax.data.tokenizer import load_tokenizer, token_text
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.lab.mismatch.formats import rows_of
-from dcmdp_jax.lab.mismatch.over_training import find_files
-from dcmdp_jax.lab.mismatch.recording import LISTS, checked_row
-from dcmdp_jax.lab.mismatch.recording_files import LeftOut
-from dcmdp_jax.observe import jsonl
+from dcmdp_jax.lab.mismatch import formats, over_training, recording, recording_files
+from dcmdp_jax.observe import jsonl, report
 from dcmdp_jax.observe.page_kit import MOST_LISTED, Completion, completions_data, render_page
-from dcmdp_jax.observe.report import labels_of
 
 _MOST = 2000
 _PAGE_FILE = "view.html"
@@ -48,7 +44,7 @@ def main(argv: list[str]) -> None:
     if out.suffix == ".html":
         raise UserError(f"--out: got {out}, a directory is written; name one, {_PAGE_FILE} goes into it")
     if runs:
-        labels = labels_of([path.resolve() for path in runs]) if len(runs) > 1 else [None]
+        labels = report.labels_of([path.resolve() for path in runs]) if len(runs) > 1 else [None]
         sources = [_of_run(run, label, arguments.tokenizer) for run, label in zip(runs, labels, strict=True)]
     elif all(path.name.endswith(_EVALUATION) for path in paths):
         sources = [_evaluated(paths)]
@@ -103,12 +99,12 @@ def _evaluated(paths: list[Path]) -> Iterator[Completion]:
 
 def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Iterator[Completion]:
     """Completions whose tokens were recorded, as text by a tokenizer, or as ids without one."""
-    left_out, loaded = LeftOut(), None if tokenizer is None else load_tokenizer(tokenizer)
+    left_out, loaded = recording_files.LeftOut(), None if tokenizer is None else load_tokenizer(tokenizer)
     word = (lambda token: f" {token}") if loaded is None else token_text(loaded)
     decode = functools.cache((lambda ids: "".join(map(word, ids))) if loaded is None else loaded.decode)
-    for file in find_files(paths, left_out):
-        for number, (place, source, columns, cells) in enumerate(rows_of(file, left_out)):
-            row = checked_row(f"{file.path}, row {number}", cells, columns, left_out, keep_lists=True)
+    for file in over_training.find_files(paths, left_out):
+        for number, (place, source, columns, cells) in enumerate(formats.rows_of(file, left_out)):
+            row = recording.checked_row(f"{file.path}, row {number}", cells, columns, left_out, keep_lists=True)
             if not len(row["token"]):
                 continue
             yield Completion(
@@ -116,8 +112,8 @@ def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Ite
                 tokens=list(map(word, row["token"].tolist())),
                 train_probs=np.exp(row["train"].astype(np.float64)),
                 rollout_probs=np.exp(row["rollout"].astype(np.float64)),
-                top=[_likeliest(word, *state) for state in zip(*(row[name] for name in LISTS), strict=True)]
-                if LISTS[0] in row else None,
+                top=[_likeliest(word, *state) for state in zip(*(row[name] for name in recording.LISTS), strict=True)]
+                if recording.LISTS[0] in row else None,
                 reward=_number(cells.get("reward")),
                 advantage=_advantage(cells),
             )  # fmt: skip

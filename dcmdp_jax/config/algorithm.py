@@ -8,14 +8,9 @@ from typing import Any, get_args
 
 import jax
 
+from dcmdp_jax.algorithm import discrepancy, distribution, dual, losses, penalties, trust_regions
 from dcmdp_jax.algorithm.corrections import CORRECTIONS, MASKS, OF_PREFIXES, TRUNCATIONS, of_single_tokens
-from dcmdp_jax.algorithm.discrepancy import Charge, Level, Measure, Sided
-from dcmdp_jax.algorithm.distribution import score_centering
-from dcmdp_jax.algorithm.dual import BUDGET_ROOM, MULTIPLIER_MAX, QUANTILES
-from dcmdp_jax.algorithm.losses import LOSSES, Aggregation
-from dcmdp_jax.algorithm.penalties import FIXED_MULTIPLIERS, PENALTIES, STATE_CHARGES
 from dcmdp_jax.algorithm.remedies import Function, OwnRemedy, check_terms, check_values
-from dcmdp_jax.algorithm.trust_regions import TRUST_REGIONS
 from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.fields import callback_error, error_place, load_object, setting
 from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_calls
@@ -23,10 +18,13 @@ from dcmdp_jax.named_functions import Call, check_call, check_parameters, parse_
 _TRACING = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError, jax.errors.UnexpectedTracerError)
 _CENTERING = "score_centering"
 _REMEDIES: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
-    "method": ("penalty", {**PENALTIES, **dict.fromkeys(STATE_CHARGES, PENALTIES["grpo"])}),
-    "corrections": ("correction", {**CORRECTIONS, _CENTERING: score_centering}),
-    "trust_region": ("trust region", TRUST_REGIONS),
-    "loss": ("loss", LOSSES),
+    "method": (
+        "penalty",
+        {**penalties.PENALTIES, **dict.fromkeys(penalties.STATE_CHARGES, penalties.PENALTIES["grpo"])},
+    ),
+    "corrections": ("correction", {**CORRECTIONS, _CENTERING: distribution.score_centering}),
+    "trust_region": ("trust region", trust_regions.TRUST_REGIONS),
+    "loss": ("loss", losses.LOSSES),
 }
 """Setting that names remedies -> their kind, and ours by name."""
 
@@ -117,19 +115,19 @@ class AlgorithmSettings:
     """
 
     method: str = setting("dc_grpo")
-    measure: str = setting("diff", choices=get_args(Measure))
-    sided: str = setting("two", choices=get_args(Sided))
-    level: str = setting("token", choices=get_args(Charge))
+    measure: str = setting("diff", choices=get_args(discrepancy.Measure))
+    sided: str = setting("two", choices=get_args(discrepancy.Sided))
+    level: str = setting("token", choices=get_args(discrepancy.Charge))
     multiplier: float = setting(0.1, unit="advantage per discrepancy")
-    budget: str = setting("mean", choices=("mean", *QUANTILES))
+    budget: str = setting("mean", choices=("mean", *dual.QUANTILES))
     tolerance: float = setting(0.0037, unit="of the measure", minimum=0)
     tolerance_steps: int = setting(0, unit="steps", minimum=0, maximum=10_000)
-    tolerance_factor: float = setting(BUDGET_ROOM, minimum=1e-6)
+    tolerance_factor: float = setting(dual.BUDGET_ROOM, minimum=1e-6)
     dual_learning_rate: float = setting(1.0, minimum=0)
-    multiplier_max: float = setting(MULTIPLIER_MAX)
+    multiplier_max: float = setting(dual.MULTIPLIER_MAX)
     trust_region: str = setting("clip")
     loss: str = setting("surrogate")
-    ratio_level: str = setting("token", choices=get_args(Level))
+    ratio_level: str = setting("token", choices=get_args(discrepancy.Level))
     ratio_denominator: str = setting("train", choices=("train", "rollout", "bypass", "proximal"))
     corrections: str = setting("")
     correction_denominator: str = setting("kept", choices=("kept", "all"))
@@ -137,7 +135,7 @@ class AlgorithmSettings:
     overlong_penalty: float = setting(1.0, unit="reward", minimum=0)
     drop_equal_groups: bool = setting(False)
     refill_rounds: int = setting(0, unit="calls", minimum=0)
-    aggregation: str = setting("seq_mean_token_mean", choices=get_args(Aggregation))
+    aggregation: str = setting("seq_mean_token_mean", choices=get_args(losses.Aggregation))
     std_epsilon: float = setting(1e-6, minimum=0)
     normalize_std: bool = setting(True)
     mask_truncated: bool = setting(False)
@@ -160,7 +158,7 @@ class AlgorithmSettings:
     @property
     def fixed_multiplier(self) -> float | None:
         """The constant multiplier of a method without dual ascent; None for one whose multiplier moves."""
-        return FIXED_MULTIPLIERS.get(self.calls("method")[0].function)
+        return penalties.FIXED_MULTIPLIERS.get(self.calls("method")[0].function)
 
     @property
     def begins_at_cap(self) -> bool:
@@ -192,7 +190,7 @@ class AlgorithmSettings:
     def state_charge(self) -> str | None:
         """Name of the charge in the loss, which takes the engine's likeliest tokens; None without one."""
         name = self.calls("method")[0].function
-        return name if name in STATE_CHARGES else None
+        return name if name in penalties.STATE_CHARGES else None
 
     @property
     def differentiates_head(self) -> bool:

@@ -10,8 +10,6 @@ spoils it. Problems are a function of the seed. Train and held-out problems are 
 problem decides which split it belongs to.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re
@@ -236,7 +234,7 @@ def _solution(steps: list[_Step]) -> str:
     return rf"{worked}\boxed{{{steps[-1][3]}}}"
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer() -> "PreTrainedTokenizerFast":
     r"""Build the task's tokenizer, in Hugging Face format, with one token per character; its ids are always the same.
 
     Printable ASCII characters and the line break are one token each, and so are `\boxed{` and the chat roles. Three

@@ -1,7 +1,5 @@
 """Chats as text by the tokenizer's own chat template: the messages of a problem, and the calls of tools in a turn."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -44,7 +42,7 @@ _TOOL = {"type": "function", "function": {"name": "double", "description": "?", 
 
 
 def render_checked(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, what: str,
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], template: str, what: str,
     variables: Mapping[str, Any] = MappingProxyType({}), tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:  # fmt: skip
     """The text of a chat up to the assistant's turn; refused without each message's text and each tool's name.
@@ -73,7 +71,7 @@ def render_checked(
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] = (),
     *,
@@ -102,7 +100,7 @@ def render_chat(
 
 
 def write_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Sequence[Any] = (), **options: Any
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, tools: Sequence[Any] = (), **options: Any
 ) -> Any:
     """Messages as the template writes them, by `apply_chat_template` with these options.
 
@@ -142,7 +140,7 @@ def with_suffix(problem: Problem, prompt_suffix: str) -> str:
     return problem.prompt if twice else problem.prompt + prompt_suffix
 
 
-def template_variables(text: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def template_variables(text: str, tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
     """`chat_template_kwargs` as a dict. A template ignores variables that it does not know, so these are refused."""
     variables = json_object(text, "chat_template_kwargs")
     for name in variables:
@@ -187,7 +185,7 @@ class CallFormat(NamedTuple):
         return calls
 
 
-def find_call_format(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> CallFormat:
+def find_call_format(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any]) -> CallFormat:
     """The format in which the chat template writes calls: the tokenizer's own `response_template`, or a known one.
 
     Raises:

@@ -5,8 +5,6 @@ follow from `COLUMNS`. A new column is one entry: an engine gives it with its ep
 reads it from the rows (`Rows.columns`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter
@@ -180,7 +178,7 @@ class Episode:
         """[T] int32, the training step whose weights sampled the token; undefined where not sampled."""
         return self.columns["policy_versions"]
 
-    def with_columns(self, **columns: np.ndarray) -> Episode:
+    def with_columns(self, **columns: np.ndarray) -> "Episode":
         """The episode with columns added or replaced, [T, ...] each."""
         return dataclasses.replace(self, columns={**self.columns, **columns})
 

@@ -1,7 +1,5 @@
 """Prompts as token ids: the tokenizer's own chat template, a suffix, a length limit."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
@@ -43,7 +41,7 @@ class EncodedPrompts(NamedTuple):
     with_control_tokens: int
     targets: Sequence[np.ndarray] = ()
 
-    def select(self, places: slice | Sequence[int]) -> EncodedPrompts:
+    def select(self, places: slice | Sequence[int]) -> "EncodedPrompts":
         """The problems at these places, and their prompts."""
         chosen = range(len(self.problems))[places] if isinstance(places, slice) else places
         return self._replace(problems=[self.problems[i] for i in chosen], token_ids=[self.token_ids[i] for i in chosen])
@@ -80,7 +78,7 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def encode_prompts(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, *, prompt_suffix: str = "",
+    problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase", *, prompt_suffix: str = "",
     max_prompt_tokens: int, chat_template_kwargs: str = "", learned: bool = False,
 ) -> EncodedPrompts:  # fmt: skip
     r"""Turn problems into prompts. Prompts over the length limit are left out, counted and logged.
@@ -156,7 +154,7 @@ def _name(problem: Problem) -> str:
 
 
 def _learned(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     variables: Mapping[str, Any],
     problem: Problem,
     asked: Sequence[Message],
@@ -197,7 +195,7 @@ def _learned(
     return whole, learned
 
 
-def _count_control_tokens(problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase) -> int:
+def _count_control_tokens(problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase") -> int:
     """The number of problems whose own text holds a control token; logged with the tokens and the first problem."""
     added = tokenizer.added_tokens_decoder.values()
     # Some models do not call theirs special (<think>); other added tokens are plain text, such as runs of spaces.

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
+from dcmdp_jax.rewards.math import notation, numbers
 from dcmdp_jax.rewards.math.answers import answer_defect
-from dcmdp_jax.rewards.math.notation import last_boxed, split_elements, unwrap_text
-from dcmdp_jax.rewards.math.numbers import parse_number
 from dcmdp_jax.rewards.math.references import NoAnswer, answer_text, literal
 from dcmdp_jax.rewards.protocol import ARGUMENTS, Message, Problem
 
@@ -183,7 +182,7 @@ def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
     answer, solution = _answer(row)
     if not answer:
         raise NoAnswer(f"the answer {answer_defect(answer)}")
-    if unwrap_text(answer.strip("$. ")).strip().lower() in _NO_ANSWERS:
+    if notation.unwrap_text(answer.strip("$. ")).strip().lower() in _NO_ANSWERS:
         raise NoAnswer(f"the answer is {shorten(answer)}, which says that there is none")
     if defect := answer_defect(answer):
         raise UserError(f"the answer {defect}: {shorten(answer)}")
@@ -196,7 +195,7 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     """The reference answer and, where the row has one, a worked solution."""
     fields = _present(row, _ANSWER_FIELDS, "answer", NoAnswer)
     solution = _solution(row)
-    field = fields[1] if fields == ["solution", "label"] and last_boxed(solution) is None else fields[0]
+    field = fields[1] if fields == ["solution", "label"] and notation.last_boxed(solution) is None else fields[0]
     value = row[field]
     if field == "reward_model":
         if not isinstance(value, Mapping) or value.get("ground_truth") is None:
@@ -205,7 +204,7 @@ def _answer(row: Mapping[str, Any]) -> tuple[str, str]:
     elif field == "final_answer" and isinstance(value, list):
         value = _olympiad_answer(row)
     elif field == "solution":
-        value = last_boxed(solution)
+        value = notation.last_boxed(solution)
         if value is None:
             raise NoAnswer(r"no answer field, and no \boxed{} in the solution")
     elif field == "answer" and isinstance(value, str) and "####" in value:
@@ -243,9 +242,9 @@ def _olympiad_answer(row: Mapping[str, Any]) -> Any:
     answer = answers[0].strip()
     if row.get("is_multiple_answer"):
         # ", " keeps 2500,750 from reading as a number of digit groups
-        answer = ", ".join(split_elements(answer.replace("$", ""), ",", digit_groups=False))
+        answer = ", ".join(notation.split_elements(answer.replace("$", ""), ",", digit_groups=False))
     if row.get("error"):
-        if _FOREIGN_DIGIT.search(str(row["error"])) or parse_number(str(row["error"])) is None:
+        if _FOREIGN_DIGIT.search(str(row["error"])) or numbers.parse_number(str(row["error"])) is None:
             raise UserError(f"field 'error' is {shorten(row['error'])}, not a number")
         answer += rf"\tolerance{{{row['error']}}}"
     return answer

@@ -4,16 +4,15 @@ import difflib
 import functools
 import inspect
 
-from dcmdp_jax.engines import http, local, vllm
-from dcmdp_jax.engines.engine_kind import EngineKind
+from dcmdp_jax.engines import engine_kind, http, local, vllm
 from dcmdp_jax.errors import ArgumentError, UserError, shorten
 from dcmdp_jax.fields import declared, is_place, load_object
 
-ENGINES: dict[str, EngineKind] = {"local": local.ENGINE, "vllm": vllm.ENGINE, "http": http.ENGINE}
+ENGINES: dict[str, engine_kind.EngineKind] = {"local": local.ENGINE, "vllm": vllm.ENGINE, "http": http.ENGINE}
 
 
 @functools.cache
-def find_engine(name: str) -> EngineKind:
+def find_engine(name: str) -> engine_kind.EngineKind:
     """The kind of an engine: a built-in one, or that of `package.module:NAME` or `path/to/file.py:NAME`.
 
     Raises:
@@ -28,10 +27,10 @@ def find_engine(name: str) -> EngineKind:
         found = load_object(name)
     except UserError as error:
         raise ArgumentError("engine", f"{error}") from error
-    kind = found() if inspect.isclass(found) and issubclass(found, EngineKind) else found
-    if not isinstance(kind, EngineKind):
+    kind = found() if inspect.isclass(found) and issubclass(found, engine_kind.EngineKind) else found
+    if not isinstance(kind, engine_kind.EngineKind):
         raise ArgumentError("engine", f"{name} is {shorten(found)}, must be a dcmdp_jax.engines.engine_kind.EngineKind")
-    for attribute, default in vars(EngineKind).items():
+    for attribute, default in vars(engine_kind.EngineKind).items():
         value = getattr(kind, attribute)
         if inspect.isfunction(default) and not callable(value):
             raise ArgumentError("engine", f"{name}: {attribute}={shorten(value)}, must be a method")

@@ -1,7 +1,5 @@
 """avg@K and pass@K of a policy as an inference engine samples it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence

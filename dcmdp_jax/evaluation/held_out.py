@@ -1,7 +1,5 @@
 """The held-out tasks of a run: names, problems, K of each, what is recorded with avg@K, and overlaps with training."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,7 +88,7 @@ def held_out_metrics(result: EvaluationResult) -> dict[str, float]:
 
 
 def held_out_samples(
-    result: EvaluationResult, prompts: EncodedPrompts, tokenizer: PreTrainedTokenizerBase
+    result: EvaluationResult, prompts: EncodedPrompts, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[dict[str, Any]]:
     """The first completion of each of a task's first problems, for people.
 

@@ -11,9 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.errors import ArgumentError, UserError
-from dcmdp_jax.models.ops import Ops, blockwise
-from dcmdp_jax.models.ops.gpu import packed_attention
-from dcmdp_jax.models.ops.tpu import splash_attention
+from dcmdp_jax.models.ops import Ops, blockwise, gpu, tpu
 from dcmdp_jax.parallel.sharding import free_axes, shard_map_over
 from dcmdp_jax.types import Array
 
@@ -95,7 +93,7 @@ def row_attention(
         attend = {
             "blockwise": blockwise.attention,
             "cudnn": functools.partial(_cudnn, one_segment=one_segment, segments=segments),
-            "splash": splash_attention,
+            "splash": tpu.splash_attention,
         }[kernel]
         attend = _windowed(attend, window, traced=kernel == "blockwise") if window else attend
         flags = () if slides is None else (slides,)
@@ -202,7 +200,7 @@ def _cudnn(
     window: int = 0,
 ) -> jax.Array:
     if not one_segment and statistics_kept("cudnn", segments):
-        return packed_attention(query, key, value, segment_ids, segments=segments, window=window)
+        return gpu.packed_attention(query, key, value, segment_ids, segments=segments, window=window)
     mask = None if one_segment else (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     scale = 1.0 / math.sqrt(query.shape[-1])
     # JAX counts the tokens before a query.

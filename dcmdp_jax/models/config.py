@@ -4,9 +4,8 @@ import dataclasses
 from typing import Any
 
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.models import hf_fields, rope
 from dcmdp_jax.models.families import FAMILIES, Family
-from dcmdp_jax.models.hf_fields import RANGES
-from dcmdp_jax.models.rope import RopeScaling
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for every linear layer of the decoder layers."""
@@ -72,7 +71,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float = 1e6
-    rope_scaling: RopeScaling = RopeScaling()
+    rope_scaling: rope.RopeScaling = rope.RopeScaling()
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -108,7 +107,7 @@ class ModelConfig:
         if self.head_dim < 2 or self.head_dim % 2:
             raise UserError(f"head_dim: got {self.head_dim}, must be even (rotary embedding pairs dimensions)")
         for name in ("rope_theta", "rms_norm_eps"):
-            _, low, high = RANGES[name]
+            _, low, high = hf_fields.RANGES[name]
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"{name}: got {getattr(self, name)}, must be in [{low:g}, {high:g}]")
         if self.rotary_dim < 2 or self.rotary_dim % 2:

@@ -11,15 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
+from dcmdp_jax.models import families, hf_config, hf_manifest, params, rope
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.families import FAMILIES
-from dcmdp_jax.models.hf_config import from_hf
-from dcmdp_jax.models.hf_manifest import all_finite
 from dcmdp_jax.models.layers import rotary_frequencies
-from dcmdp_jax.models.params import hf_tensors
-from dcmdp_jax.models.rope import RopeScaling
 
-_FAMILIES = {family.gguf: model_type for model_type, family in FAMILIES.items() if family.gguf}
+_FAMILIES = {family.gguf: model_type for model_type, family in families.FAMILIES.items() if family.gguf}
 # Field of config.json -> key of the header after the family's name; optional ones in the second table.
 _SIZES = {
     "hidden_size": "embedding_length",
@@ -90,7 +86,7 @@ class GGUFModel:
         from gguf.quants import dequantize
 
         config = self.config
-        for name, place in hf_tensors(config).items():
+        for name, place in params.hf_tensors(config).items():
             gguf_name, expert = gguf_tensor(name, config)
             tensor = self._tensors[gguf_name]
             values = dequantize(tensor.data if expert is None else tensor.data[expert], tensor.tensor_type)
@@ -100,7 +96,7 @@ class GGUFModel:
                 values = values - 1
             with np.errstate(over="ignore"):
                 values = np.ascontiguousarray(values.reshape(place.shape).astype(jnp.dtype(dtype)))
-            if not all_finite(values):
+            if not hf_manifest.all_finite(values):
                 raise UserError(f"{self.path}: tensor {gguf_name} has values that are not finite; fetch the file again")
             yield name, values
 
@@ -132,7 +128,7 @@ class GGUFModel:
             fields.setdefault("head_dim", self.fields.get("llama.rope.dimension_count"))
         try:
             fields["rope_scaling"] = self._rope_scaling(family)
-            config = from_hf(fields)
+            config = hf_config.from_hf(fields)
             if _ROPE_FACTORS in self._tensors:
                 self._check_rope_factors(config)
         except UserError as error:
@@ -152,7 +148,7 @@ class GGUFModel:
         return scaling
 
     def _check_rope_factors(self, config: ModelConfig) -> None:
-        plain, _ = rotary_frequencies(dataclasses.replace(config, rope_scaling=RopeScaling()))
+        plain, _ = rotary_frequencies(dataclasses.replace(config, rope_scaling=rope.RopeScaling()))
         scaled, _ = rotary_frequencies(config)
         factors = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
         if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
@@ -163,7 +159,7 @@ class GGUFModel:
         import gguf
 
         wanted: dict[str, tuple[int, ...]] = {}
-        for name, place in hf_tensors(self.config).items():
+        for name, place in params.hf_tensors(self.config).items():
             gguf_name, expert = gguf_tensor(name, self.config)
             stacked = () if expert is None else (self.config.num_experts,)
             wanted[gguf_name] = (*stacked, *place.shape)

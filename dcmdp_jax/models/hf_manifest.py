@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.inputs import read_json_object
+from dcmdp_jax.models import decoder, params
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
-from dcmdp_jax.models.params import FusedPart, hf_tensors
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SOURCE_DTYPES = ("F32", "BF16", "F16")
@@ -41,7 +40,7 @@ class Stored(NamedTuple):
 
     path: Path
     name: str
-    fused: FusedPart | None
+    fused: params.FusedPart | None
 
 
 class Manifest(NamedTuple):
@@ -103,7 +102,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
     # Before names are made of a number of layers that may be anything.
     _check_counts(directory, config, located)
     listing = directory / (SINGLE if (directory / SINGLE).is_file() else INDEX)
-    places = hf_tensors(config)
+    places = params.hf_tensors(config)
     tensors: dict[str, Stored] = {}
     allowed: dict[str, tuple[int, ...]] = {}
     missing = []
@@ -119,10 +118,10 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UserError(
             f"{listing}: tensor {missing[0]} is missing{more}, expected {list(places[missing[0]].shape)}"
-            + "; or set tie_word_embeddings to true in config.json" * (missing[0] == HF_OUTPUT)
+            + "; or set tie_word_embeddings to true in config.json" * (missing[0] == decoder.HF_OUTPUT)
         )
     if config.tie_word_embeddings:
-        allowed[HF_OUTPUT] = allowed[HF_EMBEDDING]
+        allowed[decoder.HF_OUTPUT] = allowed[decoder.HF_EMBEDDING]
     dtypes: Counter[str] = Counter()
     num_bytes = 0
     with Files() as files:
@@ -130,7 +129,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
             if name not in allowed:
                 raise UserError(
                     f"{path}: tensor {shorten_name(name)} is unknown to {config.model_type} with this config.json"
-                    + "; or set tie_word_embeddings to false there" * (name == HF_OUTPUT)
+                    + "; or set tie_word_embeddings to false there" * (name == decoder.HF_OUTPUT)
                 )
             stored = files[path].get_slice(inside[name])
             shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
@@ -142,7 +141,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
                 raise UserError(f"{path}: tensor {name} is {dtype}, readable are {', '.join(_SOURCE_DTYPES)}")
             dtypes[dtype] += 1
             num_bytes += math.prod(shape) * (4 if dtype == "F32" else 2)
-        redundant = located.get(HF_OUTPUT) if config.tie_word_embeddings else None
+        redundant = located.get(decoder.HF_OUTPUT) if config.tie_word_embeddings else None
     return Manifest(tensors, redundant, dict(dtypes), num_bytes, dict(left_out))
 
 

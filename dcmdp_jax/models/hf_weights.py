@@ -25,19 +25,9 @@ from safetensors.numpy import save_file
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object
+from dcmdp_jax.models import hf_config, hf_manifest
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
-from dcmdp_jax.models.hf_config import to_hf
-from dcmdp_jax.models.hf_manifest import (
-    INDEX,
-    SINGLE,
-    Files,
-    Manifest,
-    Stored,
-    all_finite,
-    check_manifest,
-    check_tensor,
-)
 from dcmdp_jax.models.params import check_params, hf_tensors, param_shapes
 from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Array, Params
@@ -67,13 +57,13 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
             an lm_head that differs from its embedding, or for a tensor with values that are not finite, naming it.
     """
     target = _target_dtype(dtype)
-    manifest = check_manifest(directory, config)
+    manifest = hf_manifest.check_manifest(directory, config)
     names: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
     places = hf_tensors(config)
     for name, place in places.items():
         names.setdefault(place.path, {})[place.index] = name
 
-    with Files() as files:
+    with hf_manifest.Files() as files:
         if manifest.redundant_head is not None:
             _check_redundant_head(manifest, files)
 
@@ -87,8 +77,8 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
                 with np.errstate(over="ignore"):
                     values = _read(files, stored, index[::-1] if transposed else index)
                     out[...] = values.T if transposed else values
-                if not all_finite(out):
-                    check_tensor(files, stored.path, stored.name, target)
+                if not hf_manifest.all_finite(out):
+                    hf_manifest.check_tensor(files, stored.path, stored.name, target)
 
             def shard(index: tuple[slice, ...]) -> np.ndarray:
                 if (key := str(index)) in done:
@@ -112,8 +102,8 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
 
 def directory_digest(directory: Path, config: ModelConfig) -> int:
     """CRC-32 of each vector and each matrix's first row in bfloat16: tells bases apart unread."""
-    digest, tensors = 0, check_manifest(directory, config).tensors
-    with Files() as files:
+    digest, tensors = 0, hf_manifest.check_manifest(directory, config).tensors
+    with hf_manifest.Files() as files:
         for name, place in hf_tensors(config).items():
             first = (slice(1), slice(place.shape[1])) if len(place.shape) > 1 else (slice(place.shape[0]),)
             values = _read(files, tensors[name], tuple(slice(0, part.stop) for part in first))
@@ -145,7 +135,7 @@ def iterate_hf_tensors(params: Params, config: ModelConfig, dtype: str) -> Itera
         # Cast where the array lives, so that half the bytes move; transpose on the host, where it is a view.
         host = to_host(tensor.astype(target))
         host = np.ascontiguousarray(host.T if place.transposed else host)
-        if not all_finite(host):
+        if not hf_manifest.all_finite(host):
             raise UserError(
                 f"params: tensor {name} has {int((~np.isfinite(host)).sum()):,} value(s) of {host.size:,} that are not "
                 f"finite in {dtype}; an earlier checkpoint may be whole"
@@ -202,7 +192,7 @@ def save_tensors(
         copied = [] if tokenizer_dir is None else _tokenizer_files(Path(tokenizer_dir))
         # Where a config names no version, transformers takes a tokenizer of many tokens for a broken one of Mistral's.
         version = {"transformers_version": importlib.metadata.version("transformers")}
-        fields = to_hf(config, dtype=dtype) | version | _token_ids(tokenizer_dir)
+        fields = hf_config.to_hf(config, dtype=dtype) | version | _token_ids(tokenizer_dir)
         atomic_write(partial / "config.json", json.dumps(fields, indent=2) + "\n")
         for source in copied:
             shutil.copyfile(source, partial / source.name)
@@ -217,7 +207,7 @@ def save_tensors(
             filled, total = filled + num_bytes, total + num_bytes
         weight_map = {}
         for number, names in enumerate(shards, 1):
-            file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = hf_manifest.SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             held = dict(next(tensors) for _ in names)
             try:
                 # transformers refuses a file whose metadata does not say the framework.
@@ -227,7 +217,7 @@ def save_tensors(
             weight_map |= dict.fromkeys(names, file)
         if len(shards) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            atomic_write(partial / INDEX, json.dumps(index, indent=2) + "\n")
+            atomic_write(partial / hf_manifest.INDEX, json.dumps(index, indent=2) + "\n")
 
 
 @contextlib.contextmanager
@@ -273,7 +263,7 @@ def _target_dtype(dtype: str) -> np.dtype:
     return jnp.dtype(dtype)
 
 
-def _check_redundant_head(manifest: Manifest, files: Files) -> None:
+def _check_redundant_head(manifest: hf_manifest.Manifest, files: hf_manifest.Files) -> None:
     """A tied model may store its output layer again, but only the same one."""
     head = files[manifest.redundant_head].get_slice(HF_OUTPUT)
     path, name, _ = manifest.tensors[HF_EMBEDDING]
@@ -288,7 +278,7 @@ def _check_redundant_head(manifest: Manifest, files: Files) -> None:
             )
 
 
-def _read(files: Files, stored: Stored, index: tuple[slice, ...]) -> np.ndarray:
+def _read(files: hf_manifest.Files, stored: hf_manifest.Stored, index: tuple[slice, ...]) -> np.ndarray:
     """Part of a tensor as it is stored, [out, in] for a matrix."""
     tensor = files[stored.path].get_slice(stored.name)
     if stored.fused is None:

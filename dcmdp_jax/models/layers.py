@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from dcmdp_jax.models import families, scheme_products
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Stack, parameter
-from dcmdp_jax.models.families import FAMILIES, Family
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import rms_norm
 from dcmdp_jax.models.quantize import QuantizedKernel, RoundsInputs, quantized_product, round_inputs
 from dcmdp_jax.models.rope import RopeScaling
-from dcmdp_jax.models.scheme_products import SchemeKernel, scheme_matmul
 
 _zeros, _ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
@@ -39,14 +38,14 @@ class LoraKernel:
 
 
 def kernel_matmul(
-    x: jax.Array, kernel: jax.Array | QuantizedKernel | RoundsInputs | SchemeKernel | LoraKernel
+    x: jax.Array, kernel: jax.Array | QuantizedKernel | RoundsInputs | scheme_products.SchemeKernel | LoraKernel
 ) -> jax.Array:
     """x W, and with an adapter x W + scale (x A) B, in the dtype of `x` [T, in]."""
     if isinstance(kernel, LoraKernel):
         y = kernel_matmul(x, kernel.base)
         return y + (x @ kernel.a.astype(x.dtype)) @ kernel.b.astype(x.dtype) * kernel.scale
-    if isinstance(kernel, SchemeKernel):
-        return scheme_matmul(x, kernel)
+    if isinstance(kernel, scheme_products.SchemeKernel):
+        return scheme_products.scheme_matmul(x, kernel)
     if isinstance(kernel, RoundsInputs):
         return kernel_matmul(round_inputs(x, kernel.precision), kernel.kernel)
     if isinstance(kernel, QuantizedKernel):
@@ -105,7 +104,7 @@ class RMSNorm(nnx.Module):
         axis: str,
         hf_name: str,
         stacks: tuple[Stack, ...] = (),
-        family: Family = FAMILIES["llama"],
+        family: families.Family = families.FAMILIES["llama"],
     ) -> None:
         init = _zeros if family.unit_offset else _ones
         self.scale = parameter((size,), (axis,), init=init, hf_name=f"{hf_name}.weight", stacks=stacks)

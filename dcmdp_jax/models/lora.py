@@ -21,14 +21,13 @@ from safetensors.flax import save_file
 
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.inputs import read_json_object
-from dcmdp_jax.models import hf_weights
+from dcmdp_jax.models import hf_weights, products
 from dcmdp_jax.models.array_checksum import array_checksum
 from dcmdp_jax.models.config import ALL_LINEAR, Lora, ModelConfig
 from dcmdp_jax.models.declare import Declaration
 from dcmdp_jax.models.hf_weights import whole_directory
 from dcmdp_jax.models.layers import LoraKernel
 from dcmdp_jax.models.params import declared_tensors, declared_tree, model_declarations, quantized_leaves
-from dcmdp_jax.models.products import PRECISE
 from dcmdp_jax.models.quantize import QuantizedKernel, in_float32, is_quantized, quantize_tree, stored
 from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Params
@@ -204,7 +203,7 @@ def _arriving(kernel: jax.Array | QuantizedKernel, change: jax.Array, precision:
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=PRECISE)
+    return jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=products.PRECISE)
 
 
 def _joined(base: Params, adapters: Params, join: Any) -> Params:

@@ -1,7 +1,5 @@
 """Precision of matrix products. Products of float32 operands are computed in float32 on every platform."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -10,24 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.models import decoder, logprobs, quantize
-from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models import config, decoder, logprobs, moe, products, quantize
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.moe import Aux
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.models.params import quantized_leaves
-from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.scheme import FULL, Scheme
+from dcmdp_jax.parallel import sharding
 from dcmdp_jax.parallel.mesh import row_shards
-from dcmdp_jax.parallel.sharding import (
-    MODEL_AXES,
-    PARAM_AXES,
-    constrain,
-    data_parallel_only,
-    replicated,
-    shard_map_over,
-    shard_map_over_data,
-)
 from dcmdp_jax.types import TOP_IDS, Array, Params, Rows
 
 
@@ -44,7 +33,7 @@ class RowOutputs(NamedTuple):
 
     logprobs: jax.Array
     entropy: jax.Array
-    router: Aux
+    router: moe.Aux
     top_logprobs: jax.Array | None = None
     kept_mass: jax.Array | None = None
 
@@ -59,7 +48,7 @@ May return a jax array that is still being computed: it is read after the engine
 
 
 def make_row_logprobs(
-    model: ModelConfig,
+    model: config.ModelConfig,
     compute: Compute,
     *,
     temperature: float,
@@ -87,12 +76,12 @@ def make_row_logprobs(
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     how = {"temperature": temperature, "chunk": compute.logprob_chunk, "listed_gradient": top_gradient or cut}
     token_logprobs = functools.partial(logprobs.token_logprobs, ops=choose_ops(platform), **how)
-    if not data_parallel_only(mesh):
-        pin |= {"constrain": constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh)}
+    if not sharding.data_parallel_only(mesh):
+        pin |= {"constrain": sharding.constrain(mesh), "look_up": _lookup_over_model_axes(model, compute, mesh)}
         token_logprobs = _over_model_axes(token_logprobs, model, mesh)
 
     def row_logprobs(params: Params, rows: Rows) -> RowOutputs:
-        with products_in(compute.dtype):
+        with products.products_in(compute.dtype):
             return forward(params, rows)
 
     def forward(params: Params, rows: Rows) -> RowOutputs:
@@ -127,28 +116,30 @@ def without_replay(rows: Rows) -> Rows:
     return rows._replace(columns={name: x for name, x in rows.columns.items() if name != "routed_experts"})
 
 
-def kernel_axes(model: ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
+def kernel_axes(model: config.ModelConfig, mesh: Mesh) -> logprobs.KernelAxes:
     """The mesh axes that split the output matrix; a size that its axis does not divide is whole."""
     sizes = {"embed": model.hidden_size, "vocab": model.vocab_size}
     split = {
-        name: PARAM_AXES[name]
+        name: sharding.PARAM_AXES[name]
         for name, size in sizes.items()
-        if mesh.shape[PARAM_AXES[name]] > 1 and size % mesh.shape[PARAM_AXES[name]] == 0
+        if mesh.shape[sharding.PARAM_AXES[name]] > 1 and size % mesh.shape[sharding.PARAM_AXES[name]] == 0
     }
     return logprobs.KernelAxes(split.get("embed"), split.get("vocab"))
 
 
-def _lookup_over_model_axes(model: ModelConfig, compute: Compute, mesh: Mesh) -> decoder.LookUp | None:
+def _lookup_over_model_axes(model: config.ModelConfig, compute: Compute, mesh: Mesh) -> decoder.LookUp | None:
     """The embedding's lookup with rows split over fsdp and expert; None where the embedding's width is whole."""
     axes = kernel_axes(model, mesh)
     if axes.embed is None:
         return None
     rows = P(("fsdp", "expert"))
     look_up = functools.partial(decoder.look_up_split, dtype=compute.dtype, axes=axes)
-    return shard_map_over(MODEL_AXES, look_up, mesh, in_specs=(P(axes.vocab, axes.embed), rows), out_specs=rows)
+    return sharding.shard_map_over(
+        sharding.MODEL_AXES, look_up, mesh, in_specs=(P(axes.vocab, axes.embed), rows), out_specs=rows
+    )
 
 
-def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mesh: Mesh) -> Callable[..., Any]:
+def _over_model_axes(token_logprobs: Callable[..., Any], model: config.ModelConfig, mesh: Mesh) -> Callable[..., Any]:
     """The output layer with rows split over fsdp and expert, the vocabulary over tensor.
 
     Each part of the output matrix is gathered once a pass and its gradient reduced once. Left to the compiler, both
@@ -161,17 +152,19 @@ def _over_model_axes(token_logprobs: Callable[..., Any], model: ModelConfig, mes
     def mapped(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         further = (rows,) * (len(arguments) - 4)
         specs = {"in_specs": (rows, P(*axes), rows, rows, *further), "out_specs": (rows, rows, *further)}
-        return shard_map_over(MODEL_AXES, sharded, mesh, **specs)(*arguments)
+        return sharding.shard_map_over(sharding.MODEL_AXES, sharded, mesh, **specs)(*arguments)
 
     return mapped
 
 
-def make_probe(model: ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
+def make_probe(model: config.ModelConfig, compute: Compute, mesh: Mesh) -> Probe:
     """The training stack's own log-probs of a few short rows, as the step computes them."""
     row_logprobs = make_row_logprobs(model, compute, temperature=1.0, mesh=mesh)
     rows = P("data")
-    mapped = shard_map_over_data(lambda *args: row_logprobs(*args)[0], mesh, in_specs=(P(), rows), out_specs=rows)
-    compiled = jax.jit(mapped, out_shardings=replicated(mesh))
+    mapped = sharding.shard_map_over_data(
+        lambda *args: row_logprobs(*args)[0], mesh, in_specs=(P(), rows), out_specs=rows
+    )
+    compiled = jax.jit(mapped, out_shardings=sharding.replicated(mesh))
 
     def probe(params: Params, ids: np.ndarray) -> jax.Array:
         count, tokens = ids.shape

@@ -1,7 +1,5 @@
 """Roundings of an engine's weights, activations and cache, repeated by a matched forward pass."""
 
-from __future__ import annotations
-
 import dataclasses
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
@@ -80,7 +78,7 @@ def weights_alone(precision: str, cache: str) -> Scheme:
     return Scheme(weights="" if precision == "full" else precision, cache="" if cache == "full" else cache)
 
 
-def check_grouped(precision: str, model: ModelConfig | None, tensor: int) -> None:
+def check_grouped(precision: str, model: "ModelConfig | None", tensor: int) -> None:
     """Refuse one of `GROUPED` without its library, or with groups that do not divide the inputs of a matrix.
 
     Args:

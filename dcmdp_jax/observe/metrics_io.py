@@ -29,10 +29,8 @@ import jax
 import numpy as np
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe import jsonl, rollouts, trackers
 from dcmdp_jax.observe.jsonl import HELD_OUT_FILE, METRICS_FILE, SAMPLES_FILE, STARTS_FILE, TENSORBOARD_DIRECTORY
-from dcmdp_jax.observe.rollouts import RolloutWriter
-from dcmdp_jax.observe.trackers import Tracker, require_tracker
 from dcmdp_jax.version import __version__
 
 
@@ -118,7 +116,7 @@ class MetricsWriter:
     ) -> None:
         projects = {kind: project for kind, project in projects.items() if project}
         for kind, project in projects.items():
-            require_tracker(kind, project)
+            trackers.require_tracker(kind, project)
         self._listener = listener
         self._step = 0
         self._closed = False
@@ -128,11 +126,11 @@ class MetricsWriter:
             jsonl.truncate(run_dir / STARTS_FILE)
             for name in (METRICS_FILE, SAMPLES_FILE, HELD_OUT_FILE):
                 _prepare(run_dir / name, resume_step)
-            self._rollouts = RolloutWriter(run_dir, every_steps=rollouts_every_steps, resume_step=resume_step)
+            self._rollouts = rollouts.RolloutWriter(run_dir, every_steps=rollouts_every_steps, resume_step=resume_step)
         except OSError as error:
             raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
         record_start(run_dir, resume_step or 0, devices or jax.device_count())
-        self._trackers = [Tracker(kind, project, run_dir) for kind, project in projects.items()]
+        self._trackers = [trackers.Tracker(kind, project, run_dir) for kind, project in projects.items()]
         # Imported late: it imports torch wherever torch is installed, five seconds before every error message.
         from tensorboardX import SummaryWriter
 

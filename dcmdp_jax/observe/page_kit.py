@@ -5,8 +5,6 @@ A page extends `templates/page.html`, which has the style, and uses the macros o
 scripts of `templates/` that it names, and its content security policy allows their hashes alone.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
@@ -57,7 +55,7 @@ def drawable(text: str) -> str:
 
 def make_figure(
     width: float, height: float, title: str = "", *, rows: int = 1, columns: int = 1, **options: Any
-) -> tuple[Figure, list[Axes]]:
+) -> "tuple[Figure, list[Axes]]":
     """Make a figure and its panels, row by row, without pyplot's global state.
 
     Args:
@@ -75,7 +73,7 @@ def make_figure(
     return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
-def style_axes(axes: Axes, title: str = "", *, x: str = "", y: str = "", legend: bool = False) -> None:
+def style_axes(axes: "Axes", title: str = "", *, x: str = "", y: str = "", legend: bool = False) -> None:
     """Finish a panel: heading, axis labels, a faint grid behind the data, and of the frame the bottom alone."""
     axes.set_title(title, fontsize=10, color=INK, loc="left", pad=6)
     axes.set_xlabel(x, color=MUTED, fontsize=9)
@@ -90,7 +88,7 @@ def style_axes(axes: Axes, title: str = "", *, x: str = "", y: str = "", legend:
         axes.legend(**LEGEND, loc="best")
 
 
-def inline_svg(figure: Figure) -> markupsafe.Markup:
+def inline_svg(figure: "Figure") -> markupsafe.Markup:
     """Draw each panel of a matplotlib figure as an `<svg>` element; the figure's heading is for pictures alone.
 
     Text stays text, and the same figure gives the same bytes. The figure is changed: save it as a picture before.
@@ -117,7 +115,7 @@ def inline_svg(figure: Figure) -> markupsafe.Markup:
     return markupsafe.Markup("".join(made))
 
 
-def page_figures(figures: Iterable[tuple[str, str, Figure | None]], directory: Path) -> list[tuple[str, str]]:
+def page_figures(figures: "Iterable[tuple[str, str, Figure | None]]", directory: Path) -> list[tuple[str, str]]:
     """Save figures as `directory`/STEM.png, and draw them for a page; a figure that is None is left out.
 
     Args:

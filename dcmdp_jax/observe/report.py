@@ -13,12 +13,9 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import duration, number, percent
-from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe import jsonl, metric_names, page_kit, plots
 from dcmdp_jax.observe.alarms import alarms, bounded_metric, finite_values
-from dcmdp_jax.observe.metric_names import METRICS, form_of_score, metric_of
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
-from dcmdp_jax.observe.page_kit import drawable, page_figures, render_page
-from dcmdp_jax.observe.plots import FIGURES
 
 _STUCK_STEPS = 5
 _ENGINE = ("rollout.engine", "rollout.precision", "rollout.compute_dtype", "rollout.kv_cache_dtype")
@@ -119,11 +116,11 @@ def write_report(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Path:
     paths = [Path(run_dir).resolve() for run_dir in run_dirs]
     runs = [read_run(path, label) for path, label in zip(paths, labels_of(paths), strict=True)]
     # matplotlib would read a dollar in a directory's name as mathematics.
-    series = {drawable(run.label).replace("$", r"\$"): run.series for run in runs}
-    drawn = ((stem, caption, draw(series)) for stem, (caption, draw) in FIGURES.items())
-    figures = page_figures(drawn, Path(out_dir) / jsonl.PLOTS_DIRECTORY)
+    series = {page_kit.drawable(run.label).replace("$", r"\$"): run.series for run in runs}
+    drawn = ((stem, caption, draw(series)) for stem, (caption, draw) in plots.FIGURES.items())
+    figures = page_kit.page_figures(drawn, Path(out_dir) / jsonl.PLOTS_DIRECTORY)
     report = Path(out_dir) / jsonl.REPORT_FILE
-    atomic_write(report, render_page("report.html", figures=figures, **report_content(runs)))
+    atomic_write(report, page_kit.render_page("report.html", figures=figures, **report_content(runs)))
     return report
 
 
@@ -192,11 +189,11 @@ def _settings(runs: Sequence[RecordedRun]) -> dict[str, Any]:
 
 def _metrics(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """Every metric, with its unit and meaning."""
-    order = {name: place for place, name in enumerate(METRICS)}
+    order = {name: place for place, name in enumerate(metric_names.METRICS)}
     names = sorted({name for run in runs for name in run.series}, key=lambda name: (order.get(name, len(order)), name))
     rows = []
     for name in names:
-        metric = metric_of(name)
+        metric = metric_names.metric_of(name)
         if len(runs) == 1:
             values = runs[0].series[name][1]
             finite = np.where(np.isfinite(values), values, np.nan)
@@ -406,7 +403,7 @@ def _scores(series: Series) -> list[tuple[str, np.ndarray, np.ndarray, Callable[
     for name in sorted((name for name in series if name.startswith("eval/")), key=lambda x: ("/avg@" not in x, x)):
         steps, values = series[name]
         if (finite := np.isfinite(values)).any():
-            form = form_of_score(name, values[finite], series)
+            form = metric_names.form_of_score(name, values[finite], series)
             found.append((name.removeprefix("eval/"), steps[finite], values[finite], form))
     return found
 

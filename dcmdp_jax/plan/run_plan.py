@@ -23,10 +23,8 @@ from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, 
 from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology, platform_of
-from dcmdp_jax.run.memory_use import CUDNN_WORKSPACE
+from dcmdp_jax.run import memory_use, task, weights
 from dcmdp_jax.run.placement import Placement, placed, platform_kernel
-from dcmdp_jax.run.task import check_model
-from dcmdp_jax.run.weights import model_shardings
 from dcmdp_jax.training.build import make_step_programs
 
 GIB = 2**30
@@ -129,7 +127,7 @@ class CompiledRun:
         """Memory that is held while a program runs and is none of its arguments."""
         parts = {part.name: part.each for part in self.run.placement.engine.memory.parts if part.each}
         if name == "step" or self.engine is None:
-            return {part: size for part, size in parts.items() if name == "step" and part == CUDNN_WORKSPACE}
+            return {part: size for part, size in parts.items() if name == "step" and part == memory_use.CUDNN_WORKSPACE}
         beside = dict(self.step.held)
         if name in ("prefill", "decode") and self.engine.refills:
             # New rows enter a batch while it decodes.
@@ -160,7 +158,7 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
             model or the platform.
     """
     model = model_of(config)
-    check_model(config, model)
+    task.check_model(config, model)
     platform_kernel(config, platform)
     check_own_remedies(config.algorithm)
     near = CHIPS["h100"].devices_near if platform == "gpu" else devices
@@ -214,7 +212,7 @@ def plan_step(run: PlannedRun) -> Lowerable:
     if config.model.lora or config.algorithm.kl_coefficient:
         dtype = config.model.lora_base if config.model.lora else config.model.param_dtype
         shapes = param_shapes(model, "bfloat16" if dtype == "int8" else dtype)
-        frozen = sharded(shapes, model_shardings(model, config.model.param_dtype, mesh))
+        frozen = sharded(shapes, weights.model_shardings(model, config.model.param_dtype, mesh))
         held["frozen base" if config.model.lora else "reference policy"] = bytes_per_device(frozen)
     trace = functools.partial(programs.train_step.trace, state, batch, frozen)
     return Lowerable("step", trace, held, packing.row_lengths, min(predicted_tokens(packing, mesh)))

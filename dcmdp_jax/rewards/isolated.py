@@ -9,8 +9,6 @@ Why no library: with pebble 5.2.3 the death of one idle worker makes the whole p
 trainer's main module and with it JAX, and a hung worker outlives a killed trainer.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -147,7 +145,7 @@ class IsolatedPool(Closing):
             thread.join()
         self._workers = []
 
-    def _serve(self, worker: _Worker) -> None:
+    def _serve(self, worker: "_Worker") -> None:
         """Make calls with one worker; the body of a thread."""
         while True:
             tries, _, call = self._calls.get()

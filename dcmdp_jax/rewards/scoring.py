@@ -1,7 +1,5 @@
 """The total reward of each completion: `math` and the functions of users, with weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math
@@ -206,7 +204,7 @@ class BatchScoring:
     def __init__(
         self,
         scorer: RewardScorer,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         problems: Sequence[Problem],
         state: TrainerState = BEGINNING,
     ) -> None:

@@ -21,9 +21,8 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.models import config, lora
 from dcmdp_jax.models.array_checksum import array_checksum
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.lora import SavedAdapters
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.run.directory import RUN_ID_FILE, run_id
 from dcmdp_jax.types import Params, TrainState
@@ -110,7 +109,7 @@ class Checkpoints:
         keep_last: int,
         keep_best: int,
         hosts: Hosts = ONE_PROCESS,
-        adapters: SavedAdapters | None = None,
+        adapters: lora.SavedAdapters | None = None,
         problems: str = "",
     ) -> None:
         """Open `run_dir`/checkpoints, making it if needed and removing a save that a kill left unfinished.
@@ -147,7 +146,7 @@ class Checkpoints:
         step: int,
         state: TrainState,
         *,
-        model: ModelConfig,
+        model: config.ModelConfig,
         prompts_taken: int | None = None,
         behind: Mapping[int, Params] = MappingProxyType({}),
     ) -> None:
@@ -236,7 +235,7 @@ class Checkpoints:
         """Whether that step is on disk, for any thread."""
         return self._manager.latest_step() == step and not self._manager.is_saving_in_progress()
 
-    def restore(self, abstract: TrainState, model: ModelConfig) -> TrainState | None:
+    def restore(self, abstract: TrainState, model: config.ModelConfig) -> TrainState | None:
         """Load the newest undamaged state; None if the run has no checkpoint.
 
         A damaged checkpoint is skipped for the one before it, and moved to `damaged/` once that one was read: if none
@@ -301,7 +300,7 @@ class Checkpoints:
     def _meta(self, step: int) -> dict[str, Any]:
         return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
 
-    def _read(self, step: int, abstract: TrainState, model: ModelConfig) -> TrainState:
+    def _read(self, step: int, abstract: TrainState, model: config.ModelConfig) -> TrainState:
         """Read a checkpoint; an error in any process is one in all, so that all go on to the same checkpoint."""
         failure = restored = saved = None
         try:
@@ -320,7 +319,7 @@ class Checkpoints:
         return TrainState(params=restored["params"], **restored["learner"])
 
     def _read_own_part(
-        self, step: int, abstract: TrainState, model: ModelConfig
+        self, step: int, abstract: TrainState, model: config.ModelConfig
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         saved = self._meta(step)
         check_record(saved, step)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.config.checks import may_change
-from dcmdp_jax.config.load import from_saved, to_saved
+from dcmdp_jax.config import checks, load
 from dcmdp_jax.config.settings import Config, setting_names, to_dict
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.fields import flatten
@@ -45,7 +44,7 @@ def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
         overrides: dotted name -> value.
         config: the config with these values.
     """
-    fixed = {name: value for name, value in sorted(overrides.items()) if not may_change(name, config)}
+    fixed = {name: value for name, value in sorted(overrides.items()) if not checks.may_change(name, config)}
     said = {name: _name_value(value) for name, value in fixed.items()}
     ends = {name: _NOT_PLAIN.sub("_", value.rpartition("/")[2]) for name, value in said.items()}
     text = "".join(f"-{_short_name(name)}={value}" for name, value in ends.items())
@@ -95,7 +94,7 @@ def check_run_directory(config: Config) -> None:
         raise UserError(f"{error}; choose another config.run_dir") from error
     before, now = flatten(to_dict(saved)), flatten(to_dict(config))
     for name in sorted(now):
-        if not may_change(name, config) and before[name] != now[name]:
+        if not checks.may_change(name, config) and before[name] != now[name]:
             raise UserError(
                 f"config.run_dir: {run_dir} holds a run with {name}={before[name]!r}, this config has "
                 f"{now[name]!r}; choose another run_dir, or delete that one"
@@ -139,7 +138,7 @@ def read_config(run_dir: Path) -> Config:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(saved, dict):
             raise UserError("not an object")
-        return from_saved(saved)
+        return load.from_saved(saved)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: can't be read ({error})") from error
 
@@ -215,4 +214,4 @@ def record_config(config: Config, rows: int = 0) -> None:
     """
     path = Path(config.run_dir) / CONFIG_FILE
     fitted = {"fitted_rows": rows} if 0 < rows < config.rollout.max_rows else {}
-    atomic_write(path, json.dumps(to_saved(config) | fitted, indent=2) + "\n")
+    atomic_write(path, json.dumps(load.to_saved(config) | fitted, indent=2) + "\n")

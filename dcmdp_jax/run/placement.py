@@ -12,18 +12,14 @@ from jax.sharding import Mesh
 from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.checks import MESH, as_settings, engine_arguments, find_trainable, forward_scheme, of_engine
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.episode import column_shapes
-from dcmdp_jax.data.row_layout import ANY_NUMBER, RowShapes, make_row_shapes
+from dcmdp_jax.data import episode, row_layout
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.machine import Machine
 from dcmdp_jax.engines.noise_floor import sampled_again
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.attention import SKIP_SEGMENTS, choose_kernel, row_attention
+from dcmdp_jax.models import attention, decoder, params, row_logprobs
 from dcmdp_jax.models.config import Lora, ModelConfig
-from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.ops import choose_ops
-from dcmdp_jax.models.params import num_params
-from dcmdp_jax.models.row_logprobs import make_probe
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.backend import has_cuda_plugin, prepare_jax, present_gpus, usable_cores
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
@@ -55,9 +51,9 @@ class Placement:
 
     hosts: Hosts
     mesh: Mesh
-    compute: Compute
+    compute: decoder.Compute
     scheme: Scheme
-    packing: RowShapes
+    packing: row_layout.RowShapes
     columns: dict[str, tuple[int, ...]]
     engine: EngineSetup
     samples_while_training: bool
@@ -99,7 +95,7 @@ def place(
     scheme = forward_scheme_on(config, engine, platform)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
     with as_settings(MESH):
-        mesh = training_mesh(*sizes, num_params=num_params(model))
+        mesh = training_mesh(*sizes, num_params=params.num_params(model))
         for shape in filter(None, (model, task.teacher)):
             check_kernel(config, platform, shape.head_dim)
             known = {"num_heads": shape.num_heads, "num_experts": shape.num_experts}
@@ -178,7 +174,7 @@ def check_kernel(config: Config, platform: str, head_dim: int) -> None:
     for most in (1, segments_of(config, "cudnn")):
         how = {"kernel": "cudnn", "one_segment": most == 1, "segments": most, "ops": choose_ops(platform)}
         try:
-            jax.jit(functools.partial(row_attention, **how)).lower(heads, heads, heads, ids).compile()
+            jax.jit(functools.partial(attention.row_attention, **how)).lower(heads, heads, heads, ids).compile()
         except Exception as error:  # a missing library, an old one, a width it does not have: all raise differently
             reason = " ".join((str(error) or type(error).__name__).split())[:200]
             remedy = "choose training.segments_per_row=1" if most > 1 else install
@@ -195,7 +191,7 @@ def platform_kernel(config: Config, platform: str) -> str:
         UserError: if the platform does not have the one of the settings, or it does not compute in their dtype.
     """
     dtype = jnp.dtype(config.model.compute_dtype)
-    kernel = choose_kernel(config.model.attention, dtype, platform)
+    kernel = attention.choose_kernel(config.model.attention, dtype, platform)
     needs = {"splash": (("tpu",), "a TPU"), "cudnn": (("gpu", "cuda"), "an NVIDIA GPU with cuDNN")}
     platforms, what = needs.get(kernel, ((platform,), ""))
     if platform not in platforms:
@@ -210,7 +206,7 @@ def platform_kernel(config: Config, platform: str) -> str:
 
 def segments_of(config: Config, kernel: str) -> int:
     """Segments of a row at most, for an attention kernel; 0 for any number."""
-    return config.training.segments_per_row or SKIP_SEGMENTS.get(kernel, 1)
+    return config.training.segments_per_row or attention.SKIP_SEGMENTS.get(kernel, 1)
 
 
 def placed(
@@ -246,15 +242,15 @@ def placed(
     model, rollout = engine.model, config.rollout
     compute = compute_on(config, mesh, layers=model.num_layers)
     packing = packing_on(config, mesh, compute, shortest=1 + shortest_prompt)
-    columns = column_shapes(config.columns, k=rollout.top_logprobs, routing=model.routing)
+    columns = episode.column_shapes(config.columns, k=rollout.top_logprobs, routing=model.routing)
     machine = machine or this_machine(mesh.devices.flat[0].platform)
     dtype = "float32" if config.model.lora_rank or config.model.adapter else config.model.param_dtype
     lengths, completions = requests
     workload = Workload(completions, rollout.group_size, lengths, rollout.max_completion_tokens, dtype)
     engine = dataclasses.replace(
         engine,
-        mesh=lambda **split: sampling_mesh(mesh, num_params=num_params(model), **split),
-        probe=lambda: make_probe(model, compute, mesh),
+        mesh=lambda **split: sampling_mesh(mesh, num_params=params.num_params(model), **split),
+        probe=lambda: row_logprobs.make_probe(model, compute, mesh),
         prepare=True,
         param_dtype=dtype,
     )
@@ -264,13 +260,13 @@ def placed(
     return Placement(hosts, mesh, compute, scheme, packing, columns, setup, kind.own_process and not refills)
 
 
-def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> Compute:
+def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> decoder.Compute:
     """Computation of the training stack on a mesh, of a model with `layers` layers."""
     platform = mesh.devices.flat[0].platform
     dtype = np.dtype(jnp.dtype(config.model.compute_dtype))
     longest = -(-max((config.max_total_tokens, *config.training.row_lengths)) // 128) * 128
-    kernel = choose_kernel(config.model.attention, dtype, platform, longest)
-    return Compute(
+    kernel = attention.choose_kernel(config.model.attention, dtype, platform, longest)
+    return decoder.Compute(
         dtype=config.model.compute_dtype,
         remat=config.model.remat,
         scan_unroll=config.model.scan_unroll or _layers_at_once(config.model.remat, mesh, layers),
@@ -293,12 +289,12 @@ def _layers_at_once(remat: str, mesh: Mesh, layers: int) -> int:
     return _CPU_UNROLL if platform == "cpu" and layers <= _CPU_UNROLL else 1
 
 
-def packing_on(config: Config, mesh: Mesh, compute: Compute, shortest: int = 1) -> RowShapes:
+def packing_on(config: Config, mesh: Mesh, compute: decoder.Compute, shortest: int = 1) -> row_layout.RowShapes:
     """Shapes of a batch of sequences of at least `shortest` tokens, for a computation on a mesh."""
     splash, row_lengths = compute.attention == "splash", config.training.row_lengths
     if splash and (odd := [length for length in row_lengths if length % 128]):
         raise UserError(f"config.training.row_lengths: got {odd[0]}, splash attention needs multiples of 128")
-    return make_row_shapes(
+    return row_layout.make_row_shapes(
         row_lengths=row_lengths,
         longest=config.max_total_tokens,
         shortest=shortest,
@@ -306,6 +302,6 @@ def packing_on(config: Config, mesh: Mesh, compute: Compute, shortest: int = 1) 
         micro_batch_tokens=config.training.micro_batch_tokens,
         mini_batches=config.mini_batches,
         completions=config.completions_per_mini_batch,
-        segments_per_row=segments_of(config, compute.attention) or ANY_NUMBER,
+        segments_per_row=segments_of(config, compute.attention) or row_layout.ANY_NUMBER,
         row_shards=row_shards(mesh),
     )

@@ -1,14 +1,11 @@
 """A run, as the top of a command has it: task, placement and weights, made and checked in the order of their cost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import EngineKind
-from dcmdp_jax.observe.jsonl import rewards_log
-from dcmdp_jax.observe.trackers import require_tracker
+from dcmdp_jax.observe import jsonl, trackers
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.run.directory import check_run_directory, fitted_rows
 from dcmdp_jax.run.placement import Placement, place, trainable_engine
@@ -31,7 +28,7 @@ class Run(NamedTuple):
     weights: Weights
 
     @classmethod
-    def check(cls, config: Config, hosts: Hosts = ONE_PROCESS) -> Run:
+    def check(cls, config: Config, hosts: Hosts = ONE_PROCESS) -> "Run":
         """Check all that can be checked without touching weights or compiling, the cheapest first.
 
         Args:
@@ -45,7 +42,7 @@ class Run(NamedTuple):
         check_run_directory(config)
         for kind in ("wandb", "trackio"):
             if project := getattr(config.observe, f"{kind}_project"):
-                require_tracker(kind, project)
+                trackers.require_tracker(kind, project)
         rows = fitted_rows(config)
         engine = (EngineKind(), "") if config.supervised else trainable_engine(config)
         task = read_task(config)
@@ -56,5 +53,5 @@ class Run(NamedTuple):
 
     def start(self) -> Services:
         """Start the run's services, see `start_services`."""
-        output = Path(self.task.config.run_dir) / rewards_log(self.placement.hosts.index)
+        output = Path(self.task.config.run_dir) / jsonl.rewards_log(self.placement.hosts.index)
         return start_services(self.task, self.placement.engine, output=output)

@@ -1,7 +1,5 @@
 """Saved models: found in a directory or on the Hub, read, and asked by an engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path
@@ -13,14 +11,11 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.models import hf_config, hf_hub, hf_manifest
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.hf_config import read_model_config
-from dcmdp_jax.models.hf_hub import is_fetched, model_directory
-from dcmdp_jax.models.hf_manifest import check_manifest
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.parallel.backend import prepare_jax
-from dcmdp_jax.run.directory import read_config
-from dcmdp_jax.run.task import sampling
+from dcmdp_jax.run import directory, task
 from dcmdp_jax.types import Params
 
 if TYPE_CHECKING:
@@ -45,7 +40,7 @@ class SavedModel:
     shape: ModelConfig
     tokenizer: Path
     path: Path
-    checkpoint: SavedParams | None
+    checkpoint: "SavedParams | None"
     files: tuple[Path, ...]
     narrow: bool = False
 
@@ -62,7 +57,7 @@ class SavedModel:
     @property
     def settings(self) -> Config:
         """The run's own settings, else the defaults."""
-        return Config() if self.run_dir is None else read_config(self.run_dir)
+        return Config() if self.run_dir is None else directory.read_config(self.run_dir)
 
     def load(self, dtype: str) -> Params:
         """Read the weights: a checkpoint's as they are, others in the given dtype."""
@@ -86,8 +81,8 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
         UserError, CheckpointError: in one line, if there is none or it can't be read.
     """
     name = path.resolve().name
-    if is_fetched(str(path)):
-        path = model_directory(str(path))
+    if hf_hub.is_fetched(str(path)):
+        path = hf_hub.model_directory(str(path))
     elif not path.is_dir():
         raise UserError(f"MODEL {path}: no such directory")
     resolved = path.resolve()
@@ -100,8 +95,8 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
         return SavedModel(name, found.model, found.tokenizer, resolved, found, files)
     if step is not None:
         raise UserError(f"--step: got {step}, but {path} is no run directory; only a run's checkpoints have steps")
-    shape = read_model_config(path)
-    narrow = set(check_manifest(path, shape).dtypes) == {"BF16"}
+    shape = hf_config.read_model_config(path)
+    narrow = set(hf_manifest.check_manifest(path, shape).dtypes) == {"BF16"}
     return SavedModel(name, shape, path, path, None, tuple(path.glob("*.safetensors")), narrow)
 
 
@@ -124,7 +119,7 @@ class Policy:
     stop_token_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, saved: SavedModel, config: Config) -> Policy:
+    def of(cls, saved: SavedModel, config: Config) -> "Policy":
         """Read a saved model's tokenizer.
 
         Raises:
@@ -143,4 +138,4 @@ class Policy:
     @property
     def sampling(self) -> SamplingParams:
         """The distribution that the settings sample from."""
-        return sampling(self.config, self.stop_token_ids)
+        return task.sampling(self.config, self.stop_token_ids)

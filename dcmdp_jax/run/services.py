@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import as_settings, of_engine
 from dcmdp_jax.data.chat import template_variables
-from dcmdp_jax.engines.protocol import Engine
-from dcmdp_jax.engines.registry import find_engine
+from dcmdp_jax.engines import protocol, registry
 from dcmdp_jax.environments.turns import TurnSampler
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import RewardScorer
@@ -32,13 +31,13 @@ class Services(contextlib.AbstractContextManager["Services"]):
         closing: closes all of them.
     """
 
-    engine: Engine
+    engine: protocol.Engine
     verifier: Verifier
     scorer: RewardScorer
     turns: TurnSampler | None
     tokenizer: PreTrainedTokenizerBase
     closing: contextlib.ExitStack
-    teacher: Engine | None = None
+    teacher: protocol.Engine | None = None
 
     def __exit__(self, *_: object) -> None:
         self.closing.close()
@@ -81,7 +80,7 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
             turns = TurnSampler(engine, pool, *chat, stop_on_error)
         teacher, (server, _) = None, config.teacher
         if server and not config.loads_teacher:
-            kind = find_engine("http")
+            kind = registry.find_engine("http")
             with as_settings(dict.fromkeys(("server", "max_total_tokens"), "rewards.functions")):
                 teacher = kind.build(dataclasses.replace(setup.arguments, settings=kind.settings(server)))
         return Services(engine, verifier, scorer, turns, task.tokenizer, stack.pop_all(), teacher)

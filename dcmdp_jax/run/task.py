@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import EVALUATION, LORA, REWARDS, as_settings, in_settings
 from dcmdp_jax.config.settings import TEACHER, Config
-from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.data.chat import find_call_format, template_variables
+from dcmdp_jax.data import arithmetic, chat
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, join_prompts
@@ -22,12 +21,8 @@ from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
 from dcmdp_jax.errors import UserError, naming
 from dcmdp_jax.evaluation.held_out import HeldOut, held_out_tasks
+from dcmdp_jax.models import families, hf_config, hf_hub, hf_manifest, hf_weights
 from dcmdp_jax.models.config import RECURRENT_SIZES, Lora, ModelConfig
-from dcmdp_jax.models.families import FAMILIES
-from dcmdp_jax.models.hf_config import layer_pattern, read_model_config
-from dcmdp_jax.models.hf_hub import model_directory
-from dcmdp_jax.models.hf_manifest import check_manifest
-from dcmdp_jax.models.hf_weights import directory_digest
 from dcmdp_jax.models.lora import Adapter, read_adapter, trained
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
@@ -123,8 +118,8 @@ def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
     """The shape of the model, checked against the settings, and its tokenizer."""
     saved = None
     if config.model.path:
-        saved = read_model_config(directory := path_of_model(config))
-        check_manifest(directory, saved)
+        saved = hf_config.read_model_config(directory := path_of_model(config))
+        hf_manifest.check_manifest(directory, saved)
     tokenizer = _tokenizer(config, saved.vocab_size if saved else None)
     model = saved or fresh_model(config, tokenizer)
     check_model(config, model)
@@ -162,9 +157,9 @@ def _tokenizer(config: Config, vocab_size: int | None) -> PreTrainedTokenizerBas
     """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
     named, path = bool(config.model.tokenizer), config.model.tokenizer or config.model.path
     if not path:
-        return build_tokenizer()
+        return arithmetic.build_tokenizer()
     try:
-        return load_tokenizer(path if named else str(model_directory(path)), vocab_size=vocab_size)
+        return load_tokenizer(path if named else str(hf_hub.model_directory(path)), vocab_size=vocab_size)
     except UserError as error:
         setting, hint = ("tokenizer", "") if named else ("path", "; model.tokenizer may name another")
         raise UserError(f"config.model.{setting}: {error}{hint}") from error
@@ -185,7 +180,7 @@ def _adapter(config: Config, model: ModelConfig) -> Adapter:
     # Without a look at all values, which the run's start takes.
     if found.base_digest is not None and config.model.path and not config.warmup.steps:
         base = path_of_model(config)
-        if found.base_digest != directory_digest(base, model):
+        if found.base_digest != hf_weights.directory_digest(base, model):
             raise other_base(config, base)
     return found
 
@@ -195,7 +190,7 @@ def _teacher(config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerB
     if not config.loads_teacher:
         return None
     try:
-        found = read_model_config(directory := model_directory(name := config.teacher[0]))
+        found = hf_config.read_model_config(directory := hf_hub.model_directory(name := config.teacher[0]))
         known = load_tokenizer(str(directory), vocab_size=found.vocab_size).get_vocab()
     except UserError as error:
         raise UserError(f"config.rewards.functions: {error}") from error
@@ -215,7 +210,7 @@ def other_base(config: Config, base: Path) -> UserError:
 def path_of_model(config: Config) -> Path:
     """The directory of `model.path`, fetched from the Hub where it names a model there."""
     with naming("config.model.path"):
-        return model_directory(config.model.path)
+        return hf_hub.model_directory(config.model.path)
 
 
 def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConfig:
@@ -232,8 +227,8 @@ def fresh_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> ModelConf
             vocab_size=len(tokenizer),
             max_position_embeddings=config.max_total_tokens,
             **dataclasses.asdict(shape),
-            **layer_pattern(fields, FAMILIES[shape.model_type], shape.num_layers),
-            **(recurrent if FAMILIES[shape.model_type].full_attention_every else {}),
+            **hf_config.layer_pattern(fields, families.FAMILIES[shape.model_type], shape.num_layers),
+            **(recurrent if families.FAMILIES[shape.model_type].full_attention_every else {}),
             rope_theta=10000.0,
             tie_word_embeddings=True,
         )
@@ -275,7 +270,7 @@ def _check_environment(
         with environment_pool(config, tokenizer, columns) as pool, activity("importing the environment"):
             tools = pool.check()
         answer = {"role": "tool" if tools else "user", "name": "unknown", "content": "1"}
-        answer_text(tokenizer, [answer], template_variables(config.task.chat_template_kwargs, tokenizer), tools)
+        answer_text(tokenizer, [answer], chat.template_variables(config.task.chat_template_kwargs, tokenizer), tools)
     except UserError as error:
         raise UserError(f"config.task.environment: {error}") from error
     return tools
@@ -286,8 +281,8 @@ def environment_pool(
 ) -> EnvironmentPool:
     """The process of `task.environment`, see `EnvironmentPool`."""
     task, limits = config.task, {"timeout_s": config.rewards.timeout, "memory_gib": config.rewards.memory_limit}
-    variables = template_variables(task.chat_template_kwargs, tokenizer)
-    tools = (find_call_format(tokenizer, variables), task.max_result_characters) if task.tools else ()
+    variables = chat.template_variables(task.chat_template_kwargs, tokenizer)
+    tools = (chat.find_call_format(tokenizer, variables), task.max_result_characters) if task.tools else ()
     limits["workers"] = task.verifier_workers if tools else 1
     return EnvironmentPool(task.environment, columns, output=output, tools=tools, **limits)
 

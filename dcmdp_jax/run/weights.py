@@ -11,12 +11,9 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from dcmdp_jax.models import hf_weights
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.hf_hub import model_directory
+from dcmdp_jax.models import config, hf_hub, hf_weights, rope
 from dcmdp_jax.models.lora import SavedAdapters, adapter_declarations, base_checksum, load_base, merged, trained
 from dcmdp_jax.models.params import declared_shapes, draw_params, init_params, logical_axes, param_shapes
-from dcmdp_jax.models.rope import RopeScaling
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import param_shardings, to_global
 from dcmdp_jax.run.checkpoint import CheckpointError, check_digests, check_record, check_structure, digests, first_line
@@ -37,7 +34,7 @@ class SavedParams:
     """
 
     path: Path
-    model: ModelConfig
+    model: config.ModelConfig
     adapters: SavedAdapters | None
     digests: Mapping[str, Mapping[str, int]]
     dtype: str
@@ -113,7 +110,9 @@ def find_params(run_dir: str | Path, step: int | None = None) -> SavedParams:
         # Orbax would start JAX, which a reader may still have to prepare.
         meta = json.loads((path / "meta" / "metadata").read_text(encoding="utf-8"))
         check_record(meta, int(path.name))
-        model = ModelConfig(**meta["model"] | {"rope_scaling": RopeScaling(**meta["model"]["rope_scaling"])})
+        model = config.ModelConfig(
+            **meta["model"] | {"rope_scaling": rope.RopeScaling(**meta["model"]["rope_scaling"])}
+        )
         adapters = SavedAdapters(**meta["adapters"]) if "adapters" in meta else None
         return SavedParams(path, model, adapters, meta["digests"], meta["param_dtype"])
 
@@ -144,7 +143,7 @@ class Weights:
         """The starting parameters, read from `model.path` or drawn from the seed."""
         settings, model = self.task.config.model, self.task.model
         if settings.path:
-            return self._load(model_directory(settings.path))
+            return self._load(hf_hub.model_directory(settings.path))
         key = jax.random.key(self.task.config.training.seed)
         return jax.jit(lambda: init_params(model, key, settings.param_dtype), out_shardings=self.shardings)()
 
@@ -180,7 +179,7 @@ class Weights:
         """The directory of the initial policy: of `model.path` where adapters start from it, else one in `run_dir`."""
         settings = self.task.config.model
         if self.task.lora and settings.path and not self.task.config.warmup.steps:
-            return model_directory(settings.path)
+            return hf_hub.model_directory(settings.path)
         return self._reference
 
     @property
@@ -216,6 +215,6 @@ class Weights:
         return hf_weights.load_params(directory, self.task.model, dtype=dtype, shardings=self.shardings)
 
 
-def model_shardings(model: ModelConfig, param_dtype: str, mesh: Mesh) -> Params:
+def model_shardings(model: config.ModelConfig, param_dtype: str, mesh: Mesh) -> Params:
     """The sharding of every parameter of a model."""
     return param_shardings(logical_axes(model), param_shapes(model, param_dtype), mesh)

@@ -16,13 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dcmdp_jax.algorithm.discrepancy import token_discrepancy
-from dcmdp_jax.algorithm.dual import QUANTILES
+from dcmdp_jax.algorithm import discrepancy, dual
 from dcmdp_jax.config.checks import PACKING, in_settings
-from dcmdp_jax.data.episode import COLUMNS, Episode
-from dcmdp_jax.data.lengths import padding_advice
+from dcmdp_jax.data import episode, lengths, prompts
 from dcmdp_jax.data.packing import pack, staleness_metrics
-from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.engines.noise_floor import NOISE_FLOOR_STEPS, noise_floor
 from dcmdp_jax.engines.protocol import check_versions
 from dcmdp_jax.parallel.sharding import to_global
@@ -30,13 +27,10 @@ from dcmdp_jax.rewards.scoring import BatchScores
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
-from dcmdp_jax.training.build import StepPrograms
-from dcmdp_jax.training.loss_terms import measure_of
+from dcmdp_jax.training import build, loss_terms, rescore, stopping
 from dcmdp_jax.training.phase_timer import PhaseTimer
-from dcmdp_jax.training.rescore import OLD_LOGPROBS
 from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
 from dcmdp_jax.training.state import batch_shardings
-from dcmdp_jax.training.stopping import CollectiveExit, ThreadExit
 from dcmdp_jax.types import Batch, Params, Rows, TrainState
 
 logger = logging.getLogger(__name__)
@@ -98,9 +92,9 @@ class Batches:
         services: Services,
         placement: Placement,
         task: Task,
-        programs: StepPrograms,
+        programs: build.StepPrograms,
         behind: Mapping[int, Params],
-        leave: CollectiveExit,
+        leave: stopping.CollectiveExit,
         *,
         taken: int,
         frozen: Params | None = None,
@@ -109,14 +103,16 @@ class Batches:
         self._engine, self._placement, self._task, self._programs = services.engine, placement, task, programs
         self._config, self._hosts, self._exit, self._frozen = task.config, placement.hosts, leave, frozen
         self._lag, self._next, self._position = task.config.rollout.lag, 0, taken
-        self._thread = ThreadExit(leave) if self._lag and placement.samples_while_training else None
+        self._thread = stopping.ThreadExit(leave) if self._lag and placement.samples_while_training else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling") if self._thread else None
         # The sampler's thread calls nothing collective: what it leaves is exchanged by the trainer's.
         self._exchanges = self._thread is not None and self._hosts.count > 1
         own = self._thread or leave
         self._rollouts = StepRollouts(services, task, self._hosts, own, collective=not self._exchanges)
         # Compiled as one: each operation alone would be a program of its own.
-        self._discrepancy = jax.jit(functools.partial(token_discrepancy, **measure_of(task.config.algorithm)))
+        self._discrepancy = jax.jit(
+            functools.partial(discrepancy.token_discrepancy, **loss_terms.measure_of(task.config.algorithm))
+        )
         self._teacher = teacher or (lambda batch: batch)
         self._in_flight: dict[int, Future[Sampled]] = {}
         # In the parameters' own dtype: a push of a copy in another one would not give the engine the same weights.
@@ -235,7 +231,7 @@ class Batches:
 
     def _distance(self, again: np.ndarray, sampled: np.ndarray) -> float:
         """The discrepancy of log-probs, by the statistic that c bounds."""
-        values, share = self._discrepancy(again, sampled), QUANTILES.get(self._config.algorithm.budget)
+        values, share = self._discrepancy(again, sampled), dual.QUANTILES.get(self._config.algorithm.budget)
         return float(np.mean(values) if share is None else np.quantile(values, share))
 
     def _pack(self, rollout: StepRollout, step: int) -> tuple[Batch, tuple[Rows, ...], dict[str, Any]]:
@@ -254,7 +250,9 @@ class Batches:
         if padding > _MUCH_PADDING and not self._padding_told:
             self._padding_told = True
             training = config.training
-            advice = padding_advice(packing, chosen=not training.row_lengths, limited=training.segments_per_row > 0)
+            advice = lengths.padding_advice(
+                packing, chosen=not training.row_lengths, limited=training.segments_per_row > 0
+            )
             advice = in_settings(advice, PACKING)
             logger.warning("step %d: %.0f%% of what is computed is padding; %s", step + 1, 100 * padding, advice)
         on_devices = to_global(batch, batch_shardings(self._placement.mesh))
@@ -287,24 +285,24 @@ class ConversationBatches(Batches):
         chosen = self._task.stream.at(seed=seed, first=step * count, count=count)
         return Sampled(self._conversations(self._task.train, chosen), None, {}, timer)
 
-    def loss(self, params: Params, held: EncodedPrompts) -> float:
+    def loss(self, params: Params, held: prompts.EncodedPrompts) -> float:
         """The mean negative log-likelihood of all targets, in nats."""
         params, total = self._programs.policy(params, self._frozen), 0.0
         size, count = self._config.training.prompts_per_step, len(held.token_ids)
         for first in range(0, count, size):
             batch, *_ = self._pack(self._conversations(held, np.arange(first, min(first + size, count))), 0)
             for rows in self._programs.old_logprobs(params, batch).rows:
-                total -= float(jnp.sum(rows.columns[OLD_LOGPROBS]))
+                total -= float(jnp.sum(rows.columns[rescore.OLD_LOGPROBS]))
         return total / sum(int(targets.sum()) for targets in held.targets)
 
-    def _conversations(self, given: EncodedPrompts, chosen: np.ndarray) -> StepRollout:
+    def _conversations(self, given: prompts.EncodedPrompts, chosen: np.ndarray) -> StepRollout:
         """Conversations as completions; what is missing to a whole step is dropped."""
         with self._exit.scope():
             self._exit.check()
         count, episodes = self._config.training.prompts_per_step, []
         for place, number in enumerate(np.resize(chosen, count)):
             targets = given.targets[number]
-            columns = {name: np.zeros(len(targets), COLUMNS[name].dtype) for name in self._placement.columns}
-            episodes.append(Episode(given.token_ids[number], targets, place, 0, "stop", columns))
+            columns = {name: np.zeros(len(targets), episode.COLUMNS[name].dtype) for name in self._placement.columns}
+            episodes.append(episode.Episode(given.token_ids[number], targets, place, 0, "stop", columns))
         scores, dropped = BatchScores(np.zeros(count, np.float32), {}, {}, None), np.arange(count) >= len(chosen)
         return StepRollout(np.resize(chosen, count), episodes, [], scores, dropped, count, taken=count)

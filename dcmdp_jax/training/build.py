@@ -10,8 +10,7 @@ import jax
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.episode import TEACHER_LOGPROBS
-from dcmdp_jax.data.packing import abstract_batch
+from dcmdp_jax.data import episode, packing
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import load_params
@@ -26,7 +25,7 @@ from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.run.weights import Weights, model_shardings
-from dcmdp_jax.training.loss_terms import Metrics
+from dcmdp_jax.training import loss_terms, stopping, warmup
 from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (
     batch_shardings,
@@ -38,8 +37,6 @@ from dcmdp_jax.training.state import (
     train_state_shardings,
 )
 from dcmdp_jax.training.step import StepParts, make_train_step
-from dcmdp_jax.training.stopping import Interrupted, StopSignal
-from dcmdp_jax.training.warmup import warm_up
 from dcmdp_jax.types import Batch, DualState, Params, TrainState
 
 logger = logging.getLogger(__name__)
@@ -70,9 +67,9 @@ class StepPrograms(NamedTuple):
     rescore: Callable | None
     old_logprobs: Callable | None
     policy: Callable[[Params, Params | None], Params]
-    merged: Callable[[Params, Params | None], tuple[Params, Metrics]]
+    merged: Callable[[Params, Params | None], tuple[Params, loss_terms.Metrics]]
     watched: Callable[[Params], list[jax.Array]]
-    arrival: Callable[[list[jax.Array], Params], Metrics]
+    arrival: Callable[[list[jax.Array], Params], loss_terms.Metrics]
 
     def compile_ahead(self, hosts: Hosts) -> Callable[[], None]:
         """Compile the step of a run without frozen parameters, while the engine starts and the first batch is sampled.
@@ -130,7 +127,7 @@ def make_step_programs(
         lora=lora,
         teacher_weight=config.teacher[1],
     )
-    batch = abstract_batch(placement.packing, placement.columns)
+    batch = packing.abstract_batch(placement.packing, placement.columns)
     return StepPrograms(
         jax.jit(fresh, out_shardings=shardings),
         (sharded(state, shardings), sharded(batch, batch_shardings(mesh))),
@@ -152,7 +149,7 @@ def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
         held = {"dtype": dtype, "shardings": model_shardings(task.teacher, dtype, mesh)}
         params = load_params(model_directory(config.teacher[0]), task.teacher, **held)
     score = make_old_logprobs(
-        lambda params, rows: own(params, without_replay(rows)), mesh=mesh, names=[TEACHER_LOGPROBS]
+        lambda params, rows: own(params, without_replay(rows)), mesh=mesh, names=[episode.TEACHER_LOGPROBS]
     )
     return functools.partial(score, params)
 
@@ -177,7 +174,7 @@ def start(
     weights: Weights,
     programs: StepPrograms,
     checkpoints: Checkpoints,
-    stop: StopSignal,
+    stop: stopping.StopSignal,
     check: Callable[[], None],
     show: Callable[[str], None],
 ) -> tuple[TrainState, bool, int]:
@@ -232,7 +229,7 @@ def _warm_up(
     task: Task,
     placement: Placement,
     params: Params,
-    stop: StopSignal,
+    stop: stopping.StopSignal,
     check: Callable[[], None],
     show: Callable[[str], None],
 ) -> Params:
@@ -247,12 +244,12 @@ def _warm_up(
         check()
         [signal_number] = placement.hosts.largest(stop.received or 0)
         if signal_number:
-            raise Interrupted(int(signal_number), "in the warm-up, which starts again")
+            raise stopping.Interrupted(int(signal_number), "in the warm-up, which starts again")
         if done % 500 == 0 or done == settings.steps:
             show(f"warm-up: step {done}, loss {loss:.4f} nats a token, {time.monotonic() - began:.0f} s")
 
     with activity("warming up (it compiles first)", settings.steps, "steps") as doing:
-        return warm_up(
+        return warmup.warm_up(
             params, task.worked_solutions, row_logprobs, settings, seed=task.config.training.seed, mesh=mesh,
             length_multiple=128 if compute.attention == "splash" else 8, on_step=on_step,
         )  # fmt: skip

@@ -15,24 +15,18 @@ from dcmdp_jax.data.prompts import EncodedPrompts, digest_of
 from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.errors import UserError
+from dcmdp_jax.evaluation import held_out, table
 from dcmdp_jax.evaluation.average import EvaluationResult, evaluate, join
-from dcmdp_jax.evaluation.held_out import HeldOutTask, held_out_metrics, held_out_samples
-from dcmdp_jax.evaluation.table import plain_average
 from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter, has_record, read_metrics
 from dcmdp_jax.observe.progress import Progress
 from dcmdp_jax.parallel.sharding import to_global
-from dcmdp_jax.run.checkpoint import Checkpoints, PolicyScore
-from dcmdp_jax.run.directory import claimed, record_config
+from dcmdp_jax.run import checkpoint, directory
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.run.weights import Weights
-from dcmdp_jax.training.batches import Batches, ConversationBatches
+from dcmdp_jax.training import batches, loss_terms, phase_timer, rollout_record, rollout_sampler
 from dcmdp_jax.training.build import StepPrograms, frozen_params, make_step_programs, make_teacher, start
-from dcmdp_jax.training.loss_terms import RECORDED
-from dcmdp_jax.training.phase_timer import KEPT_BYTES, PhaseTimer
-from dcmdp_jax.training.rollout_record import leg_metrics, recorded_completions, rollout_metrics, shown_samples
-from dcmdp_jax.training.rollout_sampler import trainer_state
 from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.stopping import ENDS_A_RUN, AlarmWatch, CollectiveExit, SkippedUpdates, StopSignal, data_facts
 from dcmdp_jax.types import Batch, Params, TrainState
@@ -55,7 +49,7 @@ class Trainer:
         placement: Placement,
         task: Task,
         programs: StepPrograms,
-        checkpoints: Checkpoints,
+        checkpoints: checkpoint.Checkpoints,
         stop: StopSignal,
         *,
         taken: int,
@@ -84,7 +78,7 @@ class Trainer:
         self._prompts_taken = taken
         self._exit = CollectiveExit(self.hosts, stop, functools.partial(self._save, wait=True))
         made_of = services, placement, task, programs, checkpoints.behind, self._exit
-        kind = ConversationBatches if self.config.supervised else Batches
+        kind = batches.ConversationBatches if self.config.supervised else batches.Batches
         self.batches = kind(*made_of, taken=taken, frozen=frozen if task.lora else None, teacher=teacher)
 
     def _nothing_to_lose(self, first: int) -> bool:
@@ -144,7 +138,7 @@ class Trainer:
         if self._evaluation_is_due(step) and not evaluated:
             self._evaluate(writer)
         while step < config.training.steps:
-            timer = PhaseTimer(first=step == began)
+            timer = phase_timer.PhaseTimer(first=step == began)
             pushed = self.batches.push(state.params, step, timer)
             made = self.batches.make(state, step, timer)
             rollout = made.rollout
@@ -155,13 +149,13 @@ class Trainer:
                     watched = self.programs.watched(state.params)
                     state, metrics = self.programs.train_step(state, made.batch, self.frozen)
                     metrics |= self.programs.arrival(watched, state.params)
-                    recorded = [metrics.pop(name, None) for name in RECORDED]
+                    recorded = [metrics.pop(name, None) for name in loss_terms.RECORDED]
                     metrics = jax.device_get(metrics)
             step += 1
             self._prompts_taken += rollout.taken
             completions = metrics.pop("completions/discrepancy")
             metrics |= pushed | made.metrics | timer.metrics(rollout.episodes, lags=config.rollout.lag > 0)
-            metrics |= rollout_metrics(rollout, completions, refills=config.algorithm.refill_rounds > 0)
+            metrics |= rollout_record.rollout_metrics(rollout, completions, refills=config.algorithm.refill_rounds > 0)
             if config.supervised:
                 metrics = {name: value for name, value in metrics.items() if name.startswith(_OF_LEARNING)}
             metrics |= skipped.record(step, metrics)
@@ -169,13 +163,13 @@ class Trainer:
             if writer.records(step):
                 exact = self.programs.rescore is not None
                 given = rollout, self.task.train.problems, made.rows, jax.device_get(recorded)
-                tokens = recorded_completions(*given, exact=exact)
-                metrics |= leg_metrics(tokens, rollout.rows, {} if exact else made.scored)
+                tokens = rollout_record.recorded_completions(*given, exact=exact)
+                metrics |= rollout_record.leg_metrics(tokens, rollout.rows, {} if exact else made.scored)
             writer.write(step, metrics)
             if step == config.algorithm.measured_steps:
                 state = self._with_measured_tolerance(state)
             self._finished = state, step
-            if samples := shown_samples(self.task, step, rollout, completions):
+            if samples := rollout_record.shown_samples(self.task, step, rollout, completions):
                 writer.write_samples(step, samples)
             if writer.records(step):
                 writer.write_rollouts(step, tokens)
@@ -187,7 +181,7 @@ class Trainer:
                 alarms.stop(step)
             if due:
                 self._evaluate(writer)
-                release_freed_memory(above=KEPT_BYTES)
+                release_freed_memory(above=phase_timer.KEPT_BYTES)
 
     def _with_measured_tolerance(self, state: TrainState) -> TrainState:
         """The state with c from the metrics of the steps so far, which are written."""
@@ -214,22 +208,22 @@ class Trainer:
             held = self.task.held_out
             losses = {f"eval/{task.name}/loss": self.batches.loss(state.params, each) for task, each in held}
             name = " ".join(f"loss of {task.location} ({digest_of(each)})" for task, each in held)
-            self.checkpoints.add_score(step, PolicyScore(name, -float(np.mean([*losses.values()]))))
+            self.checkpoints.add_score(step, checkpoint.PolicyScore(name, -float(np.mean([*losses.values()]))))
             writer.write(step, losses)
             return
-        self.batches.push(state.params, step, PhaseTimer())
+        self.batches.push(state.params, step, phase_timer.PhaseTimer())
         results, samples, name, metrics = [], [], "", {}
         for task, prompts in self.task.held_out:
             results.append(result := self._evaluate_task(step, task, prompts))
             name += f"{result.task}/avg@{result.samples} {task.location} ({digest_of(prompts)}) "
-            metrics |= held_out_metrics(result)
-            samples += held_out_samples(result, prompts, self.task.tokenizer)
+            metrics |= held_out.held_out_metrics(result)
+            samples += held_out.held_out_samples(result, prompts, self.task.tokenizer)
         name += f"temperature={self.config.evaluation.temperature:g}"
-        self.checkpoints.add_score(step, PolicyScore(name, plain_average(results)))
+        self.checkpoints.add_score(step, checkpoint.PolicyScore(name, table.plain_average(results)))
         writer.write_held_out(step, samples)
         writer.write(step, metrics)
 
-    def _evaluate_task(self, step: int, task: HeldOutTask, prompts: EncodedPrompts) -> EvaluationResult:
+    def _evaluate_task(self, step: int, task: held_out.HeldOutTask, prompts: EncodedPrompts) -> EvaluationResult:
         temperature = self.config.evaluation.temperature
         sampling = dataclasses.replace(self.task.sampling, group_size=task.samples, temperature=temperature)
         share = self.hosts.share(len(prompts.problems))
@@ -241,7 +235,7 @@ class Trainer:
                 task=f"eval/{task.name}",
                 seed=self.config.training.seed + _EVALUATION_SEED_OFFSET,
                 first_prompt=share.start,
-                state=trainer_state(self.task, step, self._prompts_taken),
+                state=rollout_sampler.trainer_state(self.task, step, self._prompts_taken),
                 check_stop=self._exit.check,
             )
         return join(self.hosts.gather(result, EvaluationResult))
@@ -249,7 +243,7 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> int:
         """Save the state after the last finished step, and wait for the disk if asked; return that step."""
         state, step = self._finished
-        release_freed_memory(above=KEPT_BYTES)
+        release_freed_memory(above=phase_timer.KEPT_BYTES)
         with activity("saving a checkpoint"):
             behind = self.batches.behind(step)
             self.checkpoints.save(step, state, model=self.task.model, prompts_taken=self._prompts_taken, behind=behind)
@@ -287,11 +281,11 @@ def train(
     config, hosts, stop = task.config, placement.hosts, StopSignal(nothing_to_lose=placement.hosts.count == 1)
     with contextlib.ExitStack() as stack:
         hosts.check_same(lambda: data_facts(task), "give all hosts the same files")
-        stack.enter_context(claimed(config, hosts))
+        stack.enter_context(directory.claimed(config, hosts))
         stack.enter_context(stop.listening())
         services = stack.enter_context(start_services())
         kept = config.checkpoint
-        checkpoints = Checkpoints(
+        checkpoints = checkpoint.Checkpoints(
             config.run_dir,
             keep_last=kept.keep_last,
             keep_best=kept.keep_best,
@@ -328,7 +322,7 @@ def _open_records(
 ) -> MetricsWriter:
     """Write what describes the run, and open what grows with it."""
     config = task.config
-    record_config(config, placement.engine.memory.rows)
+    directory.record_config(config, placement.engine.memory.rows)
     save_tokenizer(task.tokenizer, Path(config.run_dir) / "tokenizer", task.stop_token_ids)
     measured = config.algorithm.measured_steps
     progress = stack.enter_context(contextlib.closing(Progress(config.training.steps, step, measured_steps=measured)))

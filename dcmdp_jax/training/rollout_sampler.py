@@ -16,8 +16,7 @@ from dcmdp_jax.rewards.protocol import TrainerState
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, merge_scores
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
-from dcmdp_jax.training.phase_timer import PhaseTimer
-from dcmdp_jax.training.stopping import CollectiveExit
+from dcmdp_jax.training import phase_timer, stopping
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +112,11 @@ class StepRollouts:
     """
 
     def __init__(
-        self, services: Services, task: Task, hosts: Hosts, leave: CollectiveExit, *, collective: bool = True
+        self, services: Services, task: Task, hosts: Hosts, leave: stopping.CollectiveExit, *, collective: bool = True
     ) -> None:
         self._services, self._task, self._hosts, self._exit, self._collective = services, task, hosts, leave, collective
 
-    def sample(self, step: int, first: int, timer: PhaseTimer) -> StepRollout:
+    def sample(self, step: int, first: int, timer: phase_timer.PhaseTimer) -> StepRollout:
         """Sample and score the problems from position `first` of the stream on: a function of (seed, step, first).
 
         Collective by default: each process samples its share, and gets all of it.
@@ -143,7 +142,7 @@ class StepRollouts:
             taken += count
         return dataclasses.replace(join(parts), taken=taken, rounds=len(parts))
 
-    def _share(self, step: int, number: int, position: int, count: int, timer: PhaseTimer) -> StepRollout:
+    def _share(self, step: int, number: int, position: int, count: int, timer: phase_timer.PhaseTimer) -> StepRollout:
         """One call of the engine for this process's part of the `count` problems from `position` on."""
         task, seed = self._task, self._task.config.training.seed
         share, group_size = self._hosts.share(count), task.sampling.group_size

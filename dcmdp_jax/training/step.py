@@ -11,19 +11,15 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from dcmdp_jax.algorithm import losses, masked, stats
+from dcmdp_jax.algorithm import distribution, losses, masked, penalties, stats
 from dcmdp_jax.algorithm.advantages import group_advantages
-from dcmdp_jax.algorithm.distribution import Head
-from dcmdp_jax.algorithm.penalties import charge_length
 from dcmdp_jax.algorithm.remedies import Statistics, Tokens
 from dcmdp_jax.algorithm.signals import Signals, charge_share
 from dcmdp_jax.algorithm.stats import Mean, Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TEACHER_LOGPROBS, TOP_IDS, TOP_LOGPROBS
-from dcmdp_jax.models.config import Lora
+from dcmdp_jax.models import config, moe, products
 from dcmdp_jax.models.lora import adapted
-from dcmdp_jax.models.moe import Aux
-from dcmdp_jax.models.products import products_in
 from dcmdp_jax.models.row_logprobs import RowLogprobs, RowOutputs, without_replay
 from dcmdp_jax.parallel.backend import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
@@ -66,7 +62,7 @@ class StepParts:
     mesh: Mesh | None
     always_recompute: bool = False
     record_tokens: bool = False
-    lora: Lora | None = None
+    lora: config.Lora | None = None
     teacher_weight: float = 0.0
 
     def policy(self, params: Params, frozen: Params | None) -> Params:
@@ -121,7 +117,7 @@ class _Sums(NamedTuple):
     surrogate: Array
     kl: Array
     dropped_tokens: Array
-    router: Aux
+    router: moe.Aux
 
 
 def make_train_step(
@@ -149,7 +145,7 @@ def make_train_step(
     _ = parts.remedies
 
     def step(state: TrainState, batch: Batch, frozen: Params | None) -> tuple[TrainState, Metrics]:
-        with products_in(parts.compute_dtype):
+        with products.products_in(parts.compute_dtype):
             return _train_step(parts, state, batch, frozen)
 
     # Metrics are replicated, so that each process of several can read them.
@@ -307,7 +303,7 @@ def _objective(
         gap = old_logprobs - rows.columns[TEACHER_LOGPROBS]
         statistics["policy/teacher_kl"] = masked.masked_sum(gap, rows.completion_mask)
     charge = settings.state_charge
-    in_loss = None if charge is None else charge_length(head, rows.completion_mask, charge)
+    in_loss = None if charge is None else penalties.charge_length(head, rows.completion_mask, charge)
     statistics["dual/charge_share"] = charge_share(signals.tokens, uncharged, signals.weights, in_loss)
     start_logprobs = signals.tokens.start_logprobs if lags(rows) else None
     top_logprobs = head.old_logprobs if head is not None and parts.record_tokens else None
@@ -317,7 +313,7 @@ def _objective(
 
 def _forward(
     parts: StepParts, params: Params, constants: _Constants, rows: Rows
-) -> tuple[RowOutputs, Signals, Head | None]:
+) -> tuple[RowOutputs, Signals, distribution.Head | None]:
     """The forward pass of a micro-batch, what is constant to its gradient, and the engine's likeliest tokens."""
     outputs = parts.row_logprobs(parts.policy(params, constants.frozen), rows)
 
@@ -330,7 +326,7 @@ def _forward(
     if outputs.top_logprobs is not None:
         start = lax.stop_gradient(at_start(outputs.top_logprobs, START_TOP_LOGPROBS))
         old = rows.columns.get(OLD_TOP_LOGPROBS, start)
-        head = Head(rows.columns[TOP_IDS], rows.columns[TOP_LOGPROBS], outputs.top_logprobs, old, start)
+        head = distribution.Head(rows.columns[TOP_IDS], rows.columns[TOP_LOGPROBS], outputs.top_logprobs, old, start)
     old_logprobs = rows.columns.get(OLD_LOGPROBS, start_logprobs)
     tokens = Tokens(
         train_logprobs=outputs.logprobs,

@@ -1,7 +1,5 @@
 """How a run ends early: all hosts together, all saved; by skipped updates; by an alarm. Facts that hosts share."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import logging
@@ -26,9 +24,8 @@ from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.errors import TrainingStopped, UserError
 from dcmdp_jax.fields import flatten
 from dcmdp_jax.models.hf_hub import ends_of_files, model_directory
-from dcmdp_jax.observe import jsonl
+from dcmdp_jax.observe import jsonl, metrics_io
 from dcmdp_jax.observe.alarms import ALARMS, WATCHED, Alarm, alarms, broken_completions
-from dcmdp_jax.observe.metrics_io import METRICS_FILE, without_placeholder
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.rewards.protocol import RewardError
 from dcmdp_jax.run.task import Task
@@ -69,7 +66,7 @@ class CollectiveExit:
         save: saves the state after the last finished step, and returns that step once it is on disk. Collective.
     """
 
-    def __init__(self, hosts: Hosts, stop: StopSignal, save: Callable[[], int]) -> None:
+    def __init__(self, hosts: Hosts, stop: "StopSignal", save: Callable[[], int]) -> None:
         self._hosts, self._stop, self._save = hosts, stop, save
 
     def check(self) -> None:
@@ -183,7 +180,7 @@ class StopSignal:
             _say(f"{name}: ends what it is doing, saves and leaves; a second {name} leaves at once")
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[StopSignal]:
+    def listening(self) -> "Iterator[StopSignal]":
         """Install the handlers for the block; outside the main thread Python gives no signal, and this does nothing.
 
         A SIGHUP that is ignored, as nohup has it, stays ignored: the run goes on without its terminal.
@@ -219,7 +216,7 @@ def _say(line: str) -> None:
 
 def _recorded(config: Config, step: int) -> list[dict[str, Any]]:
     """The recorded metrics of the finished steps; damaged lines are left out."""
-    lines = jsonl.readable(Path(config.run_dir) / METRICS_FILE, jsonl.is_number)
+    lines = jsonl.readable(Path(config.run_dir) / metrics_io.METRICS_FILE, jsonl.is_number)
     return [record for record in lines if record.get("step", step + 1) <= step]
 
 
@@ -329,7 +326,7 @@ class AlarmWatch:
 
     def _alarms(self) -> list[Alarm]:
         series = {name: (np.array(s, np.int64), np.array(v)) for name, (s, v) in self._history.items() if s}
-        return alarms(without_placeholder(series, self._measured))
+        return alarms(metrics_io.without_placeholder(series, self._measured))
 
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "transformers")

@@ -9,12 +9,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from dcmdp_jax.algorithm import masked
-from dcmdp_jax.algorithm.stats import Sum
+from dcmdp_jax.algorithm import masked, stats
 from dcmdp_jax.config.settings import WarmupSettings
+from dcmdp_jax.data import packing, prompts
 from dcmdp_jax.data.mixtures import prompt_order
-from dcmdp_jax.data.packing import one_a_row
-from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.row_logprobs import RowLogprobs
 from dcmdp_jax.parallel.backend import MAX_IN_FLIGHT_PROGRAMS, compiler_options
@@ -29,7 +27,7 @@ _LOSS_SCALE = 2.0**10
 
 def warm_up(
     params: Params,
-    examples: EncodedPrompts,
+    examples: prompts.EncodedPrompts,
     row_logprobs: RowLogprobs,
     settings: WarmupSettings,
     *,
@@ -67,7 +65,7 @@ def warm_up(
             f"splits rows over {shards} devices, so both must be at least that"
         )
     ids, longest = examples.token_ids, max(map(len, examples.token_ids))
-    rows = one_a_row(ids, [each[:0] for each in ids], -(-longest // length_multiple) * length_multiple)
+    rows = packing.one_a_row(ids, [each[:0] for each in ids], -(-longest // length_multiple) * length_multiple)
     for mask, targets in zip(rows.completion_mask, examples.targets, strict=True):
         mask[: len(targets)] = targets
     rise = max(settings.steps // 20, 1)
@@ -105,14 +103,14 @@ def _step(
 ) -> tuple[Params, optax.OptState, jax.Array]:
     row_logprobs, optimizer, mesh = parts
 
-    def gradient(shared: tuple[Params, jax.Array], rows: Rows) -> tuple[dict[str, Sum], tuple[()]]:
+    def gradient(shared: tuple[Params, jax.Array], rows: Rows) -> tuple[dict[str, stats.Sum], tuple[()]]:
         params, tokens = shared
 
         def loss(params: Params) -> jax.Array:
             return -masked.masked_sum(row_logprobs(params, rows)[0], rows.completion_mask).total / tokens * _LOSS_SCALE
 
         value, grads = jax.value_and_grad(loss)(params)
-        return {"loss": Sum(value), "gradient": Sum(grads)}, ()
+        return {"loss": stats.Sum(value), "gradient": stats.Sum(grads)}, ()
 
     shared = params, jnp.sum(rows.completion_mask)
     stacked = (jax.tree.map(lambda x: x[None], rows),)

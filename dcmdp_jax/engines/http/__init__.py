@@ -1,7 +1,5 @@
 """A vLLM server that somebody else runs, and that holds weights of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -38,7 +36,7 @@ class HttpKind(EngineKind):
         if not arguments.settings.server:
             raise ArgumentError("server", "empty; give the engine's server, http(s)://HOST:PORT or a socket's path")
 
-    def build(self, arguments: EngineArguments) -> Engine:
+    def build(self, arguments: EngineArguments) -> "Engine":
         from dcmdp_jax.engines.http.engine import RemoteEngine
 
         return RemoteEngine(arguments)

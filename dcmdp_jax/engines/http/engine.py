@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, OpenGroups, single_turn
-from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
+from dcmdp_jax.engines import engine_kind, vllm_common
 from dcmdp_jax.engines.http.client import VllmHttpClient
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams, checked_sequences, scored_rows
-from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES, request_seeds
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.types import Params
 
@@ -40,7 +39,7 @@ class RemoteEngine:
     right one. A warning says so once.
     """
 
-    def __init__(self, arguments: EngineArguments, *, retries: int = 3) -> None:
+    def __init__(self, arguments: engine_kind.EngineArguments, *, retries: int = 3) -> None:
         """Ask the server for its model and version, and refuse one that won't do.
 
         The environment variable VLLM_API_KEY, where it is set, is sent as the bearer token and shown nowhere.
@@ -90,9 +89,9 @@ class RemoteEngine:
             EngineError: if the server fails, or gives an answer that can't be right.
         """
         temperature, group = sampling.temperature, sampling.group_size
-        check_temperature("http", temperature, VLLM_TEMPERATURES)
+        engine_kind.check_temperature("http", temperature, vllm_common.VLLM_TEMPERATURES)
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
-        seeds = request_seeds(seed, step, first_prompt * group + np.arange(len(prompts) * group)).tolist()
+        seeds = vllm_common.request_seeds(seed, step, first_prompt * group + np.arange(len(prompts) * group)).tolist()
         known = temperature == 0 or (temperature == 1 and not sampling.cuts) or self._reports_processed(prompts[0])
         top = self._top_logprobs if temperature else 0
         if top and not known:

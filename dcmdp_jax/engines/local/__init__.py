@@ -1,7 +1,5 @@
 """The embedded engine, which samples in JAX in this process."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import TYPE_CHECKING
@@ -62,12 +60,12 @@ class LocalKind(EngineKind):
                     f"max_position_embeddings={most}",
                 )
 
-    def build(self, arguments: EngineArguments) -> Engine:
+    def build(self, arguments: EngineArguments) -> "Engine":
         from dcmdp_jax.engines.local.engine import LocalEngine
 
         return LocalEngine(arguments)
 
-    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[MemoryPart]:
+    def memory(self, arguments: EngineArguments, load: Workload, machine: "Machine", rows: int) -> "list[MemoryPart]":
         from dcmdp_jax.engines.local.memory import parts
 
         return parts(arguments, load, machine, rows)

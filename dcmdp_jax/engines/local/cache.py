@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dcmdp_jax.models import gated_delta, quantize
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.gated_delta import State
-from dcmdp_jax.models.quantize import FP8_MAX
 
 FLOAT8 = "float8_e4m3fn"
 
@@ -32,13 +31,13 @@ def abstract(config: ModelConfig, rows: int, slots: int, *, dtype: str, sharding
 
     stored, heads, size = "uint8" if dtype == FLOAT8 else dtype, config.num_kv_heads, config.head_dim
     layer = held(stored, heads, size, slots), held(stored, heads, slots, size)
-    state = State(*(held("float32", *dims) for dims in config.state_sizes))
+    state = gated_delta.State(*(held("float32", *dims) for dims in config.state_sizes))
     return tuple(state if kind == "recurrent" else layer for kind, _ in config.layer_kinds)
 
 
 def slots_of(cache: Cache) -> int:
     """Return the number of token slots per row."""
-    return next(layer for layer in cache if not isinstance(layer, State))[1].shape[2]
+    return next(layer for layer in cache if not isinstance(layer, gated_delta.State))[1].shape[2]
 
 
 def store(x: jax.Array, cache_dtype: str) -> jax.Array:
@@ -49,7 +48,7 @@ def store(x: jax.Array, cache_dtype: str) -> jax.Array:
     """
     if cache_dtype != FLOAT8:
         return x.astype(cache_dtype)
-    return jax.lax.bitcast_convert_type(jnp.clip(x, -FP8_MAX, FP8_MAX).astype(cache_dtype), jnp.uint8)
+    return jax.lax.bitcast_convert_type(jnp.clip(x, -quantize.FP8_MAX, quantize.FP8_MAX).astype(cache_dtype), jnp.uint8)
 
 
 def load(stored: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -91,7 +90,7 @@ def _take_of_layer(layer: Layer, rows: jax.Array | None, *, extra: int, sharding
     def longer(layer: Layer, rows: jax.Array | None) -> Layer:
         if rows is not None:
             layer = jax.tree.map(lambda x: x[rows], layer)
-        if isinstance(layer, State):
+        if isinstance(layer, gated_delta.State):
             # A copy: the old cache may be freed.
             return jax.tree.map(jnp.copy, layer)
         (key, value), none = layer, (0, 0)
@@ -117,7 +116,7 @@ def insert(cache: Cache, source: Cache, rows: jax.Array, places: jax.Array, *, s
     held = slots_of(source)
 
     def copied(layer: Layer, other: Layer) -> Layer:
-        if isinstance(layer, State):
+        if isinstance(layer, gated_delta.State):
             return jax.tree.map(lambda x, y: x.at[places].set(y[rows], mode="drop"), layer, other)
         (key, value), (other_key, other_value) = layer, other
         key = key.at[places, :, :, :held].set(other_key[rows], mode="drop")

@@ -12,13 +12,10 @@ from dcmdp_jax.engines.local.cache import Cache, Layer, load, slots_of, store
 from dcmdp_jax.engines.local.forward import embed, forward_rows, on_devices, routed_experts, sample_tokens
 from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late
 from dcmdp_jax.engines.local.sampler import Draw, token_words
-from dcmdp_jax.models import gated_delta
-from dcmdp_jax.models.decoder import block_of, final_norm
+from dcmdp_jax.models import decoder, gated_delta, layers, products
 from dcmdp_jax.models.gated_delta import State
-from dcmdp_jax.models.layers import all_rotary_tables
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
-from dcmdp_jax.models.products import in_compute_dtype
 from dcmdp_jax.types import Params
 
 _STEPS_ALONE = 4
@@ -46,7 +43,7 @@ class RowState(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=("program", "groups"))
-@in_compute_dtype
+@products.in_compute_dtype
 def prefill(
     weights: Params, prompts: jax.Array, lengths: jax.Array, *, program: Program, groups: int
 ) -> tuple[Cache, jax.Array, jax.Array | None]:
@@ -93,7 +90,7 @@ def _laid_out(stored: Layer) -> Layer:
 
 
 @functools.partial(jax.jit, static_argnames=("program", "mode"))
-@in_compute_dtype
+@products.in_compute_dtype
 def first_tokens(
     weights: Params,
     hidden: jax.Array,
@@ -173,7 +170,7 @@ class Limits(NamedTuple):
 @functools.partial(
     jax.jit, static_argnames=("program", "prompt_slots", "prefix_slots", "mode"), donate_argnames=("cache",)
 )
-@in_compute_dtype
+@products.in_compute_dtype
 def decode(
     weights: Params, cache: Cache, rows: RowState, limits: Limits, draw: Draw, *, program: Program, prompt_slots: int,
     prefix_slots: int, mode: str,
@@ -217,7 +214,7 @@ def _decode_local(
     config = program.part
     weights = program.own_weights(weights)
     slots, window = jnp.arange(slots_of(cache)), slots_of(cache) - prefix_slots
-    tables = all_rotary_tables(config, slots)
+    tables = layers.all_rotary_tables(config, slots)
     spans = config.layer_windows(slots_of(cache))
     # A row attends to a slot if it has sampled at least this many tokens in the window, excluding the last.
     ages_before = jnp.where(slots < prompt_slots, slots_of(cache), -1)
@@ -247,12 +244,12 @@ def _decode_local(
             )
             if isinstance(held, State):
                 attend = functools.partial(gated_delta.decode, config, held)
-            x, held, aux = block_of(layer, config)(
+            x, held, aux = decoder.block_of(layer, config)(
                 x, rotary[rope], attend, program.ops, mesh=program.expert_mesh, reduce=program.reduce
             )
             kept.append(held)
             reports.append(aux)
-        return tuple(kept), final_norm(weights, config, x)[:, 0], routed_experts(reports, program)
+        return tuple(kept), decoder.final_norm(weights, config, x)[:, 0], routed_experts(reports, program)
 
     def live(state: _State) -> jax.Array:
         return jnp.sum(~state[2].done, dtype=jnp.int32)

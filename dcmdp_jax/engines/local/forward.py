@@ -14,13 +14,7 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.engines.local.cache import Layer, load, store
 from dcmdp_jax.engines.local.layout import ROWS, TENSOR, Program, convert_late, weight_specs
 from dcmdp_jax.engines.local.sampler import Draw, choose_tokens
-from dcmdp_jax.models import gated_delta
-from dcmdp_jax.models.attention import choose_kernel, row_attention
-from dcmdp_jax.models.decoder import block_of, final_norm, is_recurrent, output_kernel
-from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
-from dcmdp_jax.models.moe import Aux
-from dcmdp_jax.models.products import in_compute_dtype
-from dcmdp_jax.models.quantize import QuantizedKernel, quantized_product
+from dcmdp_jax.models import attention, decoder, gated_delta, layers, moe, products, quantize
 from dcmdp_jax.types import Params
 
 _SCORE_CHUNK = 1024
@@ -52,9 +46,9 @@ def forward_rows(
     """
     config, dtype = program.part, jnp.dtype(program.compute_dtype)
     length = tokens.shape[1]
-    kernel = choose_kernel("auto", dtype, program.platform, length)
+    kernel = attention.choose_kernel("auto", dtype, program.platform, length)
     segment_ids = (jnp.arange(length) < lengths[:, None]).astype(jnp.int32)
-    tables = all_rotary_tables(config, jnp.arange(length)[None])
+    tables = layers.all_rotary_tables(config, jnp.arange(length)[None])
     how = {"kernel": kernel, "one_segment": True, "ops": program.ops}
 
     def attend(
@@ -62,24 +56,24 @@ def forward_rows(
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         stored = store(key, program.cache_dtype), store(value, program.cache_dtype)
         read = (load(x, dtype) for x in stored)
-        return row_attention(query, *read, segment_ids, window=window, **how), stored
+        return attention.row_attention(query, *read, segment_ids, window=window, **how), stored
 
     x = embed(weights, tokens, program).astype(dtype)
     stored, reports = [], []
     for layer, rope, window in zip(weights["layers"], config.layer_ropes, config.layer_windows(length), strict=True):
         layer, x = convert_late(layer, x, program)
         own = functools.partial(attend, window=window)
-        if is_recurrent(layer):
+        if decoder.is_recurrent(layer):
             own = functools.partial(gated_delta.prefill, config, lengths)
-        x, kept, aux = block_of(layer, config)(
+        x, kept, aux = decoder.block_of(layer, config)(
             x, tables[rope], own, program.ops, mesh=program.expert_mesh, reduce=program.reduce
         )
         stored.append(kept)
         reports.append(aux)
-    return final_norm(weights, config, x), stored, routed_experts(reports, program)
+    return decoder.final_norm(weights, config, x), stored, routed_experts(reports, program)
 
 
-def routed_experts(reports: list[Aux], program: Program) -> jax.Array | None:
+def routed_experts(reports: list[moe.Aux], program: Program) -> jax.Array | None:
     """[R, L, layers, k] int16, the experts of each token as the layers report them; None unless the program asks."""
     if not program.routed_experts:
         return None
@@ -105,14 +99,14 @@ def embed(weights: Params, tokens: jax.Array, program: Program) -> jax.Array:
     x = jnp.moveaxis(weights["output"][:, tokens], 0, -1) if tied else weights["embedding"][tokens]
     x = x.astype(program.compute_dtype)
     x = x if ours is True else jax.lax.psum(jnp.where(ours[..., None], x, 0), TENSOR)
-    return embedding_scale(program.config, x)
+    return layers.embedding_scale(program.config, x)
 
 
 def logits(weights: Params, hidden: jax.Array) -> jax.Array:
     """Compute logits of the device's part of the vocabulary, [..., V] float32."""
-    kernel = output_kernel(weights)
-    if isinstance(kernel, QuantizedKernel):
-        return quantized_product(hidden, kernel)
+    kernel = decoder.output_kernel(weights)
+    if isinstance(kernel, quantize.QuantizedKernel):
+        return quantize.quantized_product(hidden, kernel)
     return jnp.matmul(hidden, kernel.astype(hidden.dtype), preferred_element_type=jnp.float32)
 
 
@@ -121,7 +115,7 @@ def sample_tokens(
 ) -> tuple[jax.Array, ...]:
     """`choose_tokens` for the device's rows [R, D]. Where the vocabulary is split, devices of a tensor group take an
     equal share of their rows each, with all of the vocabulary."""
-    output, hidden = convert_late({"output": output_kernel(weights)}, hidden, program)
+    output, hidden = convert_late({"output": decoder.output_kernel(weights)}, hidden, program)
     values = logits(output, hidden)
     how = draw.inverse_temperature, draw.top_p, mode, program.listed(mode)
     if not program.splits_vocab:
@@ -135,7 +129,7 @@ def sample_tokens(
 
 
 @functools.partial(jax.jit, static_argnames=("program",))
-@in_compute_dtype
+@products.in_compute_dtype
 def score(
     weights: Params, tokens: jax.Array, lengths: jax.Array, inverse_temperature: jax.Array, *, program: Program
 ) -> jax.Array:

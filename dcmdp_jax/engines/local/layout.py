@@ -6,8 +6,6 @@ the code says: the outputs of attention and MLP are summed over tensor, tokens g
 device samples an equal share of the rows of its tensor group from whole rows of logits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -22,11 +20,9 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.cache import FLOAT8
 from dcmdp_jax.errors import ArgumentError
+from dcmdp_jax.models import declare, decoder, params
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.declare import declarations
-from dcmdp_jax.models.decoder import Block, Reduce
 from dcmdp_jax.models.ops import Ops, choose_ops
-from dcmdp_jax.models.params import model_declarations
 from dcmdp_jax.models.quantize import QuantizedKernel, dequantize, is_quantized, with_rounded_inputs
 from dcmdp_jax.parallel.mesh import AXES
 from dcmdp_jax.parallel.sharding import ACTIVATION_AXES, PARAM_AXES, Axes, partition_spec
@@ -68,7 +64,7 @@ class Program:
         return 0 if mode == "greedy" else self.top_logprobs
 
     @classmethod
-    def of(cls, arguments: EngineArguments, mesh: Mesh) -> Program:
+    def of(cls, arguments: EngineArguments, mesh: Mesh) -> "Program":
         """The static arguments of an engine."""
         cache = FLOAT8 if arguments.kv_cache_dtype == "fp8" else arguments.compute_dtype
         more = arguments.routed_experts, arguments.top_logprobs, arguments.precision
@@ -135,7 +131,7 @@ class Program:
         )
 
     @property
-    def reduce(self) -> Reduce | None:
+    def reduce(self) -> decoder.Reduce | None:
         """Sum over the tensor group, for `decoder.Block`; None where there is nothing to add."""
         return None if self.tensor == 1 else functools.partial(jax.lax.psum, axis_name=TENSOR)
 
@@ -193,10 +189,10 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
 def _axes(config: ModelConfig) -> dict[tuple[str, ...], Axes]:
     """Logical axes of every leaf of the engine's tree, and of a layer of the trainer's, by path without indices and
     kinds of layers."""
-    axes = {declared.path: declared.axes for declared in model_declarations(config)}
+    axes = {declared.path: declared.axes for declared in params.model_declarations(config)}
     for kind, fused in itertools.product(config.kinds, (False, True)):
-        block = Block(config, kind=kind, fused_attention=fused, fused_mlp=fused)
-        axes |= {("layers", *declared.path): declared.axes for declared in declarations(block)}
+        block = decoder.Block(config, kind=kind, fused_attention=fused, fused_mlp=fused)
+        axes |= {("layers", *declared.path): declared.axes for declared in declare.declarations(block)}
     return axes | {("output",): ("embed", "vocab")}
 
 

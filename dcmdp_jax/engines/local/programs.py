@@ -14,11 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.activity import COMPILING
 from dcmdp_jax.engines.engine_kind import EngineArguments, EnginePlan, Lowerable, Workload
-from dcmdp_jax.engines.local import decode, sizes
+from dcmdp_jax.engines.local import decode, forward, layout, sampler, sizes
 from dcmdp_jax.engines.local.cache import abstract
-from dcmdp_jax.engines.local.forward import score
-from dcmdp_jax.engines.local.layout import Program, weight_specs
-from dcmdp_jax.engines.local.sampler import Draw
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.parallel.backend import usable_cores
@@ -38,7 +35,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     """
     model, split = arguments.model, dataclasses.asdict(arguments.settings)
     engine = arguments.mesh(**split)
-    program = Program.of(arguments, engine)
+    program = layout.Program.of(arguments, engine)
     weights = abstract_weights(program, load.param_dtype)
     group, bucket = load.group_size, sizes.length_bucket(max(load.prompt_lengths))
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, engine.size)
@@ -78,7 +75,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
         Lowerable(
             "score",
             functools.partial(
-                score.trace, weights, by_row(jnp.int32, scored, length), by_row(jnp.int32, scored),
+                forward.score.trace, weights, by_row(jnp.int32, scored, length), by_row(jnp.int32, scored),
                 jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(engine, P())), program=program,
             ),
             held,
@@ -89,15 +86,17 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     return EnginePlan(programs, held["engine's weights"], cache_bytes, rows, slots, rows < load.completions)
 
 
-def abstract_weights(program: Program, param_dtype: str) -> Params:
+def abstract_weights(program: layout.Program, param_dtype: str) -> Params:
     """Shapes and shardings of the engine's tree, pushed by a trainer with parameters of a dtype."""
     model, mesh = program.config, program.mesh
     shapes = engine_shapes(model, program.precision, param_dtype)
-    return sharded(shapes, jax.tree.map(lambda spec: NamedSharding(mesh, spec), weight_specs(shapes, model, mesh)))
+    return sharded(
+        shapes, jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout.weight_specs(shapes, model, mesh))
+    )
 
 
 def _decode_arguments(
-    program: Program, rows: int, slots: int, sampled: int, stops: int, *, sharded: bool
+    program: layout.Program, rows: int, slots: int, sampled: int, stops: int, *, sharded: bool
 ) -> tuple[Any, ...]:
     """Shapes of the arguments of `decode` after the weights: cache, rows, limits, draw.
 
@@ -118,7 +117,7 @@ def _decode_arguments(
         abstract(program.config, rows, slots, dtype=program.cache_dtype, sharding=program.cache),
         decode.RowState(by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows), held),
         decode.Limits(number, number, number),
-        Draw(real, real, given("int32", stops)),
+        sampler.Draw(real, real, given("int32", stops)),
     )
 
 
@@ -153,7 +152,7 @@ class Preparation:
 
 
 def sampling_programs(
-    shapes: Sequence[tuple[int, int, int]], group: int, stops: int, bucket: int, mode: str, *, program: Program,
+    shapes: Sequence[tuple[int, int, int]], group: int, stops: int, bucket: int, mode: str, *, program: layout.Program,
     dtype: str,
 ) -> list[tuple[Callable[[], object], str]]:  # fmt: skip
     """Calls that compile `prefill`, `first_tokens` and each `decode`, with these names.

@@ -11,9 +11,8 @@ import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.engines.local import decode as programs
+from dcmdp_jax.engines.local import layout, sampler
 from dcmdp_jax.engines.local.cache import Cache, insert, slots_of, take
-from dcmdp_jax.engines.local.layout import Program
-from dcmdp_jax.engines.local.sampler import Draw, row_keys
 from dcmdp_jax.engines.local.sizes import PREEMPTED_CACHES, cache_capacities, prefill_shape, round_up
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.types import Params
@@ -79,7 +78,7 @@ class Completions:
         self.sampled = np.zeros(count, np.int32)
         self.held = np.zeros((count, limit), np.int32)
         rows = first_row + np.arange(count, dtype=np.uint32)
-        self.keys = np.asarray(row_keys(np.uint32(seed), np.uint32(step), rows))
+        self.keys = np.asarray(sampler.row_keys(np.uint32(seed), np.uint32(step), rows))
         self.prompt_lengths = np.repeat(np.asarray([prompt.size for prompt in prompts], np.int32), group)
         self.routed_experts = None if routed_shape is None else np.empty((count, limit, *routed_shape), np.int16)
         self.prompt_routed_experts: dict[int, np.ndarray] = {}
@@ -154,8 +153,8 @@ class Scheduler:
     """
 
     def __init__(
-        self, weights: Params, completions: Completions, draw: Draw, mode: str, sizes: Sizes,
-        members: Sequence[int], bucket: int, *, program: Program, trims: bool = False,
+        self, weights: Params, completions: Completions, draw: sampler.Draw, mode: str, sizes: Sizes,
+        members: Sequence[int], bucket: int, *, program: layout.Program, trims: bool = False,
     ) -> None:  # fmt: skip
         """Store the arguments.
 

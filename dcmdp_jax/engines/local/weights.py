@@ -15,10 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.local.layout import EXPERT, TENSOR, weight_specs
-from dcmdp_jax.models import quantize
+from dcmdp_jax.models import decoder, quantize
 from dcmdp_jax.models.array_checksum import array_checksum
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import fuse_projections, is_recurrent, output_kernel
 from dcmdp_jax.models.params import param_shapes, quantized_leaves
 from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
@@ -33,7 +32,7 @@ def in_precision(params: Params, config: ModelConfig, precision: str) -> Params:
     """
     made = dict(params)
     if "embedding" in made and "output" not in made:
-        made["output"] = output_kernel(made)
+        made["output"] = decoder.output_kernel(made)
         if precision not in quantize.PRECISIONS:
             del made["embedding"]
     marks = quantized_leaves(config) | {"output": True}
@@ -57,7 +56,7 @@ def engine_shapes(config: ModelConfig, precision: str, param_dtype: str = "float
 
     def made(params: Params) -> Params:
         tree = in_precision(params, config, precision)
-        layers = {kind: fuse_projections(own, mlp=True) for kind, own in config.by_kind(tree["layers"]).items()}
+        layers = {kind: decoder.fuse_projections(own, mlp=True) for kind, own in config.by_kind(tree["layers"]).items()}
         return {**tree, "layers": [layers[kind] for kind, _ in config.layer_kinds]}
 
     return jax.eval_shape(made, {**param_shapes(config, param_dtype), "layers": _one_layer(config, param_dtype)})
@@ -106,7 +105,7 @@ class Conversion:
             own = _cast(jax.tree.map(lambda leaf: leaf[index], layers), marks[kind], precision)
             if ways > 1:
                 own = jax.lax.with_sharding_constraint(own, shardings(unfused[kind]))
-            return on_parts(functools.partial(fuse_projections, mlp=True), unfused[kind], fused[kind])(own)
+            return on_parts(functools.partial(decoder.fuse_projections, mlp=True), unfused[kind], fused[kind])(own)
 
         def outside(params: Params) -> Params:
             # A result that is an argument would be the trainer's own buffer.
@@ -187,7 +186,7 @@ def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
         return [jax.tree.map(lambda leaf, a=a, b=b: leaf[..., a:b], tree) for a, b in zip(starts, ends, strict=True)]
 
     attention, feed_forward = dict(layer["attention"]), dict(layer["mlp"])
-    if not is_recurrent(layer):
+    if not decoder.is_recurrent(layer):
         attention |= dict(zip("qkv", parts(attention.pop("qkv"), query, shared, shared), strict=True))
     gated = feed_forward
     if "experts" in feed_forward:

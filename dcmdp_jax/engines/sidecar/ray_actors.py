@@ -11,8 +11,7 @@ import ray
 from ray._private.state import available_resources_per_node as _free
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from dcmdp_jax.engines.sidecar import wire
-from dcmdp_jax.engines.sidecar.process import EngineProcess
+from dcmdp_jax.engines.sidecar import process, wire
 from dcmdp_jax.errors import ArgumentError, EngineError
 from dcmdp_jax.ray_cluster import reach
 
@@ -131,7 +130,7 @@ class ActorConnection:
         return wire.Message({**header, "op": op}, {name: array.copy() for name, array in arrays.items()})
 
 
-class ActorProcess(EngineProcess):
+class ActorProcess(process.EngineProcess):
     """An engine in an actor, which Ray places on a node with room and which then builds the engine.
 
     Attributes:

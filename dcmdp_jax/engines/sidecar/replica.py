@@ -9,9 +9,8 @@ import numpy as np
 
 from dcmdp_jax.data.episode import COLUMNS, TOP_IDS, TOP_LOGPROBS, OpenGroups, Shape, single_turn
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.engines.sidecar import wire
+from dcmdp_jax.engines.sidecar import segments, wire
 from dcmdp_jax.engines.sidecar.process import EngineProcess, SidecarBroken
-from dcmdp_jax.engines.sidecar.segments import differing
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Supervisor
 from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 
@@ -76,7 +75,7 @@ class Replica:
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):
             raise SidecarBroken(f"weights of version {version}: checksums of shape {checksums.shape} in the answer")
         for consumed in checksums:
-            if wrong := differing(manifest, publication.checksums, consumed):
+            if wrong := segments.differing(manifest, publication.checksums, consumed):
                 raise SidecarBroken(
                     f"weights of version {version}: {wrong[0]} and {len(wrong) - 1} more arrived changed"
                 )

@@ -1,7 +1,5 @@
 """Sidecars that are restarted when they break, and calls of several of them at the same time, a thread each."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -33,7 +31,7 @@ class Calls:
         failed: whether one has raised an error.
     """
 
-    def __init__(self, calls: Sequence[Callable[[Calls], Any]]) -> None:
+    def __init__(self, calls: "Sequence[Callable[[Calls], Any]]") -> None:
         """Store the calls; `begin`, `values` or `results` starts them. Each is given this object."""
         self.stopped, self.failed = threading.Event(), False
         self._results: dict[int, Any] = {}
@@ -47,7 +45,7 @@ class Calls:
         """Hand a value of a call to the caller."""
         self._arrived.put(("value", value))
 
-    def _run(self, number: int, call: Callable[[Calls], Any]) -> None:
+    def _run(self, number: int, call: "Callable[[Calls], Any]") -> None:
         try:
             self._results[number] = call(self)
             self._arrived.put(("end", None))
@@ -55,7 +53,7 @@ class Calls:
             self.failed = True
             self._arrived.put(("error", error))
 
-    def begin(self) -> Calls:
+    def begin(self) -> "Calls":
         """Start the calls, unless they are; `values` or `results` waits for them later."""
         for thread in self._threads:
             if thread.ident is None:
@@ -159,7 +157,7 @@ class Supervisor:
                 worker._recover(error)
 
     @contextlib.contextmanager
-    def _working(self, calls: Calls) -> Iterator[Supervisor]:
+    def _working(self, calls: Calls) -> "Iterator[Supervisor]":
         """Whose sidecar makes a call: this one's. A new one is started, after a moment, where there is none."""
         if self.sidecar is None:
             if calls.stopped.wait(max(0.0, self._not_before - time.monotonic())):
@@ -219,7 +217,7 @@ class Fleet:
     least: int
     limit_s: float
     check: Callable[[], None]
-    members: list[Member] = dataclasses.field(default_factory=list)
+    members: "list[Member]" = dataclasses.field(default_factory=list)
     _below, _stood = 0.0, False
     _seen, _calls = 0.0, None
 
@@ -280,7 +278,7 @@ class Member(Supervisor):
         finally:
             member._lock.release()
 
-    def _free(self) -> Member | None:
+    def _free(self) -> "Member | None":
         """The first one that is ready and not at work, locked; this one if it can be."""
         for member in (self, *self._fleet.members):
             if member._lock.acquire(blocking=False):

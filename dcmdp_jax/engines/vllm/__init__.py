@@ -1,7 +1,5 @@
 """Stock vLLM in processes of its own."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import TYPE_CHECKING
@@ -64,12 +62,12 @@ class VllmKind(EngineKind):
     def takes_adapters(self, settings: VllmSettings) -> bool:
         return settings.adapters
 
-    def build(self, arguments: EngineArguments) -> Engine:
+    def build(self, arguments: EngineArguments) -> "Engine":
         from dcmdp_jax.engines.vllm.engine import VllmEngine
 
         return VllmEngine(arguments)
 
-    def check_start(self, engine: Engine) -> None:
+    def check_start(self, engine: "Engine") -> None:
         engine.check_start()
 
     def scheme(self, arguments: EngineArguments, precision: str, cache: str, platform: str) -> Scheme:
@@ -102,7 +100,7 @@ class VllmKind(EngineKind):
 
         return device_share(arguments.settings)
 
-    def memory(self, arguments: EngineArguments, load: Workload, machine: Machine, rows: int) -> list[MemoryPart]:
+    def memory(self, arguments: EngineArguments, load: Workload, machine: "Machine", rows: int) -> "list[MemoryPart]":
         from dcmdp_jax.engines.vllm.memory import memory_parts
 
         return memory_parts(arguments, machine)

@@ -13,15 +13,12 @@ import numpy as np
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.data.episode import Episode
-from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
+from dcmdp_jax.engines import engine_kind, vllm_common
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams, check_finite, checked_sequences, scored_rows
-from dcmdp_jax.engines.sidecar import wire
-from dcmdp_jax.engines.sidecar.process import EngineProcess, Launch, Sidecar
+from dcmdp_jax.engines.sidecar import process, weights, wire
 from dcmdp_jax.engines.sidecar.replica import Replica
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Fleet, Member, Supervisor
-from dcmdp_jax.engines.sidecar.weights import Publication, SharedWeights
 from dcmdp_jax.engines.vllm import devices, launch
-from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES, cache_rounding, request_seeds
 from dcmdp_jax.models.lora import Adapted
 from dcmdp_jax.types import Params
 
@@ -47,7 +44,7 @@ class VllmEngine:
     For one thread.
     """
 
-    def __init__(self, arguments: EngineArguments, *, script: Path = SCRIPT) -> None:
+    def __init__(self, arguments: engine_kind.EngineArguments, *, script: Path = SCRIPT) -> None:
         """Start vLLM (seconds on CPU, a minute on a GPU) and wait until it is ready; with `prepare`, at its first use.
 
         Args:
@@ -65,7 +62,7 @@ class VllmEngine:
             arguments = dataclasses.replace(arguments, platform=launch.check_machine(arguments))
             launch.check_planned(arguments)
         settings, platform = arguments.settings, arguments.platform
-        self.cache_rounding = cache_rounding(arguments.kv_cache_dtype, platform)
+        self.cache_rounding = vllm_common.cache_rounding(arguments.kv_cache_dtype, platform)
         self.config, self.max_total_tokens = arguments.model, arguments.max_total_tokens
         if platform == "cpu" and settings.sleep:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
@@ -76,7 +73,7 @@ class VllmEngine:
             directory=arguments.directory.resolve(),
             settings=(settings := dataclasses.replace(settings, replicas=len(of_each))),
         )
-        self.weights = SharedWeights(arguments, launch.ray_modules()[0].ray.put if self._by_ray else None)
+        self.weights = weights.SharedWeights(arguments, launch.ray_modules()[0].ray.put if self._by_ray else None)
         manifest = [list(tensor) for tensor in self.weights.bridge.manifest]
         shared = {"protocol": wire.PROTOCOL, "manifest": manifest, "segment_bytes": self.weights.num_bytes}
         self.replicas: list[Replica] = []
@@ -87,7 +84,7 @@ class VllmEngine:
             several = settings.replicas > 1
             actors = self._actors(arguments, shared) if self._by_ray else None
             for number, names in enumerate(of_each):
-                one = Launch(
+                one = process.Launch(
                     name="vLLM" + f" replica {number}" * several,
                     python=settings.python if self._by_ray else launch.interpreter(settings.python),
                     script=script,
@@ -98,13 +95,13 @@ class VllmEngine:
                     temporary_variables=("VLLM_RPC_BASE_PATH",),
                 )
                 one.directory.mkdir(exist_ok=True)
-                start = functools.partial(Sidecar, one, shared, self.weights.segments)
+                start = functools.partial(process.Sidecar, one, shared, self.weights.segments)
                 self.replicas.append(
                     Replica(
                         actors(one) if actors else Supervisor(one.name, start),
                         self.weights,
                         probe_tolerance=launch.probe_tolerance(arguments),
-                        request_seeds=request_seeds,
+                        request_seeds=vllm_common.request_seeds,
                         sleep_level=settings.sleep,
                         drops_weights=settings.sleep == _DROPS_WEIGHTS,
                         routed_experts=arguments.routed_experts,
@@ -120,7 +117,9 @@ class VllmEngine:
             self.close()
             raise
 
-    def _actors(self, arguments: EngineArguments, shared: dict[str, Any]) -> Callable[[Launch], Supervisor]:
+    def _actors(
+        self, arguments: engine_kind.EngineArguments, shared: dict[str, Any]
+    ) -> Callable[[process.Launch], Supervisor]:
         """Connect to the Ray cluster, or start one; return what makes the supervisor of an actor, not started yet."""
         settings, (name, amount) = arguments.settings, launch.resource(arguments)
         cluster, ray_actors, actor = launch.ray_modules()
@@ -132,7 +131,7 @@ class VllmEngine:
         config = (arguments.directory / "config.json").read_text(encoding="utf-8")
         fleet = Fleet(settings.min_replicas, settings.start_timeout_s, ray_actors.check_head)
 
-        def start(one: Launch, _: threading.Event) -> EngineProcess:
+        def start(one: process.Launch, _: threading.Event) -> process.EngineProcess:
             options = ray_actors.interpreter(one.python, **one.environment)
             options |= {"num_gpus": amount} if name == "GPU" else {"resources": {name: amount}}
             fields = shared | {"engine": dict(one.engine), "segments": [], "config": config}
@@ -180,7 +179,7 @@ class VllmEngine:
             measured |= {f"replica/{number}/{name}": value for name, value in work}
         return measured
 
-    def _published(self, before: str) -> Publication:
+    def _published(self, before: str) -> weights.Publication:
         if self.weights.published is None:
             raise EngineError(f"no weights: push_weights must come before {before}")
         return self.weights.published
@@ -194,7 +193,7 @@ class VllmEngine:
         what was yielded is not yielded again. An empty list comes every half second.
         """
         publication = self._published("generate")
-        check_temperature("vllm", sampling.temperature, VLLM_TEMPERATURES)
+        engine_kind.check_temperature("vllm", sampling.temperature, vllm_common.VLLM_TEMPERATURES)
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         numbered = list(enumerate(prompts))
         place = {"seed": seed, "step": step, "first_prompt": first_prompt}

@@ -4,8 +4,6 @@ vLLM mixes `WeightReceiver` into its worker class (`worker_extension_cls`) in ev
 model, and calls its methods by name. Imported by sidecar.py and by vLLM only.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes
@@ -68,7 +66,7 @@ class WeightReceiver:
         return {name: torch.cat(parts).numpy() for name, parts in before.items()}
 
     @functools.cached_property
-    def _dcmdp_recorder(self) -> RoutingRecorder:
+    def _dcmdp_recorder(self) -> "RoutingRecorder":
         return RoutingRecorder(self.model_runner)
 
     def dcmdp_receive(self, source: Any, size: int, listed: list[Any], policy_version: int, lora: Any) -> list[int]:

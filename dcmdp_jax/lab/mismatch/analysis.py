@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding
-from dcmdp_jax.lab.mismatch.diagnosis import diagnose
+from dcmdp_jax.lab.mismatch import causes, diagnosis
 from dcmdp_jax.lab.mismatch.evidence import Evidence, Known, collect
 from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import STATE_MEASURES, Recommendation, Statistics, TokenPairs, measure, recommend
@@ -227,7 +226,7 @@ class Analysis:
     source: Mapping[str, str]
     floors: Mapping[str, float]
     statistics: Statistics
-    findings: tuple[Finding, ...]
+    findings: tuple[causes.Finding, ...]
     recommendation: Recommendation
     states: tuple[StateMeasure, ...]
     groups: Mapping[str, tuple[Group, ...]]
@@ -255,10 +254,10 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
     over = measured.over_training
     course = next((alarm.text for alarm in over.alarms if alarm.name == "unseen_updates"), "") if over else ""
     evidence = collect(pairs, floor=floor, legs=legs, course=course, **known)
-    findings = tuple(diagnose(evidence))
+    findings = tuple(diagnosis.diagnose(evidence))
     verdict = findings[0]
     odd_rank = over.odd_rank if over else ""
-    defect = verdict.title if CAUSES[verdict.cause].defect or verdict.cause == "too_few" else odd_rank or None
+    defect = verdict.title if causes.CAUSES[verdict.cause].defect or verdict.cause == "too_few" else odd_rank or None
     recommendation = recommend(evidence.mean, floor, defect)
     if tolerance is None and not math.isnan(recommendation.tolerance):
         tolerance = recommendation.tolerance

@@ -1,7 +1,5 @@
 """What recordings hold: one file by its columns; many files of a run, measured over its steps, ranks and sources."""
 
-from __future__ import annotations
-
 import collections
 import glob
 import itertools
@@ -75,7 +73,7 @@ class OverTraining(NamedTuple):
     tolerance: float
     tolerance_from: str
 
-    def without_recommendation(self) -> OverTraining:
+    def without_recommendation(self) -> "OverTraining":
         """The same where no c is recommended: without the alarms that compare with one."""
         if not self.tolerance_from.startswith("recommended"):
             return self

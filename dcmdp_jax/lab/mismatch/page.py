@@ -1,7 +1,5 @@
 """The results of one or several pairs of engines: a table for the terminal, JSON, figures and one HTML page."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -13,9 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.lab.mismatch import evidence, over_training
 from dcmdp_jax.lab.mismatch.analysis import Analysis, Measured, StateMeasure
-from dcmdp_jax.lab.mismatch.evidence import outliers
-from dcmdp_jax.lab.mismatch.over_training import OverTraining
 from dcmdp_jax.lab.mismatch.pairs import TokenPairs, means_by_completion
 from dcmdp_jax.number_format import number, percent, text_table
 from dcmdp_jax.observe import page_kit
@@ -99,7 +96,7 @@ def _first_operator(analysis: Analysis) -> list[str]:
     if not (operators := analysis.evidence.operators):
         return []
     half = float(np.median([each.relative for each in operators]))
-    stand_out = [f"the first to stand out: {each}, {each.relative:.2g}" for each in outliers(operators)]
+    stand_out = [f"the first to stand out: {each}, {each.relative:.2g}" for each in evidence.outliers(operators)]
     said = (stand_out or ["none stands out"])[0]
     return [f"  {len(operators)} operators on the same input, half within {half:.2g} of their size; {said}"]
 
@@ -133,7 +130,7 @@ def _column(analysis: Analysis) -> list[str]:
     ]
 
 
-def _over_training(over: OverTraining) -> list[str]:
+def _over_training(over: over_training.OverTraining) -> list[str]:
     """The first, the last and the largest step, the ranks, the sources, what stands out, and the alarms."""
     means = {step.step: step.statistics.mean for step in over.steps}
     largest = max(means, key=means.get)
@@ -151,7 +148,7 @@ def _over_training(over: OverTraining) -> list[str]:
     return lines + [f"  {alarm.name}: {alarm.text}" for alarm in over.alarms]
 
 
-def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
+def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
     """Draw mean and 99% quantile of |p - q| of each step, and c; None without several steps."""
     from matplotlib.ticker import MaxNLocator
 
@@ -169,7 +166,7 @@ def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
     return figure
 
 
-def _draw_scatter(pairs: TokenPairs, analysis: Analysis) -> Figure:
+def _draw_scatter(pairs: TokenPairs, analysis: Analysis) -> "Figure":
     """Draw p against q of every token, at most 20,000 of them, evenly chosen."""
     every = -(-len(pairs.token_ids) // _POINTS)
     p, q = (np.exp(x[::every].astype(np.float64)) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
@@ -180,7 +177,7 @@ def _draw_scatter(pairs: TokenPairs, analysis: Analysis) -> Figure:
     return figure
 
 
-def _draw_distribution(pairs: TokenPairs, analysis: Analysis) -> Figure:
+def _draw_distribution(pairs: TokenPairs, analysis: Analysis) -> "Figure":
     """Draw the share of tokens above each |p - q|, with the mean, the noise floors and the recommended c."""
     delta = np.sort(pairs.discrepancy)
     positive = delta[delta > 0]
@@ -198,7 +195,7 @@ def _draw_distribution(pairs: TokenPairs, analysis: Analysis) -> Figure:
     return figure
 
 
-def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
+def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
     """Draw the relative difference of each operator by layer; None where it was not measured."""
     found = analysis.evidence.operators
     if not found:
@@ -215,7 +212,7 @@ def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> Figure | None:
     return figure
 
 
-_FIGURES: dict[str, tuple[str, Callable[[TokenPairs, Analysis], Figure | None]]] = {
+_FIGURES: "dict[str, tuple[str, Callable[[TokenPairs, Analysis], Figure | None]]]" = {
     "steps": ("|p - q| over training.", _draw_steps),
     "scatter": ("Each token's probability under both.", _draw_scatter),
     "distribution": ("Share of tokens above each |p - q|; mean, noise floors and c.", _draw_distribution),

@@ -1,7 +1,5 @@
 """Sampled tokens with two log-probs each, statistics of their disagreement, and the budget c recommended for it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -38,7 +36,7 @@ class TokenPairs:
     lags: np.ndarray | None = None
     states: np.ndarray | None = None
 
-    def where(self, kept: np.ndarray) -> TokenPairs:
+    def where(self, kept: np.ndarray) -> "TokenPairs":
         """The tokens of `kept`, [n] bool; a completion without any is dropped."""
         lengths = np.add.reduceat(kept, self.starts, dtype=np.int64)
         columns = {name: column for name, column in vars(self).items() if name != "lengths" and column is not None}

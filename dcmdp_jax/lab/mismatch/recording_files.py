@@ -1,7 +1,5 @@
 """Rows of .parquet, .jsonl and .jsonl.gz files, with what a job that is still writing has not finished left out."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gzip
@@ -133,7 +131,7 @@ def _cells(column: Any) -> list[Any]:
     return column.to_pylist()
 
 
-def _json_rows(path: Path, wanted: Mapping[str, str], left_out: LeftOut) -> Iterator[_Object]:
+def _json_rows(path: Path, wanted: Mapping[str, str], left_out: LeftOut) -> "Iterator[_Object]":
     for number, line in _lines(path, left_out):
         if not line.strip():
             continue

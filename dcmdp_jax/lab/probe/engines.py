@@ -3,8 +3,6 @@
 A name is `vllm:bfloat16,cache=fp8,model=DIR`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -20,14 +18,11 @@ from dcmdp_jax.config.checks import as_settings, engine_arguments, of_engine
 from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
 from dcmdp_jax.data.packing import one_a_row
-from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
-from dcmdp_jax.engines.process_memory import show_torch
-from dcmdp_jax.engines.protocol import Engine, SamplingParams, check_top_logprobs
+from dcmdp_jax.engines import engine_kind, process_memory, protocol
 from dcmdp_jax.engines.registry import ENGINES, find_engine
 from dcmdp_jax.errors import UserError, shorten
+from dcmdp_jax.models import decoder, hf_weights
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.hf_weights import save_params
 from dcmdp_jax.models.row_logprobs import make_probe, make_row_logprobs
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import one_device_mesh
@@ -62,7 +57,7 @@ class ProbeSpec(NamedTuple):
     like: str = ""
 
     @property
-    def record(self) -> EngineKind | None:
+    def record(self) -> engine_kind.EngineKind | None:
         """The engine's record; None of what only scores."""
         return None if self.kind in SCORERS else find_engine(self.kind)
 
@@ -76,7 +71,7 @@ class ProbeSpec(NamedTuple):
             found["quantized_cache"] = f"the engine's key-value cache is {self.cache}"
         return found
 
-    def without(self, cause: str) -> ProbeSpec:
+    def without(self, cause: str) -> "ProbeSpec":
         """The same engine without the setting that has this cause of `costs` as its price."""
         other = {"cache": "auto"} if cause == "quantized_cache" else {"precision": self.compute}
         return self._replace(**other)
@@ -146,7 +141,7 @@ _SHORTEST = 16
 class TrainingStack:
     """Scores completions with the forward pass of the training step, on one device."""
 
-    def __init__(self, config: ModelConfig, params: Params, *, compute: Compute, scheme: Scheme = FULL) -> None:
+    def __init__(self, config: ModelConfig, params: Params, *, compute: decoder.Compute, scheme: Scheme = FULL) -> None:
         """Keep the parameters; nothing is compiled yet.
 
         Args:
@@ -184,7 +179,7 @@ class TrainingStack:
 
 @functools.lru_cache(maxsize=16)
 def _program(
-    config: ModelConfig, compute: Compute, scheme: Scheme, temperature: float, *, listed: bool = False
+    config: ModelConfig, compute: decoder.Compute, scheme: Scheme, temperature: float, *, listed: bool = False
 ) -> Callable[[Params, Rows], jax.Array]:
     row_logprobs = make_row_logprobs(config, compute, temperature=temperature, mesh=one_device_mesh(), scheme=scheme)
 
@@ -265,12 +260,14 @@ class Sampled:
     episodes: Sequence[Episode] = ()
 
 
-def sample(engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams, *, seed: int) -> Sampled:
+def sample(
+    engine: protocol.Engine, prompts: Sequence[np.ndarray], sampling: protocol.SamplingParams, *, seed: int
+) -> Sampled:
     """Sample from an engine; the one place that reads what `Engine.generate` gives."""
     episodes = collect(engine.generate(prompts, sampling, seed=seed, step=0))
     lists = [name for name in (TOP_IDS, TOP_LOGPROBS) if name in episodes[0].columns]
     if lists:
-        check_top_logprobs(episodes, episodes[0].columns[TOP_IDS].shape[-1], engine.config.vocab_size)
+        protocol.check_top_logprobs(episodes, episodes[0].columns[TOP_IDS].shape[-1], engine.config.vocab_size)
     return Sampled(
         np.array([episode.group for episode in episodes]),
         [episode.completion_ids for episode in episodes],
@@ -294,7 +291,7 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
     """
     config, params = policy.model, policy.params
     if spec.kind == "trainer":
-        compute = Compute(dtype=spec.compute, logprob_chunk=LOGPROB_CHUNK)
+        compute = decoder.Compute(dtype=spec.compute, logprob_chunk=LOGPROB_CHUNK)
         return TrainingStack(config, params, compute=compute, scheme=_scheme(spec, config))
     if spec.kind == "hf":
         return HuggingFace(config, params, directory)
@@ -306,7 +303,7 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
         max_total_tokens=max_total_tokens,
         min_rows=_MIN_ROWS,
         mesh=lambda **split: one_device_mesh(),
-        probe=lambda: make_probe(config, Compute(), one_device_mesh()),
+        probe=lambda: make_probe(config, decoder.Compute(), one_device_mesh()),
         directory=directory,
     )
     with as_settings(of_engine(kind)):
@@ -348,7 +345,7 @@ def _scheme(spec: ProbeSpec, config: ModelConfig | None) -> Scheme:
         return FULL
     name, _, precision = spec.like.partition(":")
     kind = find_engine(name)
-    arguments = EngineArguments(
+    arguments = engine_kind.EngineArguments(
         model=config, precision=precision, compute_dtype=kind.quantized_compute, kv_cache_dtype=spec.cache,
         max_total_tokens=0, max_rows=0, min_rows=0, settings=kind.settings(),
     )  # fmt: skip
@@ -389,14 +386,14 @@ class HuggingFace:
         Raises:
             UserError: if torch is not installed.
         """
-        show_torch()  # commands hide it
+        process_memory.show_torch()  # commands hide it
         try:
             import torch
             from transformers import AutoModelForCausalLM
         except ImportError:
             raise UserError("engine hf: torch is not installed (BUILD.md tells how to get its CPU build)") from None
         self._torch = torch
-        save_params(params, config, directory, dtype="float32", tokenizer_dir=None, overwrite=True)
+        hf_weights.save_params(params, config, directory, dtype="float32", tokenizer_dir=None, overwrite=True)
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
 
     def score(

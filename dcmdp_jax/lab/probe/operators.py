@@ -8,21 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dcmdp_jax.engines.local import forward, layout
 from dcmdp_jax.engines.local.cache import load, store
 from dcmdp_jax.engines.local.engine import LocalEngine
-from dcmdp_jax.engines.local.forward import embed, logits
-from dcmdp_jax.engines.local.layout import Program
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.lab.mismatch.evidence import OperatorDifference, in_order
-from dcmdp_jax.models.attention import choose_kernel, row_attention
+from dcmdp_jax.models import attention, gated_delta, products, scheme_products
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Attend, block_of, final_norm, is_recurrent, layer_of, output_kernel
-from dcmdp_jax.models.gated_delta import Recur
 from dcmdp_jax.models.gated_delta import rows as recurrent_rows
 from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
 from dcmdp_jax.models.ops import choose_ops
-from dcmdp_jax.models.products import in_compute_dtype, products_in
-from dcmdp_jax.models.scheme_products import round_cache
 from dcmdp_jax.types import Params
 
 _TOKENS = 256
@@ -122,13 +118,13 @@ def _observed(engine: Any, tokens: OnePass) -> Observed | None:
 
 def _mixer(
     layer: Params, config: ModelConfig, segment_ids: jax.Array, window: int, platform: str, cached: Cached
-) -> Attend | Recur:
+) -> Attend | gated_delta.Recur:
     """What mixes the tokens of packed rows in a layer; `cached` makes of keys and values what a cache would."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-        kernel = choose_kernel("auto", query.dtype, platform, query.shape[1])
+        kernel = attention.choose_kernel("auto", query.dtype, platform, query.shape[1])
         how = {"kernel": kernel, "one_segment": False, "ops": choose_ops(platform), "window": window}
-        return row_attention(query, cached(key), cached(value), segment_ids, **how), None
+        return attention.row_attention(query, cached(key), cached(value), segment_ids, **how), None
 
     return functools.partial(recurrent_rows, config, segment_ids) if is_recurrent(layer) else attend
 
@@ -155,8 +151,8 @@ def _layer(
         sizes[part] = _relative(gave, jax.tree.leaves(trained)[0][0])
         return trained
 
-    with products_in("float32"):
-        mix = mixer(lambda x: round_cache(x, rounding))
+    with products.products_in("float32"):
+        mix = mixer(lambda x: scheme_products.round_cache(x, rounding))
         block(jnp.zeros_like(pairs["mlp"][0], jnp.float32)[None], rotary, mix, ops, observe=compare)
         if "cache" in pairs:
             compare("cache", lambda x: block.attention(x, rotary, mixer(lambda x: x), ops), None)
@@ -166,7 +162,7 @@ def _layer(
 @functools.partial(jax.jit, static_argnames="config")
 def _last(params: Params, norm: Pair, head: Pair, *, config: ModelConfig) -> Sizes:
     """The last norm, and the head's logits less their mean."""
-    with products_in("float32"):
+    with products.products_in("float32"):
         own_logits = head[0].astype(jnp.float32) @ output_kernel(params).astype(jnp.float32)
         centered = (each - jnp.mean(each, -1, keepdims=True) for each in (head[1], own_logits))
         hidden = final_norm(params, config, norm[0].astype(jnp.float32))
@@ -187,10 +183,10 @@ def _of_vllm(engine: VllmEngine, tokens: OnePass) -> Observed:
     return Observed(embedding_scale(config, looked_up), pairs, *last, rounding)
 
 
-def _of_embedded(program: Program, weights: Params, tokens: OnePass) -> Observed:
+def _of_embedded(program: layout.Program, weights: Params, tokens: OnePass) -> Observed:
     config, layers = program.config, []
     outer = program.own_weights({key: leaf for key, leaf in weights.items() if key != "layers"})
-    x = looked_up = embed(outer, np.concatenate(tokens.rows)[None], program).astype(program.compute_dtype)
+    x = looked_up = forward.embed(outer, np.concatenate(tokens.rows)[None], program).astype(program.compute_dtype)
     kinds = zip(config.layer_ropes, config.layer_windows(x.shape[1]), strict=True)
     for layer, kind in zip(weights["layers"], kinds, strict=True):
         x, pairs = _engine_layer(layer, x, tokens[1:], program=program, kind=kind)
@@ -199,9 +195,9 @@ def _of_embedded(program: Program, weights: Params, tokens: OnePass) -> Observed
 
 
 @functools.partial(jax.jit, static_argnames=("program", "kind"))
-@in_compute_dtype
+@products.in_compute_dtype
 def _engine_layer(
-    own: Params, x: jax.Array, rows: Pair, *, program: Program, kind: tuple[str, int]
+    own: Params, x: jax.Array, rows: Pair, *, program: layout.Program, kind: tuple[str, int]
 ) -> tuple[jax.Array, dict[str, Pair]]:
     """The residual stream after the layer, and what its operators read and gave."""
     (positions, segment_ids), (rope, window), config = rows, kind, program.config
@@ -221,7 +217,7 @@ def _engine_layer(
 
 
 @functools.partial(jax.jit, static_argnames=("program",))
-@in_compute_dtype
-def _engine_last(weights: Params, x: jax.Array, *, program: Program) -> tuple[Pair, Pair]:
+@products.in_compute_dtype
+def _engine_last(weights: Params, x: jax.Array, *, program: layout.Program) -> tuple[Pair, Pair]:
     hidden = final_norm(weights, program.config, x)
-    return (x, hidden), (hidden, logits(weights, hidden))
+    return (x, hidden), (hidden, forward.logits(weights, hidden))

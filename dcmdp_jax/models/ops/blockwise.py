@@ -3,8 +3,6 @@
 For platforms without such a kernel of their own. Measured on CPU: benchmarks/README.md.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple
@@ -115,7 +113,7 @@ class _Queries(NamedTuple):
     following: jax.Array
 
     @classmethod
-    def of(cls, segments: _Segments, begin: jax.Array, size: int, group: int) -> _Queries:
+    def of(cls, segments: _Segments, begin: jax.Array, size: int, group: int) -> "_Queries":
         """The block that begins at a token; at the end of all tokens it holds earlier ones too, which are not valid."""
         at = jnp.minimum(begin, segments.first.shape[0] - size)
         own, after, first = at + jnp.arange(size, dtype=jnp.int32), segments.after[begin], segments.first[begin]

@@ -7,14 +7,12 @@ are intervals: `x > 1` is `(1,\infty)`, `1 \leq x < 3` is `[1,3)`, `x < 1 or x >
 import re
 from fractions import Fraction
 
+from dcmdp_jax.rewards.math import numbers, unicode, units
 from dcmdp_jax.rewards.math.notation import split_elements, split_tuple, unwrap_text, without_spaces
-from dcmdp_jax.rewards.math.numbers import parse_number
-from dcmdp_jax.rewards.math.unicode import GREEK_NAMES
-from dcmdp_jax.rewards.math.units import vocabulary
 
 _EQUALS = re.compile(r"(?<![<>!\\:=])(?<!_\{[a-z])(?<!_\{[a-z] )=(?!=)|\\in(?![a-zA-Z])")
-_LETTERS = "|".join((*GREEK_NAMES, "vartheta", "Upsilon", "ell", "hbar"))
-_QUANTITIES = vocabulary(
+_LETTERS = "|".join((*unicode.GREEK_NAMES, "vartheta", "Upsilon", "ell", "hbar"))
+_QUANTITIES = units.vocabulary(
     "answer area length width height volume perimeter circumference radius diameter distance speed velocity rate time "
     "probability cost price sum product difference ratio total number average mean median mode range max min maximum "
     "minimum value result slope angle degree side base age weight mass gcd lcm det rank order period amplitude domain "
@@ -168,7 +166,7 @@ def _solved(text: str) -> tuple[str, str, str, str] | None:
         return None
     if not is_variable(name) or {name} & {*_COMMANDS_AND_NAMES.findall(low), *_COMMANDS_AND_NAMES.findall(high)}:
         return None
-    ends = parse_number(low), parse_number(high)
+    ends = numbers.parse_number(low), numbers.parse_number(high)
     if None not in ends and relations != [r"\neq"] and not ends[0] < ends[1]:
         return None
     return without_spaces(name), " ".join(relations), low, high
@@ -177,7 +175,7 @@ def _solved(text: str) -> tuple[str, str, str, str] | None:
 def _absolute(low: str, high: str, relation: str) -> tuple[str, str, str, str] | None:
     """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`; the latter's ends are `outside` and the relation."""
     inside, outside = _ABSOLUTE.fullmatch(low), _ABSOLUTE.fullmatch(high)
-    found, size = inside or outside, parse_number(high if inside else low)
+    found, size = inside or outside, numbers.parse_number(high if inside else low)
     if found is None or size is None or size <= 0:
         return None
     center = Fraction(found[3] or 0) * (1 if found[2] == "-" else -1)
@@ -202,7 +200,7 @@ def _intersection(found: list[tuple[str, str, str]]) -> str | None:
     if len(found) != 2 or len(above) != 1 or len(below) != 1:
         return None
     low, high = above[0][1], below[0][2]
-    ends = parse_number(low), parse_number(high)
+    ends = numbers.parse_number(low), numbers.parse_number(high)
     if None not in ends and not ends[0] < ends[1]:
         return None
     return _written(f"{above[0][0].split()[0]} {below[0][0].split()[1]}", low, high)
