@@ -16,12 +16,12 @@ from dcmdp_jax.engines.local import engine as engine_module
 from dcmdp_jax.engines.local.decode import Limits, RowState, decode
 from dcmdp_jax.engines.local.forward import embed, score
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
-from dcmdp_jax.engines.local.sampler import Draw
 from dcmdp_jax.engines.local.weights import conversion, engine_shapes
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, logical_axes, param_shapes
+from dcmdp_jax.models.sampler import Draw
 from dcmdp_jax.parallel.mesh import AXES, make_mesh, sampling_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
 from tests.support.sampling import assert_same_samples, local_engine, sample

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.engines.local.cache import Cache, Layer, load, slots_of, store
 from dcmdp_jax.engines.local.forward import embed, forward_rows, on_devices, routed_experts, sample_tokens
 from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late
-from dcmdp_jax.engines.local.sampler import Draw, token_words
 from dcmdp_jax.models import decoder, gated_delta, layers, products
 from dcmdp_jax.models.gated_delta import State
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
+from dcmdp_jax.models.sampler import Draw, token_words
 from dcmdp_jax.types import Params
 
 _STEPS_ALONE = 4

@@ -16,7 +16,6 @@ from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.forward import score as score_program
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
 from dcmdp_jax.engines.local.programs import Preparation, sampling_programs
-from dcmdp_jax.engines.local.sampler import Draw
 from dcmdp_jax.engines.local.schedule import Completions, Scheduler, Sizes
 from dcmdp_jax.engines.local.sizes import (
     batch_rows,
@@ -29,6 +28,7 @@ from dcmdp_jax.engines.local.sizes import (
 from dcmdp_jax.engines.local.weights import conversion, conversion_mesh, share_copies
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams, check_finite, checked_sequences, scored_rows
 from dcmdp_jax.models.params import check_params
+from dcmdp_jax.models.sampler import Draw
 from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params

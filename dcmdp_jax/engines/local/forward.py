@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.local.cache import Layer, load, store
 from dcmdp_jax.engines.local.layout import ROWS, TENSOR, Program, convert_late, weight_specs
-from dcmdp_jax.engines.local.sampler import Draw, choose_tokens
 from dcmdp_jax.models import attention, decoder, gated_delta, layers, moe, products, quantize
+from dcmdp_jax.models.sampler import Draw, choose_tokens
 from dcmdp_jax.types import Params
 
 _SCORE_CHUNK = 1024

@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.activity import COMPILING
 from dcmdp_jax.engines.engine_kind import EngineArguments, EnginePlan, Lowerable, Workload
-from dcmdp_jax.engines.local import decode, forward, layout, sampler, sizes
+from dcmdp_jax.engines.local import decode, forward, layout, sizes
 from dcmdp_jax.engines.local.cache import abstract
 from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.engines.process_memory import release_freed_memory
+from dcmdp_jax.models import sampler
 from dcmdp_jax.parallel.backend import usable_cores
 from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
 from dcmdp_jax.types import Params

@@ -11,10 +11,11 @@ import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.engines.local import decode as programs
-from dcmdp_jax.engines.local import layout, sampler
+from dcmdp_jax.engines.local import layout
 from dcmdp_jax.engines.local.cache import Cache, insert, slots_of, take
 from dcmdp_jax.engines.local.sizes import PREEMPTED_CACHES, cache_capacities, prefill_shape, round_up
 from dcmdp_jax.engines.process_memory import release_freed_memory
+from dcmdp_jax.models import sampler
 from dcmdp_jax.types import Params
 
 _REFILL = 4

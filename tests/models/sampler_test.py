@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dcmdp_jax.engines.local.sampler import choose_tokens, nucleus, row_keys, token_words
+from dcmdp_jax.models.sampler import choose_tokens, nucleus, row_keys, token_words
 
 ONE = np.float32(1)
 
