@@ -391,7 +391,7 @@ def entries(base: AlgorithmSettings, tokens: Tokens, *, listed: bool = False) ->
         found[call] = dataclasses.replace(plain, trust_region=call, **beside)
     for call in map(_with_sizes, LOSSES.items()):
         found[call] = dataclasses.replace(plain, loss=call)
-    del found["surrogate"]  # the loss without remedy
+    del found["surrogate"], found["likelihood"]  # the loss without remedy, and that of conversations
     if listed:
         found |= {name: dataclasses.replace(plain, method=name) for name in STATE_CHARGES}
         for call in ("score_centering", "tis,score_centering"):
