@@ -764,3 +764,13 @@ def test_a_picture_is_of_one_thing():
         for text, path in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
             said.setdefault(Path(path).name, set()).add(text)
     assert {name for name, texts in said.items() if len(texts) > 1} == set() and "smollm2.png" in said
+
+
+def test_k3_of_4_bits_with_one_scale_over_that_of_groups():
+    table = (_ROOT / "research" / "tables" / "frozen.txt").read_text()
+    k3 = {
+        name: float(value) for name, value in re.findall(r"^\| `local:(\w+)` \| ([\d.e-]+) ± [\d.e-]+ \|", table, re.M)
+    }
+    said = f"{k3['int4'] / k3['nvfp4']:.1f} times NVFP4's, {k3['int4'] / k3['mxfp4']:.1f} times MXFP4's"
+    assert f"k3 is {said}" in (_ROOT / "README.md").read_text()
+    assert f"k3 on frozen SmolLM2: {said}" in (_ROOT / "docs" / "evidence.md").read_text()
