@@ -10,15 +10,18 @@ r"""An environment of your own: arithmetic with a calculator, in turns, on a lap
 A turn that ends with `calc(...)` is answered by the value; any other ends the completion. The reward is 1 for a last
 box that equals the reference answer, else 0.
 
+A fresh 0.3M-parameter Qwen3 learns it from an fp8 engine. A supervised warm-up on worked turns, of which half have a
+wrong digit, gives a policy that knows the form and errs. Seen on a loaded 2-core Xeon in 145 s of processor time:
+held-out avg@8 from 35.5% to 84.8%; lambda rises from 0.10 to 0.20 while the discrepancy is over c, and is 0 again at
+the end.
+
 With `:tools` the calculator is a Python function that the chat template describes, and the model calls it in the
 template's own format; the reward is `math`:
 
     turn 1     <tool_call>{"name":"calc","arguments":{"x":"4*6-7+9"}}</tool_call>
 
-A fresh 0.3M-parameter Qwen3 learns it from an fp8 engine. A supervised warm-up on worked turns, of which half have a
-wrong digit, gives a policy that knows the form and errs. Seen on a loaded 2-core Xeon in 145 s of processor time:
-held-out avg@8 from 35.5% to 84.8%; lambda rises from 0.10 to 0.20 while the discrepancy is over c, and is 0 again at
-the end.
+A call has five times the tokens, so the warm-up is longer: in 336 s of processor time held-out
+avg@8 goes from 32.2% to 81.6%, lambda from 0.10 to 0.
 """
 
 import json
