@@ -71,7 +71,7 @@ def test_every_default_keeps_its_own_rules():
     ("name", "functions", "refused"),
     [
         ("algorithm.aggregation", losses.Aggregation, ()),
-        ("algorithm.kl_estimator", losses.KlEstimator, ("k1",)),
+        ("algorithm.kl_estimator", stats.KlEstimator, ("k1",)),
         ("algorithm.measure", discrepancy.Measure, ()),
         ("algorithm.sided", discrepancy.Sided, ()),
         ("algorithm.level", discrepancy.Charge, ()),

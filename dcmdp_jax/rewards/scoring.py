@@ -341,11 +341,15 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
     logged under NAME.
     """
     metrics: dict[str, float] = {f"reward/{name}/failed": count for name, count in scores.failed.items()}
-    sources = scores.sources or ()
-    of_sources = {f"source/{each}": scores.totals[np.array(sources) == each] for each in sorted(set(sources))}
-    for name, values in (scores.values | of_sources).items():
+    for name, values in scores.values.items():
         if len(exact := values[np.isfinite(values)].astype(np.float64)):
             metrics |= {f"reward/{name}/mean": float(exact.mean()), f"reward/{name}/std": float(exact.std())}
+    for source in sorted(set(scores.sources or ())):
+        exact = scores.totals[np.array(scores.sources) == source].astype(np.float64)
+        metrics |= {
+            f"reward/source/{source}/mean": float(exact.mean()),
+            f"reward/source/{source}/std": float(exact.std()),
+        }
     missing = np.all([np.isnan(values) for values in scores.values.values()], axis=0)
     metrics["reward/without_value"] = int(missing.sum()) if scores.values else 0
     for name, (value, count) in scores.logged.items():
