@@ -5,7 +5,7 @@ import typing
 
 import pytest
 
-from dcmdp_jax.algorithm import discrepancy, losses
+from dcmdp_jax.algorithm import discrepancy, losses, stats
 from dcmdp_jax.config.checks import validate
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.fields import Setting, build, check_range, declared, flatten, parse_text, replace_value, setting
