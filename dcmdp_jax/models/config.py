@@ -38,7 +38,8 @@ class ModelConfig:
     Attributes:
         model_type: the family, of `families.FAMILIES`.
         vocab_size: rows of the embedding, padding rows included.
-        hidden_size, intermediate_size: residual and MLP width; a mixture of experts does not use the latter.
+        hidden_size, intermediate_size: residual and MLP width; of a mixture of experts the latter is the shared
+            expert's, if it has one.
         num_layers, num_heads, num_kv_heads, head_dim: decoder depth and attention shape.
         rope_theta, rope_scaling: rotary base and its scaling.
         rms_norm_eps: added to the mean square.
@@ -99,9 +100,12 @@ class ModelConfig:
             raise UserError(f"model_type: got {self.model_type!r}, supported are {', '.join(sorted(FAMILIES))}")
         for name in ("sliding_layers", "rope_free_layers", "recurrent_layers"):  # lists in a saved record
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+        experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size") if self.family.experts else ()
+        for name in (*sizes, *experts):
             if getattr(self, name) < 1:
-                raise UserError(f"{name}: got {getattr(self, name)}, must be at least 1")
+                why = f" for model_type={self.model_type}" if name in experts else ""
+                raise UserError(f"{name}: got {getattr(self, name)}, must be at least 1{why}")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"num_heads: got {self.num_heads}, must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim < 2 or self.head_dim % 2:
@@ -121,19 +125,10 @@ class ModelConfig:
             if (values := self.linear_num_value_heads) % keys:
                 said = f"got {values}, must be a multiple of linear_num_key_heads={keys}"
                 raise UserError(f"linear_num_value_heads: {said}")
-        if not self.family.experts:
-            if self.num_experts:
-                raise UserError(f"num_experts: got {self.num_experts}, must be 0 for model_type={self.model_type}")
-            return
-        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"{name}: got {getattr(self, name)}, must be at least 1 for model_type={self.model_type}"
-                )
-        if self.num_experts_per_tok > self.num_experts:
-            raise UserError(
-                f"num_experts_per_tok: got {self.num_experts_per_tok}, must be at most num_experts={self.num_experts}"
-            )
+        if self.num_experts and not self.family.experts:
+            raise UserError(f"num_experts: got {self.num_experts}, must be 0 for model_type={self.model_type}")
+        if 0 < self.num_experts < (used := self.num_experts_per_tok):
+            raise UserError(f"num_experts_per_tok: got {used}, must be at most num_experts={self.num_experts}")
 
     @property
     def kinds(self) -> dict[str, tuple[int, ...]]:
@@ -195,12 +190,21 @@ class ModelConfig:
     @property
     def active_mlp_width(self) -> int:
         """Width of the MLP that a token passes through, summed over its experts."""
-        return self.num_experts_per_tok * self.moe_intermediate_size if self.num_experts else self.intermediate_size
+        return self._mlp_width(self.num_experts_per_tok)
 
     @property
     def stored_mlp_width(self) -> int:
         """Width of all MLPs of a layer together."""
-        return self.num_experts * self.moe_intermediate_size if self.num_experts else self.intermediate_size
+        return self._mlp_width(self.num_experts)
+
+    def _mlp_width(self, experts: int) -> int:
+        return sum(getattr(self, name) * (experts if "moe" in name else 1) for name in self.mlp_fields)
+
+    @property
+    def mlp_fields(self) -> tuple[str, ...]:
+        """Fields of the widths of a layer's MLPs: one MLP's, or the experts' and the shared one's, if there is one."""
+        expert, mlp = ("moe_intermediate_size",), ("intermediate_size",)
+        return expert + mlp * self.family.shared_expert if self.num_experts else mlp
 
     @property
     def routing(self) -> tuple[int, int, int]:

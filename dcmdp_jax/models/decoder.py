@@ -360,15 +360,17 @@ def hidden_states_and_aux(
         return final_norm(params, config, x), aux
     # One iteration of the scan is a period of the layers' kinds.
     count = config.num_layers // config.period
-    periods = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), params["layers"])
+    xs = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), (params["layers"], replayed))
 
-    def period(x: jax.Array, part: Params) -> tuple[jax.Array, Aux]:
+    def period(x: jax.Array, part: tuple[Params, jax.Array | None]) -> tuple[jax.Array, Aux]:
+        reports = []
         for index in range(config.period):
-            x, aux = layer(x, (layer_of(part, config, index), None, own))
-        return x, aux
+            x, aux = layer(x, (layer_of(part[0], config, index), None if replayed is None else part[1][index], own))
+            reports.append(aux)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *reports)
 
-    x, aux = jax.lax.scan(period, x, periods, unroll=max(1, compute.scan_unroll // config.period))
-    return final_norm(params, config, x), aux
+    x, aux = jax.lax.scan(period, x, xs, unroll=max(1, compute.scan_unroll // config.period))
+    return final_norm(params, config, x), jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), aux)
 
 
 def _is_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -439,15 +441,19 @@ def fuse_projections(layer_params: Params, *, mlp: bool) -> Params:
     def fused(*linears: Params) -> Params:
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *linears)
 
-    attention, feed_forward = dict(layer_params["attention"]), dict(layer_params["mlp"])
+    attention, feed_forward = dict(layer_params["attention"]), layer_params["mlp"]
     if not is_recurrent(layer_params):
         attention["qkv"] = fused(*(attention.pop(name) for name in "qkv"))
     if mlp:
-        gated = feed_forward
-        if "experts" in feed_forward:
-            gated = feed_forward["experts"] = dict(feed_forward["experts"])
-        gated["gate_up"] = fused(*(gated.pop(name) for name in ("gate", "up")))
+        feed_forward = map_mlps(lambda x: {"gate_up": fused(x["gate"], x["up"]), "down": x["down"]}, feed_forward)
     return {**layer_params, "attention": attention, "mlp": feed_forward}
+
+
+def map_mlps(function: Callable[[Params], Params], feed_forward: Params) -> Params:
+    """Apply a function to the parameters of a layer's MLP, or of its experts and of the shared one by themselves."""
+    if "experts" not in feed_forward:
+        return function(feed_forward)
+    return {name: function(own) if "down" in own else own for name, own in feed_forward.items()}
 
 
 def is_recurrent(layer_params: Params) -> bool:

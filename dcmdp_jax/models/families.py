@@ -27,6 +27,8 @@ class Family(NamedTuple):
             config.json has a window; None: none does.
         rope_free_every: every n-th layer has no rotary embedding; 0: all have it.
         experts: each layer has a mixture of experts in place of the MLP.
+        shared_expert: beside them an MLP that every token passes through, times the sigmoid of a gate; its width is
+            `intermediate_size`, in config.json `shared_expert_intermediate_size`. `norm_topk_prob` is always true.
         qkv_bias: q, k and v always have biases, and o none; else config.json's `attention_bias` says it of all four.
         own_head_dim: config.json's `head_dim` counts everywhere; vLLM's class of another family takes the model's width
             divided by its heads.
@@ -51,6 +53,7 @@ class Family(NamedTuple):
     full_every: int | None = None
     rope_free_every: int = 0
     experts: bool = False
+    shared_expert: bool = False
     qkv_bias: bool = False
     own_head_dim: bool = True
     full_attention_every: int = 0
@@ -130,14 +133,17 @@ FAMILIES = {
         written={},
     ),
 }  # fmt: skip
+FAMILIES["qwen3_5_moe_text"] = FAMILIES["qwen3_5_text"]._replace(
+    architecture="Qwen3_5MoeForCausalLM", experts=True, shared_expert=True
+)
 """`model_type` of config.json -> the family."""
 
-WRAPPERS = {"qwen3_5": "qwen3_5_text"}
+WRAPPERS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """`model_type` of a model of images and text -> that of its `text_config`, whose tensors lie in
 `model.language_model`."""
 
 MISSING = {
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), "recurrent layers with a mixture of experts"),
+    "qwen3_next": "recurrent layers with fused projections",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), "multi-head latent attention (MLA)"),
     "gpt_oss": "attention sinks and biased, clamped experts",
     "gemma2": "soft caps of logits and scores",

@@ -30,6 +30,7 @@ _SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_siz
     "head_dim": "head_dim",
 }
 _OTHERS = ("rms_norm_eps", "rope_theta", "tie_word_embeddings", "max_position_embeddings", "initializer_range")
+_SHARED = "shared_expert_intermediate_size"
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 
 
@@ -62,7 +63,7 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
     config = ModelConfig(
         model_type=model_type,
         vocab_size=number("vocab_size"),
-        intermediate_size=number("intermediate_size"),
+        intermediate_size=number(_SHARED if family.shared_expert else "intermediate_size"),
         num_layers=layers,
         **sizes,
         **layer_pattern(found, family, layers),
@@ -73,16 +74,15 @@ def from_hf(fields: Mapping[str, Any]) -> ModelConfig:
         max_position_embeddings=max_positions,
         initializer_range=number("initializer_range"),
         query_pre_attn_scalar=number("query_pre_attn_scalar") if "query_pre_attn_scalar" in family.defaults else 0,
-        **(_read_experts(found) if family.experts else {}),
+        **(_read_experts(found, family) if family.experts else {}),
         **({name: number(name) for name in RECURRENT_SIZES} if family.full_attention_every else {}),
     )
     # The matrices alone, by multiplication: a count of declared parameters would walk a billion layers.
     layer = config.head_dim * 2 * (config.num_heads + config.num_kv_heads) + 3 * config.stored_mlp_width
     matrices = config.hidden_size * (layers * layer + config.vocab_size)
     if matrices > _MOST_PARAMS:
-        width = f"intermediate_size {config.intermediate_size}"
-        if config.num_experts:
-            width = f"moe_intermediate_size {config.moe_intermediate_size}, num_experts {config.num_experts}"
+        names = (*config.mlp_fields, *("num_experts",) * (config.num_experts > 0))
+        width = ", ".join(f"{name} {getattr(config, name)}" for name in names)
         raise UserError(
             f"config.json: vocab_size {config.vocab_size}, hidden_size {config.hidden_size}, {width} and {layers} "
             f"layers make {matrices:.2g} parameters, more than {_MOST_PARAMS:.0e}; one of the sizes is wrong"
@@ -172,7 +172,7 @@ def layer_pattern(fields: Mapping[str, Any], family: Family, layers: int) -> dic
     return pattern
 
 
-def _read_experts(fields: Fields) -> dict[str, Any]:
+def _read_experts(fields: Fields, family: Family) -> dict[str, Any]:
     """The fields of a mixture of experts; every layer must have one."""
     for name, value, only in (
         ("decoder_sparse_step", fields.get("decoder_sparse_step", 1), 1),
@@ -186,7 +186,7 @@ def _read_experts(fields: Fields) -> dict[str, Any]:
     experts, chosen = in_range("num_experts", value), fields.number("num_experts_per_tok")
     if chosen > experts:
         raise UserError(f"config.json: num_experts_per_tok is {chosen}, must be at most num_experts={experts}")
-    width, normed = fields.number("moe_intermediate_size"), fields.flag("norm_topk_prob")
+    width, normed = fields.number("moe_intermediate_size"), family.shared_expert or fields.flag("norm_topk_prob")
     return dict(zip(_EXPERTS, (experts, chosen, width, normed), strict=True))
 
 
@@ -211,8 +211,9 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     if not family.qkv_bias:
         fields["attention_bias"] = config.attention_bias
     if family.experts:
-        fields |= {name: getattr(config, name) for name in _EXPERTS}
-        fields |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        fields |= {name: getattr(config, name) for name in _EXPERTS} | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    if family.shared_expert:
+        fields[_SHARED] = fields.pop("intermediate_size")
     sliding_theta = (config.sliding_rope_theta or config.rope_theta) if family.sliding_rope else None
     fields |= rope_fields(config.rope_theta, config.rope_scaling, sliding_theta)
     if config.recurrent_layers:

@@ -13,7 +13,7 @@ _RANGES = (
     (int, 1, 10_000, "num_hidden_layers sliding_window_pattern no_rope_layer_interval full_attention_interval"),
     (int, 1, 100_000, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
     (float, 1e-6, 1.0, "partial_rotary_factor"),
-    (int, 1, 100_000, "num_experts num_experts_per_tok"),
+    (int, 1, 100_000, "num_experts num_experts_per_tok shared_expert_intermediate_size"),
     (float, 1.001, 1e15, "rope_theta rope_local_base_freq"),
     (float, 1e-30, 1.0, "rms_norm_eps"),
     (float, 0.0, 100.0, "initializer_range"),

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.declare import Fused, Stack, parameter
-from dcmdp_jax.models.layers import Linear
+from dcmdp_jax.models.layers import MLP, Linear
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import permute
 from dcmdp_jax.models.quantize import QuantizedKernel, in_float32
@@ -63,7 +63,8 @@ class Experts(nnx.Module):
 class MoE(nnx.Module):
     """y = sum over the k likeliest experts e of p_e MLP_e(x), with p = softmax(W_router x).
 
-    With `norm_topk_prob` the k probabilities are divided by their sum. As `Qwen3MoeSparseMoeBlock` of transformers.
+    With `norm_topk_prob` the k probabilities are divided by their sum. As `Qwen3MoeSparseMoeBlock` of transformers;
+    with the family's shared expert plus sigmoid(w_gate x) MLP(x), as `Qwen3_5MoeSparseMoeBlock`.
 
     Attributes:
         fused: W_gate and W_up of an expert are one matrix `gate_up`; see `decoder.fuse_projections`.
@@ -74,10 +75,14 @@ class MoE(nnx.Module):
     ) -> None:
         self.config, self.fused = config, fused
         # Engines keep the router in full precision: a token that goes to another expert is a large error.
-        sizes, std = (config.hidden_size, config.num_experts), config.initializer_range
-        name = f"{hf_name}.gate"
-        self.router = Linear(sizes, ("embed", "experts"), std=std, hf_name=name, stacks=stacks, quantized=False)
+        exact = {"std": config.initializer_range, "stacks": stacks, "quantized": False}
+        sizes, axes = (config.hidden_size, config.num_experts), ("embed", "experts")
+        self.router = Linear(sizes, axes, hf_name=f"{hf_name}.gate", **exact)
         self.experts = Experts(config, hf_name=f"{hf_name}.experts", stacks=stacks, fused=fused)
+        if config.family.shared_expert:
+            self.shared_expert = MLP(config, hf_name=f"{hf_name}.shared_expert", stacks=stacks, fused=fused)
+            sizes, axes = (config.hidden_size, 1), ("embed", "norm")
+            self.shared_gate = Linear(sizes, axes, hf_name=f"{hf_name}.shared_expert_gate", **exact)
 
     def __call__(
         self, x: jax.Array, ops: Ops, mesh: Mesh | None = None, replayed: jax.Array | None = None
@@ -110,6 +115,8 @@ class MoE(nnx.Module):
         kernels = tuple(kernel if isinstance(kernel, QuantizedKernel) else kernel.astype(x.dtype) for kernel in kernels)
         compute = _compute if mesh is None or mesh.size == 1 else functools.partial(_expert_parallel, mesh=mesh)
         y = compute(x, chosen, weights.astype(x.dtype), kernels, num_experts=config.num_experts, ops=ops)
+        if config.family.shared_expert:
+            y = y + jax.nn.sigmoid(self.shared_gate(x)) * self.shared_expert(x, ops)
         return y.astype(x.dtype), aux | {"routed_experts": chosen}
 
 

@@ -95,9 +95,8 @@ def check_grouped(precision: str, model: "ModelConfig | None", tensor: int) -> N
     if find_spec("qwix") is None:
         wrong = "which needs qwix: pip install 'dcmdp-jax[qwix]'"
     elif model is not None:
-        inner = "moe_intermediate_size" if model.num_experts else "intermediate_size"
         sizes = {"hidden_size": model.hidden_size, "num_heads x head_dim": model.num_heads * model.head_dim // tensor}
-        sizes |= {inner: getattr(model, inner) // tensor}
+        sizes |= {name: getattr(model, name) // tensor for name in model.mlp_fields}
         if odd := [f"{name}={size}" for name, size in sizes.items() if size % form.size]:
             wrong = f"whose groups of {form.size} do not divide {odd[0]}" + " of each device" * (tensor > 1)
         elif form.rounds_inputs and model.num_experts:

@@ -111,7 +111,8 @@ def forward_flops(model: ModelConfig, length: int) -> float:
     values, recurrent = model.linear_num_value_heads * model.linear_value_head_dim, len(model.recurrent_layers)
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention, full = (2 + model.family.output_gate) * queries + 2 * keys, model.num_layers - recurrent
-    widths = model.num_layers * (3 * model.active_mlp_width + model.num_experts) + full * attention
+    gates = model.num_experts + model.family.shared_expert
+    widths = model.num_layers * (3 * model.active_mlp_width + gates) + full * attention
     widths += recurrent * (model.mixed_width + 2 * values + 2 * model.linear_num_value_heads)
     matrices = model.hidden_size * (widths + model.vocab_size) + recurrent * 3 * values * model.linear_key_head_dim
     return 2.0 * matrices + full * 2.0 * queries * length

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import re
 import sys
 import types
 from typing import Any
@@ -17,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.recurrence import token_by_token
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models import decoder, gated_delta
-from dcmdp_jax.models.config import Lora
+from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.gated_delta import Heads, Mixed, State
 from dcmdp_jax.models.hf_config import from_hf, read_model_config, to_hf
@@ -26,9 +28,10 @@ from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.logprobs import token_logprobs
 from dcmdp_jax.models.lora import adapted, adapted_layers, adapter_declarations
 from dcmdp_jax.models.ops import CPU
-from dcmdp_jax.models.params import draw_params, hf_tensors, init_params, logical_axes, param_shapes
+from dcmdp_jax.models.params import draw_params, hf_tensors, init_params, logical_axes, num_params, param_shapes
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
+from dcmdp_jax.plan.plan_text import forward_flops
 
 LENGTH, SEGMENTS = 150, ((150,), (70, 61, 15))
 FIELDS: dict[str, Any] = {
@@ -40,6 +43,10 @@ FIELDS: dict[str, Any] = {
                         "mrope_section": [1, 1, 0], "mrope_interleaved": True},
 }  # fmt: skip
 CONFIG = from_hf(FIELDS)
+EXPERTS: dict[str, Any] = {name: value for name, value in FIELDS.items() if name != "intermediate_size"} | {
+    "model_type": "qwen3_5_moe_text", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
 
 
 def heads(length: int, dtype: Any = np.float64, *, same_keys: bool = False) -> Heads:
@@ -117,20 +124,23 @@ def test_prefill_and_single_tokens_are_the_whole_row():
 
 
 @pytest.fixture
-def theirs(tmp_path, monkeypatch):
-    """(transformers' model, its directory). Its code with float64 in every place of float32."""
+def theirs(request, tmp_path, monkeypatch):
+    """(transformers' model, its directory). Its code with float64 in every place of float32; dense, or of the fields
+    that a test gives."""
     torch = pytest.importorskip("torch", reason="torch is in the development extra")
     transformers = pytest.importorskip("transformers", reason="transformers is in the development extra")
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
-
+    own = getattr(request, "param", FIELDS)
+    module, name = ("qwen3_5_moe", "Qwen3_5Moe") if own is EXPERTS else ("qwen3_5", "Qwen3_5")
+    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     transformers.logging.set_verbosity_error()
     exact = types.ModuleType(f"{modeling.__name__}_exact")
     exact.__package__, exact.__file__ = modeling.__package__, modeling.__file__
     text = inspect.getsource(modeling).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
     monkeypatch.setitem(sys.modules, exact.__name__, exact)
-    exec(compile(text.replace("dtype=torch.float)", "dtype=torch.float64)"), modeling.__file__, "exec"), vars(exact))
-    fields = transformers.AutoConfig.for_model(**json.loads(json.dumps(FIELDS)), attn_implementation="eager")
-    model = exact.Qwen3_5ForCausalLM(fields).eval()
+    exec(compile(re.sub(r"dtype=torch\.float\b", "dtype=torch.float64", text), modeling.__file__, "exec"), vars(exact))
+    fields = transformers.AutoConfig.for_model(**json.loads(json.dumps(own)), attn_implementation="eager")
+    fields._experts_implementation = "eager"
+    model = getattr(exact, f"{name}ForCausalLM")(fields).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -146,24 +156,28 @@ def _rows(pack: Any) -> dict[str, jax.Array]:
     return pack([[draw.integers(0, 97, size) for size in sizes] for sizes in SEGMENTS], LENGTH)
 
 
-def _logprobs(params: Any, rows: dict[str, jax.Array], *, mesh: Any = None, **compute: Any) -> jax.Array:
+def _logprobs(
+    params: Any, rows: dict[str, jax.Array], *, config: ModelConfig = CONFIG, mesh: Any = None, **compute: Any
+) -> jax.Array:
     where = (rows[name] for name in ("input_ids", "position_ids", "segment_ids"))
-    hidden = decoder.hidden_states(params, CONFIG, *where, Compute(**compute), mesh=mesh)
+    hidden = decoder.hidden_states(params, config, *where, Compute(**compute), mesh=mesh)
     options = {"temperature": 1.0, "chunk": 1024, "ops": CPU}
     return token_logprobs(hidden, decoder.output_kernel(params), rows["input_ids"], rows["mask"], **options)[0]
 
 
+@pytest.mark.parametrize("theirs", [FIELDS, EXPERTS], indirect=True, ids=["dense", "experts"])
 def test_float32_is_transformers_in_float64(theirs, pack):
     """Log-probs of packed rows, each segment alone in transformers, within 1e-5 (measured 3e-6); gradients of their
     weighted sum within 3e-5 of each tensor's largest (4e-6 in most runs; 1.4e-5 seen once, of a bias that sums over all
     tokens: a busy CPU splits products otherwise). A second pass over layers (remat) gives the same numbers, and so does
-    a mesh with rows over fsdp and heads over tensor."""
+    a mesh with rows over fsdp and heads over tensor, or rows and experts over expert and their width over tensor."""
     import torch
 
     model, path = theirs
-    assert read_model_config(path) == CONFIG
-    assert set(load_file(path / "model.safetensors")) == set(hf_tensors(CONFIG))
-    rows, params = _rows(pack), load_params(path, CONFIG, dtype="float32")
+    config = read_model_config(path)
+    assert config == from_hf(EXPERTS if config.num_experts else FIELDS) == from_hf(to_hf(config, dtype="float32"))
+    assert set(load_file(path / "model.safetensors")) == set(hf_tensors(config))
+    rows, params = _rows(pack), load_params(path, config, dtype="float32")
     weights = np.random.default_rng(1).normal(size=(2, LENGTH))
     want, total = np.zeros((2, LENGTH)), 0.0
     for row, number in ((0, 1), (1, 1), (1, 2), (1, 3)):
@@ -174,22 +188,24 @@ def test_float32_is_transformers_in_float64(theirs, pack):
         total = total + (found * torch.tensor(weights[row, at[1:]])).sum()
     total.backward()
     pulls = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
-    split = make_mesh(1, 2, 2, 1, devices=jax.devices()[:4])
+    split = make_mesh(1, *((1, 2, 2) if config.num_experts else (2, 2, 1)), devices=jax.devices()[:4])
     for remat, mesh in (("none", None), ("full", None), ("none", split)):
         if mesh is not None:
-            params = jax.device_put(params, param_shardings(logical_axes(CONFIG), param_shapes(CONFIG), mesh))
+            params = jax.device_put(params, param_shardings(logical_axes(config), param_shapes(config), mesh))
 
         def value(params, remat=remat, mesh=mesh):
-            have = _logprobs(params, rows, remat=remat, mesh=mesh)
+            have = _logprobs(params, rows, config=config, remat=remat, mesh=mesh)
             return jnp.sum(have * weights), have
 
         (_, have), gradients = jax.jit(jax.value_and_grad(value, has_aux=True))(params)
         np.testing.assert_allclose(have, want, atol=1e-5)
-        for name, place in hf_tensors(CONFIG).items():
+        for name, place in hf_tensors(config).items():
             leaf = place.leaf(gradients)
             mine = np.asarray(leaf[place.index] if place.index else leaf)
             mine = mine.T if place.transposed else mine
-            assert np.abs(mine - pulls[name]).max() < 3e-5 * np.abs(pulls[name]).max(), name
+            # The model fuses the experts' matrices, their files do not.
+            pull = pulls[place.fused.name][place.fused.index, place.fused.rows] if place.fused else pulls[name]
+            assert np.abs(mine - pull).max() < 3e-5 * np.abs(pull).max(), name
 
 
 def test_packed_rows_are_the_rows_alone(pack):
@@ -223,22 +239,30 @@ def test_adapters_of_recurrent_layers(pack):
         adapted_layers(CONFIG, Lora(2, 4.0, ("in_proj_a",)))
 
 
+@pytest.mark.parametrize("theirs", [FIELDS, EXPERTS], indirect=True, ids=["dense", "experts"])
 def test_a_checkpoint_with_images_is_read_as_its_text(theirs, tmp_path):
-    """Names below model.language_model, a head stored again, 2 tensors of images and 1 of token prediction, counted."""
-    _, path = theirs
-    own, config = load_params(path, CONFIG, dtype="float32"), json.loads((path / "config.json").read_text())
-    tensors = load_file(path / "model.safetensors")
+    """Names below model.language_model, all experts of a layer in two tensors, a head stored again, 2 tensors of images
+    and 1 of token prediction, counted."""
+    model, path = theirs
+    shape, config = read_model_config(path), json.loads((path / "config.json").read_text())
+    own = load_params(path, shape, dtype="float32")
+    tensors = {name: tensor.float().numpy() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    assert len(tensors) == len(load_file(path / "model.safetensors")) - (4 * 16 if shape.num_experts else 0)
     wrapped = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     others = ("model.visual.patch_embed.proj.bias", "model.visual.merger.norm.bias", "mtp.norm.weight")
     wrapped |= {"lm_head.weight": tensors["model.embed_tokens.weight"]} | dict.fromkeys(others, np.ones(3, np.float32))
     (tmp_path / "wrapped").mkdir()
     save_file(wrapped, tmp_path / "wrapped" / "model.safetensors")
-    outer = {"model_type": "qwen3_5", "tie_word_embeddings": True, "vision_config": {"depth": 2}}
+    outer = {
+        "model_type": config["model_type"].removesuffix("_text"),
+        "tie_word_embeddings": True,
+        "vision_config": {"depth": 2},
+    }
     inner = {"text_config": {**config, "tie_word_embeddings": False, "attn_output_gate": True}}
     (tmp_path / "wrapped" / "config.json").write_text(json.dumps(outer | inner))
-    assert read_model_config(tmp_path / "wrapped") == CONFIG
-    assert check_manifest(tmp_path / "wrapped", CONFIG).left_out == {"model.visual.": 2, "mtp.": 1}
-    read = load_params(tmp_path / "wrapped", CONFIG, dtype="float32")
+    assert read_model_config(tmp_path / "wrapped") == shape
+    assert check_manifest(tmp_path / "wrapped", shape).left_out == {"model.visual.": 2, "mtp.": 1}
+    read = load_params(tmp_path / "wrapped", shape, dtype="float32")
     assert jax.tree.all(jax.tree.map(np.array_equal, read, own))
 
 
@@ -254,7 +278,10 @@ def test_a_checkpoint_with_images_is_read_as_its_text(theirs, tmp_path):
         ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor: got 0.2, must be an even number"),
         ({"rope_parameters": [0.25]}, r"rope_parameters is \[0.25\], must be an object or null"),
         ({"model_type": "qwen3_5"}, "text_config is None, must be an object of model_type 'qwen3_5_text'"),
-        ({"model_type": "qwen3_5_moe"}, "'qwen3_5_moe', which needs recurrent layers with a mixture of experts"),
+        (
+            {"model_type": "qwen3_5_moe_text", **dict.fromkeys(("num_experts", "num_experts_per_tok"), 4)},
+            "shared_expert_intermediate_size is missing, must be a number",
+        ),
     ],
 )
 def test_what_recurrent_layers_can_not_be_is_refused_in_one_line(fields, message):
@@ -272,3 +299,24 @@ def test_layers_that_do_not_repeat_are_one_period(layers):
         kinds[full] = "full_attention"
     config = from_hf(FIELDS | {"num_hidden_layers": layers, "layer_types": kinds})
     assert config.period == layers and from_hf(to_hf(config, dtype="float32")) == config
+
+
+def test_qwen35_35b_a3b_by_shape():
+    """Qwen3.5-35B-A3B (defaults of `Qwen3_5MoeTextConfig`): 34.66 billion parameters, of which 2.95 compute a token."""
+    sizes = {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16}
+    heads = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
+    experts = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+    more = {"linear_num_value_heads": 32, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False}
+    config = from_hf(EXPERTS | sizes | heads | experts | more)
+    # A layer's MLP: router 2048 x 256 = 524,288; gate 2,048; 257 experts of 3 x 2048 x 512 = 3,145,728; in all
+    #   808,978,432 = 524,288 + 2,048 + 808,452,096; norms 2 x 2048 = 4,096.
+    # Attention (10): q and its gate 2048 x 8192 = 16,777,216; k and v 2 x 2048 x 512 = 2,097,152; o 8,388,608; head
+    #   norms 512; together 27,263,488.
+    # Recurrent (30): q, k, v 2048 x 8192 = 16,777,216; z and out 2 x 2048 x 4096 = 16,777,216; a and b 2 x 2048 x 32 =
+    #   131,072; convolution 8192 x 4 = 32,768; A and dt 64; norm 128; together 33,718,464.
+    # Embedding and output 2 x 248320 x 2048 = 1,017,118,720; last norm 2,048.
+    layers = 40 * (808_978_432 + 4_096) + 10 * 27_263_488 + 30 * 33_718_464
+    assert num_params(config) == layers + 1_017_118_720 + 2_048
+    # Of a token: 9 experts, router, gate and projections, the output alone; the state's 30 x 3 x 32 x 128 x 128.
+    token = 40 * (9 * 3_145_728 + 524_288 + 2_048) + 10 * 27_262_976 + 30 * (33_718_464 - 32_768 - 192)
+    assert forward_flops(config, 0) == 2 * (token + 248320 * 2048 + 30 * 3 * 32 * 128 * 128)

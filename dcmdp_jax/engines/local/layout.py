@@ -173,7 +173,7 @@ def check_mesh(config: ModelConfig, tensor: int, expert: int) -> None:
     Raises:
         UserError: naming the axis, the size and what it has to divide.
     """
-    for name in ("num_kv_heads", "moe_intermediate_size" if config.num_experts else "intermediate_size"):
+    for name in ("num_kv_heads", *config.mlp_fields):
         if (size := getattr(config, name)) % tensor:
             raise ArgumentError("tensor", f"got {tensor}, must divide the model's {name}={size}")
     norms = "norms all heads of q and k together" if config.family.qk_norm == "width" else ""

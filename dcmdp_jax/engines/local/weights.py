@@ -185,15 +185,14 @@ def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
         starts = [0, *ends[:-1]]
         return [jax.tree.map(lambda leaf, a=a, b=b: leaf[..., a:b], tree) for a, b in zip(starts, ends, strict=True)]
 
-    attention, feed_forward = dict(layer["attention"]), dict(layer["mlp"])
+    def halves(mlp: Params) -> Params:
+        gate, up = (jax.tree.map(lambda leaf, i=i: jnp.split(leaf, 2, -1)[i], mlp["gate_up"]) for i in range(2))
+        return {"gate": gate, "up": up, "down": mlp["down"]}
+
+    attention = dict(layer["attention"])
     if not decoder.is_recurrent(layer):
         attention |= dict(zip("qkv", parts(attention.pop("qkv"), query, shared, shared), strict=True))
-    gated = feed_forward
-    if "experts" in feed_forward:
-        gated = feed_forward["experts"] = dict(feed_forward["experts"])
-    width = (config.moe_intermediate_size if config.num_experts else config.intermediate_size) // ways
-    gated |= dict(zip(("gate", "up"), parts(gated.pop("gate_up"), width, width), strict=True))
-    return {**layer, "attention": attention, "mlp": feed_forward}
+    return {**layer, "attention": attention, "mlp": decoder.map_mlps(halves, layer["mlp"])}
 
 
 def _devices(leaf: jax.Array) -> list[jax.Device]:
