@@ -189,11 +189,9 @@ def _teacher(config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerB
     """The shape of the teacher, which must know each token and place that the policy does."""
     if not config.loads_teacher:
         return None
-    try:
+    with naming("config.rewards.functions"):
         found = hf_config.read_model_config(directory := hf_hub.model_directory(name := config.teacher[0]))
         known = load_tokenizer(str(directory), vocab_size=found.vocab_size).get_vocab()
-    except UserError as error:
-        raise UserError(f"config.rewards.functions: {error}") from error
     if known != tokenizer.get_vocab() or found.vocab_size < model.vocab_size:
         raise UserError(f"config.rewards.functions: the teacher {name} has another vocabulary than the policy")
     if found.max_position_embeddings < (longest := config.max_total_tokens):

@@ -160,7 +160,10 @@ def _engine_programs(config: Config, model: ModelConfig, lora: Lora | None, *, a
     if lora is not None:
         merge = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision))
         measure = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision)[1])
-        beside = lambda params, base: (Adapted(base, params, lora), measure(params, base))  # noqa: E731
+
+        def beside(params: Params, base: Params) -> tuple[Adapted, dict[str, jax.Array]]:
+            return Adapted(base, params, lora), measure(params, base)
+
         return {"merged": beside if apart else merge, "watched": lambda _: [], "arrival": lambda *_: {}}
     marks = {"quantized": quantized_leaves(model)}
     watch, measure = functools.partial(watched_columns, **marks), functools.partial(arrival, **marks)
