@@ -1,5 +1,6 @@
 """Parameters in shared memory: what lies where, whether the checksums would notice anything else, and who frees it."""
 
+import dataclasses
 import math
 import os
 import resource
@@ -93,6 +94,22 @@ def test_a_segment_holds_hugging_faces_tensors(name, dtype, segment):
     # Nothing but tensors, padded between leaves: 15 at most, to 64 bytes each. Experts need no padding.
     taken = num_params(config) * jnp.dtype(dtype).itemsize
     assert taken <= bridge.num_bytes < taken + 15 * 64
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transposed_on_the_device_or_on_the_host_the_bytes_are_the_same(dtype, segment, monkeypatch):
+    """Stacks, single matrices of several blocks (rows of 64, the last of 16), and shards of both axes."""
+    config = dataclasses.replace(MODELS["qwen3_untied"], hidden_size=400)
+    params = _params(config)
+    monkeypatch.setattr(bridge_module, "_BLOCK_BYTES", 64 * 400 * jnp.dtype(dtype).itemsize)
+    bridge = WeightBridge(config, dtype=dtype)
+    host, device, sharded = segment(bridge), segment(bridge), segment(bridge)
+    sent = bridge.publish(params, host, 0).tolist()
+    mesh = make_mesh(data=1, fsdp=2, tensor=2, expert=1, devices=jax.devices()[:4])
+    placed = jax.device_put(params, param_shardings(logical_axes(config), param_shapes(config), mesh))
+    monkeypatch.setattr(bridge_module, "_turned_there", lambda leaf, place: place.transposed)
+    assert bridge.publish(params, device, 0).tolist() == sent == bridge.publish(placed, sharded, 0).tolist()
+    assert device.bytes.tobytes() == host.bytes.tobytes() == sharded.bytes.tobytes()
 
 
 def test_places_by_hand(segment):

@@ -224,8 +224,8 @@ class WeightBridge:
         def job(first: int, numbers: list[int]) -> None:
             place, _ = self._jobs[numbers[0]]
             leaf = place.leaf(params)
-            several = len(numbers) > 1 and len(leaf.devices()) == 1
-            together = _converted(leaf, place.index, first, len(numbers), self._dtype) if several else None
+            several, turned = len(numbers) > 1 and len(leaf.devices()) == 1, _turned_there(leaf, place)
+            together = _converted(leaf, place.index, first, len(numbers), self._dtype, turned) if several else None
             for order, number in enumerate(numbers):
                 place, tensors = self._jobs[number]
                 if len(tensors) == 2:
@@ -233,8 +233,8 @@ class WeightBridge:
                     _store(segment, tensors[0], [((), np.asarray(kernel.values))], transposed=place.transposed)
                     _store(segment, tensors[1], [((), np.asarray(kernel.scale)[:, None])], transposed=False)
                 else:
-                    blocks = [((), together[order])] if several else _blocks(leaf, place.index, self._dtype)
-                    _store(segment, tensors[0], blocks, transposed=place.transposed)
+                    blocks = [((), together[order])] if several else _blocks(leaf, place.index, self._dtype, turned)
+                    _store(segment, tensors[0], blocks, transposed=place.transposed and not turned)
                 parts = (segment.bytes[each.offset : each.offset + each.num_bytes] for each in tensors)
                 sums[number] = [checksum(part, policy_version) for part in parts]
 
@@ -249,17 +249,26 @@ class WeightBridge:
 _Place = tuple[slice, ...]
 
 
-def _converted(leaf: jax.Array, index: tuple[int, ...], first: int, count: int, dtype: str) -> np.ndarray:
-    """`count` arrays of a leaf of one device, from the `first` of its stack, in the engine's dtype on the host."""
+def _turned_there(leaf: jax.Array, place: HFTensor) -> bool:
+    """Whether the device transposes. A host takes three times as long as for a plain copy."""
+    return place.transposed and next(iter(leaf.devices())).platform != "cpu"
+
+
+def _converted(leaf: jax.Array, index: tuple[int, ...], first: int, count: int, dtype: str, turned: bool) -> np.ndarray:
+    """`count` arrays of a leaf of one device, from the `first` of its stack, in the engine's dtype on the host.
+
+    With `turned` each is transposed.
+    """
     if leaf.dtype == jnp.dtype(dtype) and next(iter(leaf.devices())).platform == "cpu":
-        return np.asarray(leaf).reshape(-1, *leaf.shape[len(index) :])[first : first + count]
-    return np.asarray(_cast_stack(leaf, first, stacked=len(index), count=count, dtype=dtype))
+        arrays = np.asarray(leaf).reshape(-1, *leaf.shape[len(index) :])[first : first + count]
+        return arrays.swapaxes(-1, -2) if turned else arrays
+    return np.asarray(_cast_stack(leaf, first, stacked=len(index), count=count, dtype=dtype, turned=turned))
 
 
-@functools.partial(jax.jit, static_argnames=("stacked", "count", "dtype"))
-def _cast_stack(leaf: jax.Array, first: jax.Array, *, stacked: int, count: int, dtype: str) -> jax.Array:
-    arrays = leaf.reshape(-1, *leaf.shape[stacked:])
-    return jax.lax.dynamic_slice_in_dim(arrays, first, count).astype(dtype)
+@functools.partial(jax.jit, static_argnames=("stacked", "count", "dtype", "turned"))
+def _cast_stack(leaf: jax.Array, first: jax.Array, *, stacked: int, count: int, dtype: str, turned: bool) -> jax.Array:
+    arrays = jax.lax.dynamic_slice_in_dim(leaf.reshape(-1, *leaf.shape[stacked:]), first, count).astype(dtype)
+    return arrays.swapaxes(-1, -2) if turned else arrays
 
 
 def _store(segment: Segment, tensor: Tensor, blocks: Iterable[tuple[_Place, np.ndarray]], *, transposed: bool) -> None:
@@ -275,19 +284,21 @@ def _store(segment: Segment, tensor: Tensor, blocks: Iterable[tuple[_Place, np.n
             target[start : start + _TRANSPOSED_ROWS] = words[start : start + _TRANSPOSED_ROWS]
 
 
-def _blocks(leaf: jax.Array, index: tuple[int, ...], dtype: str) -> Iterator[tuple[_Place, np.ndarray]]:
-    """Parts of a leaf at `index` of its stacked axes, in the engine's dtype, on the host."""
+def _blocks(leaf: jax.Array, index: tuple[int, ...], dtype: str, turned: bool) -> Iterator[tuple[_Place, np.ndarray]]:
+    """Parts of a leaf at `index` of its stacked axes, transposed with `turned`, in the engine's dtype, on the host."""
     for place, part, own in _parts(leaf, index):
         if part.dtype == jnp.dtype(dtype) and next(iter(part.devices())).platform == "cpu":
             # No copy: a view of XLA's own buffer.
-            yield place, np.asarray(part)[own]
+            whole = np.asarray(part)[own]
+            yield (place[::-1], whole.T) if turned else (place, whole)
             continue
         rows, *rest = part.shape[len(own) :]
         height = max(1, _BLOCK_BYTES // (jnp.dtype(dtype).itemsize * max(1, int(np.prod(rest)))))
         for first in range(0, rows, height):
             count = min(height, rows - first)
-            here = slice(place[0].start + first, place[0].start + first + count)
-            yield (here, *place[1:]), np.asarray(_cast(part, own, first, rows=count, dtype=dtype))
+            here = (slice(place[0].start + first, place[0].start + first + count), *place[1:])
+            block = np.asarray(_cast(part, own, first, rows=count, dtype=dtype, turned=turned))
+            yield here[::-1] if turned else here, block
 
 
 def _parts(leaf: jax.Array, index: tuple[int, ...]) -> Iterator[tuple[_Place, jax.Array, tuple[int, ...]]]:
@@ -314,9 +325,12 @@ def _parts(leaf: jax.Array, index: tuple[int, ...]) -> Iterator[tuple[_Place, ja
             yield tuple(slice(*span) for span in bounds[stacked:]), shard.data, own
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "dtype"))
-def _cast(leaf: jax.Array, index: tuple[jax.Array, ...], first: jax.Array, *, rows: int, dtype: str) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(_at(leaf, index), first, rows).astype(dtype)
+@functools.partial(jax.jit, static_argnames=("rows", "dtype", "turned"))
+def _cast(
+    leaf: jax.Array, index: tuple[jax.Array, ...], first: jax.Array, *, rows: int, dtype: str, turned: bool
+) -> jax.Array:
+    block = jax.lax.dynamic_slice_in_dim(_at(leaf, index), first, rows).astype(dtype)
+    return block.T if turned else block
 
 
 def _quantized(leaf: jax.Array, index: tuple[int, ...]) -> QuantizedKernel:
