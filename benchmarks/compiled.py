@@ -26,9 +26,11 @@ from benchmarks.compiled_parts.trips import one_token, step_trip_counts
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.cli import Parser, output_file, run_main
 from dcmdp_jax.commands.flags import parse_with
+from dcmdp_jax.config.checks import PACKING, as_settings
 from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.lengths import parse_lengths
 from dcmdp_jax.engines.engine_kind import Lowerable
-from dcmdp_jax.plan.plan_text import describe_plan, forward_flops, plan_record
+from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths, describe_plan, forward_flops, plan_record
 from dcmdp_jax.plan.run_plan import GIB, PROGRAMS, Compiled, CompiledRun, PlannedRun, compile_run
 from dcmdp_jax.plan.topologies import Topology, known_topologies, load_topology, set_environment
 
@@ -45,15 +47,27 @@ def main(argv: list[str]) -> int:
     parser = Parser("compiled", description="Collectives, operations and time of a run at full size.")
     parser.add_argument("--topology", metavar="KIND:SHAPE", required=True, help=f"devices: {known_topologies()}")
     parser.add_argument("--programs", metavar="NAME,NAME", default="", help=f"of {', '.join(PROGRAMS)}; default: all")
+    parser.add_argument("--lengths", default="", help="a step at these lengths too: lognormal(MEDIAN,CAP), or a run")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     arguments = parse_with(parser, argv)
-    config = arguments.config
+    config, lengths = arguments.config, None
+    if arguments.lengths:
+        with as_settings(PACKING):
+            lengths = parse_lengths(arguments.lengths, limit=config.rollout.max_completion_tokens)
     set_environment()
     only = tuple(name for name in arguments.programs.split(",") if name)
     plan = compile_and_count(config, load_topology(arguments.topology), only=only)
     print(describe_plan(plan), *describe_account(plan), sep="\n")
+    record = account_record(plan)
+    if lengths is not None:
+        record["at_lengths"] = found = at_lengths(plan, lengths)
+        print(describe_lengths(found))
+        if is_compiled(plan, "step"):
+            worst = record["programs"]["step"]["roofline_seconds"]["overlapped"]
+            found |= {"worst_seconds": worst, "seconds": worst * found["computed"] / found["worst_computed"]}
+            print(f"  time       {found['seconds']:.1f} s of a step at least, worst case {worst:.1f}")
     if arguments.json is not None:
-        atomic_write(arguments.json, json.dumps(account_record(plan), indent=2) + "\n")
+        atomic_write(arguments.json, json.dumps(record, indent=2) + "\n")
     return 0 if plan.fits else 1
 
 

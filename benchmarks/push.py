@@ -1,6 +1,7 @@
-"""Time and memory of a push to the embedded engine on simulated devices of a CPU.
+"""Time and memory of a push to the embedded engine on simulated devices of a CPU, and of one to vLLM beside another's.
 
     python -m benchmarks.push --size 0.6B --devices 1,2,8 --repeats 3
+    python -m benchmarks.push --beside CHECKOUT --repeats 3
 
 Parameters in float32 are split over fsdp, the engine's weights in bfloat16 over tensor, both over all devices. For each
 number of devices a process of its own prints a table row:
@@ -10,15 +11,22 @@ number of devices a process of its own prints a table row:
   weights, which stay, are part of it;
 - temporary memory on a device of the largest program of a push, by the compiler, and what of the engine's weights the
   device keeps.
+
+The second command takes turns with another checkout of this project: runs of configs/demo_vllm.py without its warm-up,
+of which it reads `time/push`: conversion, checksums, vLLM's load and the proof. The first two pushes of a run are left
+out, as vLLM's own reload learns what later ones repeat.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.arguments import at_least_one
-from benchmarks.timing import median_and_spread
+from benchmarks.timing import median_and_spread, ratio
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.local.weights import conversion
@@ -94,13 +102,47 @@ def measure(size: str, repeats: int) -> str:
     )
 
 
+def pushed_in_run(tree: Path) -> float:
+    """Median seconds of a push to vLLM in a run of `tree`, a checkout; the program is that of this environment."""
+    with tempfile.TemporaryDirectory() as directory:
+        short = ("training.steps=22", "warmup.steps=1", "evaluation.every_steps=0", f"run_dir={directory}/run")
+        settings = [f"--config.{each}" for each in short]
+        command = [sys.executable, "-m", "bin.train", "--config=configs/demo_vllm.py", *settings]
+        done = subprocess.run(
+            command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"{tree}: the run ended with {done.returncode}: {done.stderr.strip()[-600:]}")
+        lines = Path(directory, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    pushes = [record["time/push"] for record in map(json.loads, lines) if "time/push" in record]
+    return statistics.median(pushes[2:])
+
+
+def beside(other: Path, repeats: int) -> str:
+    """Table of a push to vLLM by this checkout and by another, in turns."""
+    trees = {"this checkout": Path(__file__).parents[1], str(other): other.resolve()}
+    times: dict[str, list[float]] = {name: [] for name in trees}
+    for _ in range(repeats):
+        for name, tree in trees.items():
+            times[name].append(1e3 * pushed_in_run(tree))
+    mine, theirs = times.values()
+    rows = [f"| {name} | {median_and_spread(values, '.1f')} |" for name, values in times.items()]
+    return "\n".join(["| push to vLLM | ms |", "|---|---|", *rows, f"| ratio | {ratio(mine, theirs)} |"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="0.6B")
     parser.add_argument("--devices", default="1,2,8", help="numbers of devices, each divides 8")
     parser.add_argument("--repeats", type=at_least_one, default=3)
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="a push to vLLM by this tree and by that one")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.beside:
+        if not (arguments.beside / "bin" / "train.py").is_file():
+            parser.error(f"--beside {arguments.beside}: no checkout of this project, it has no bin/train.py")
+        print(beside(arguments.beside, arguments.repeats))
+        return
     if arguments.here:
         print(measure(arguments.size, arguments.repeats), flush=True)
         return

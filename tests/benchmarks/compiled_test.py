@@ -13,6 +13,7 @@ from benchmarks.compiled_parts.goals import all_logits, check_goals, model_shape
 from benchmarks.compiled_parts.hlo import Array
 from benchmarks.compiled_parts.least import decode_bytes, least_of
 from dcmdp_jax.models.params import num_params
+from tests.support.runs import ROOT
 from tests.support.small_plan import EIGHT_CHIPS, small_config
 
 
@@ -155,6 +156,27 @@ def test_the_command_writes_what_it_prints(monkeypatch, tmp_path, capsys, plan):
     monkeypatch.setattr(compiled, "load_topology", lambda name: EIGHT_CHIPS)
     monkeypatch.setattr(compiled, "compile_and_count", lambda config, topology, only: plan)
     argv = ["compiled", "--config=configs/qwen3_8b.py:local,debug", "--topology=v5e:2x4", f"--json={tmp_path}/c.json"]
-    assert compiled.main(argv) == 0
+    assert compiled.main([*argv, "--lengths=lognormal(8,16)"]) == 0
     assert "collectives of a step" in capsys.readouterr().out
-    assert json.loads((tmp_path / "c.json").read_text())["fits"]
+    record = json.loads((tmp_path / "c.json").read_text())
+    found, worst = record["at_lengths"], record["programs"]["step"]["roofline_seconds"]["overlapped"]
+    # Two mini-batches of two micro-batches of a row of 80 tokens on each device; time goes with the positions.
+    assert record["fits"] and found["worst_computed"] == 2 * 2 * 8 * 80 >= found["computed"]
+    assert found["seconds"] / worst == pytest.approx(found["computed"] / 2560)
+
+
+def test_the_pages_table_is_that_of_the_records():
+    """Peak, operations, communication, padding, times and compilation of each configuration of docs/plan.md."""
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    records = sorted((ROOT / "docs" / "plans").glob("*.json"))
+    for path in records:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        at, usable = record["at_lengths"], record["usable_bytes"] / 2**30
+        figures = [
+            f"{record['topology']} | {record['phases']['step']['peak_bytes'] / 2**30:.2f}, {usable:.4g}",
+            f"{record['compiled_over_model_flops']:.2f} | {record['communicated_over_least']:.2f}",
+            f"{at['computed_over_real']:.2f} | {at['seconds']:.1f}, {at['worst_seconds']:.1f} "
+            f"| {record['programs']['step']['compile_seconds']:.0f} s |",
+        ]
+        assert any(all(figure in line for figure in figures) for line in page.splitlines()), figures
+    assert len(records) == page.count(": fits |")
