@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ _FREE = frozenset(
 _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 # Each element of their results needs many of their operands.
 _MIXING = frozenset("dot convolution scatter sort reduce reduce-window custom-call".split())
+# Bytes that a GPU moves at least, wherever it reads or writes.
+_SECTOR = 32
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 
 
@@ -29,7 +32,8 @@ def moves(module: Module, trip_counts: TripCounts) -> Iterator[tuple[Visit, floa
     """Every instruction that reads or writes memory, with the bytes of all its executions.
 
     Each fusion reads its operands and writes its results once; what is inside it stays on the chip. A slice of a larger
-    array counts as the slice, an update in place as the update. Caches shared by instructions are not modeled.
+    array counts as the slice, an update in place as the update, in sectors of 32 bytes. Caches shared by instructions
+    are not modeled.
     """
     fused = {
         name
@@ -59,7 +63,7 @@ def _moved(module: Module, computation: Computation, instruction: Instruction) -
     operands = [computation.instructions.get(name) for name in instruction.operands]
     sizes = [sum(array.bytes for array in operand.results) if operand else 0 for operand in operands]
     if instruction.opcode == "dynamic-update-slice":
-        return 2.0 * sizes[1]
+        return sizes[1] + _updated(computation, instruction)
     if instruction.opcode == "fusion":
         called = fused_computation(module, instruction)
         return _of_fusion(called, sizes, written) if called else float(sum(sizes) + written)
@@ -78,8 +82,19 @@ def _of_fusion(called: Computation, sizes: list[int], written: float) -> float:
     for update in updates:
         target = called.instructions[update.operands[0]]
         if target.opcode == "parameter":
-            written += called.instructions[update.operands[1]].results[0].bytes - update.results[0].bytes
+            written += _updated(called, update) - update.results[0].bytes
     return read + max(written, 0.0)
+
+
+def _updated(computation: Computation, update: Instruction) -> float:
+    """Bytes that an update in place writes: whole sectors, where few of its elements lie side by side."""
+    part, [whole] = computation.instructions[update.operands[1]].results[0], update.results
+    together = part.bytes / max(1, part.size)
+    for size, of in zip(reversed(part.dims), reversed(whole.dims), strict=True):
+        together *= size
+        if size < of:
+            break
+    return part.bytes * max(1.0, _SECTOR / together) if part.size else 0.0
 
 
 def _elements_read(called: Computation) -> dict[str, int]:
@@ -99,5 +114,8 @@ def _part_read(user: Instruction, name: str, whole: int, read: dict[str, int]) -
         return read[user.name]
     if user.opcode == "dynamic-update-slice" and user.operands[0] == name:
         return 0
+    if user.opcode == "reduce":
+        # Each result needs operands of its own.
+        return math.ceil(whole * read[user.name] / sum(array.size for array in user.results))
     elementwise = user.opcode not in _MIXING and [array.size for array in user.results] == [whole]
     return read[user.name] if elementwise else whole

@@ -135,6 +135,8 @@ def choose_tokens(
     centered = jnp.pad(scaled - top_logit, ((0, 0), (0, blocks * width - vocab)), constant_values=-jnp.inf)
     centered = centered.reshape(rows, blocks, width)
     masses = jnp.sum(jnp.exp(centered), axis=-1)
+    # Else a GPU's compiler adds the normalizer up from the logits, and reads them once more.
+    masses = jax.lax.platform_dependent(masses, cuda=jax.lax.optimization_barrier, default=lambda x: x)
     block = _invert(masses, words[:, 0])
     within = jnp.take_along_axis(centered, block[:, None, None], axis=1)[:, 0]
     place = _invert(jnp.exp(within), words[:, 1])

@@ -334,6 +334,39 @@ ENTRY %main (x: f32[64,32], i: s32[]) -> f32[1,32] {
     assert memory_traffic(parse(mixed), _none) == 8192 + 128 + 4
 
 
+def test_a_part_of_a_sum_reads_its_own_addends():
+    text = """HloModule parts, num_partitions=1
+%summed (x: f32[2,64,32], z: f32[]) -> f32[64,8] {
+  %x = f32[2,64,32]{2,1,0} parameter(0)
+  %z = f32[] parameter(1)
+  %sum = f32[64,32]{1,0} reduce(%x, %z), dimensions={0}, to_apply=%add
+  ROOT %part = f32[64,8]{1,0} slice(%sum), slice={[0:64], [0:8]}
+}
+ENTRY %main (x: f32[2,64,32], z: f32[]) -> f32[64,8] {
+  %x = f32[2,64,32]{2,1,0} parameter(0)
+  %z = f32[] parameter(1)
+  ROOT %out = f32[64,8]{1,0} fusion(%x, %z), kind=kLoop, calls=%summed
+}
+"""
+    # 64 x 8 float32 written, twice as many read, 4 bytes of the initial value; not the 16,384 of the array.
+    assert memory_traffic(parse(text), _none) == 3 * 2048 + 4
+
+
+def test_an_update_of_a_column_writes_a_sector_for_each_number():
+    text = """HloModule column, num_partitions=1
+ENTRY %main (x: bf16[16,64], part: bf16[16,1], i: s32[]) -> bf16[16,64] {
+  %x = bf16[16,64]{1,0} parameter(0)
+  %part = bf16[16,1]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %out = bf16[16,64]{1,0} dynamic-update-slice(%x, %part, %i, %i)
+}
+"""
+    # 16 numbers of 2 bytes read and written to places 128 bytes apart, 32 bytes each.
+    assert memory_traffic(parse(text), _none) == 16 * 2 + 16 * 32
+    # A row of 64 lies in one piece, 128 bytes.
+    assert memory_traffic(parse(text.replace("bf16[16,1]", "bf16[1,64]")), _none) == 2 * 128
+
+
 _PRODUCTS = """HloModule parts, num_partitions=1
 
 ENTRY %main (x: f32[3,3]) -> f32[3,3] {

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.local import cache as cache_module
-from dcmdp_jax.engines.local import decode, schedule
+from dcmdp_jax.engines.local import decode, layout, schedule
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
@@ -194,6 +194,19 @@ def test_batches_of_preempted_rows_are_refilled_too(monkeypatch, calls):
     monkeypatch.setattr(schedule.Scheduler, "_blocked", lambda *args: False)
     assert_same(generate(ENDLESS, **STAGGERED), alone(ENDLESS))
     assert {(20, 16), (24, 20), (32, 24)} <= set(calls["insert"])
+
+
+def test_the_cache_of_a_gpu_gives_the_samples_of_a_cpus(monkeypatch, calls):
+    """Keys stored like values and shares divided before their product, on this CPU: cut, extended and moved too."""
+    expected = alone()
+    monkeypatch.setattr(layout.Program, "platform", property(lambda program: "gpu"))
+    for module in (cache_module, decode):
+        monkeypatch.setattr(module, "key_axes", lambda platform: (0, 2, 1, 3))
+    # Programs of the same shapes as a CPU's.
+    jax.clear_caches()
+    assert_same(generate(**STAGGERED), expected)
+    assert {(20, 16), (20, 20)} <= set(calls["insert"])
+    jax.clear_caches()
 
 
 def test_float8_cache_moves_as_bits():

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.engines.local.cache import Cache, Layer, load, slots_of, store
+from dcmdp_jax.engines.local.cache import Cache, Layer, key_axes, load, slots_of, store
 from dcmdp_jax.engines.local.forward import embed, forward_rows, on_devices, routed_experts, sample_tokens
 from dcmdp_jax.engines.local.layout import CACHE, ROW_AXES, ROWS, Program, convert_late
 from dcmdp_jax.models import decoder, gated_delta, layers, products
 from dcmdp_jax.models.gated_delta import State
-from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.cpu import HIDDEN
 from dcmdp_jax.models.sampler import Draw, token_words
 from dcmdp_jax.types import Params
@@ -80,13 +79,14 @@ def _prefill_local(
         parts = prompts.reshape(groups, -1, prompts.shape[1]), lengths.reshape(groups, -1)
         mapped = jax.lax.map(run, parts)
         last, stored, routed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped)
-    return tuple(map(_laid_out, stored)), last, routed
+    axes = key_axes(program.platform)
+    return tuple(_laid_out(layer, axes) for layer in stored), last, routed
 
 
-def _laid_out(stored: Layer) -> Layer:
+def _laid_out(stored: Layer, axes: tuple[int, ...]) -> Layer:
     if isinstance(stored, State):
         return stored
-    return stored[0].transpose(0, 2, 3, 1), stored[1].transpose(0, 2, 1, 3)
+    return stored[0].transpose(axes), stored[1].transpose(0, 2, 1, 3)
 
 
 @functools.partial(jax.jit, static_argnames=("program", "mode"))
@@ -239,9 +239,7 @@ def _decode_local(
         kept, reports = [], []
         for layer, held, rope, span in zip(weights["layers"], cache, config.layer_ropes, spans, strict=True):
             layer, x = convert_late(layer, x, program)
-            attend = functools.partial(
-                _attend_cached, cache=held, slot=slot, bias=biases[span], dtype=program.cache_dtype, ops=program.ops
-            )
+            attend = functools.partial(_attend_cached, cache=held, slot=slot, bias=biases[span], program=program)
             if isinstance(held, State):
                 attend = functools.partial(gated_delta.decode, config, held)
             x, held, aux = decoder.block_of(layer, config)(
@@ -317,20 +315,22 @@ def _attend_cached(
     cache: tuple[jax.Array, jax.Array],
     slot: jax.Array,
     bias: jax.Array,
-    dtype: str,
-    ops: Ops,
+    program: Program,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Write `key` and `value` to `slot`, then attend with one query token per row, [R, 1, H, h]."""
     rows, _, heads, width = query.shape
-    kv_heads = key.shape[2]
-    keys, values = cache
-    keys = jax.lax.dynamic_update_slice(keys, store(key, dtype).transpose(0, 2, 3, 1), (0, 0, 0, slot))
+    kv_heads, dtype, late = key.shape[2], program.cache_dtype, program.platform != "gpu"
+    (keys, values), axes, at = cache, key_axes(program.platform), (0, slot, 0, 0)
+    keys = jax.lax.dynamic_update_slice(keys, store(key, dtype).transpose(axes), [at[axis] for axis in axes])
     values = jax.lax.dynamic_update_slice(values, store(value, dtype).transpose(0, 2, 1, 3), (0, 0, slot, 0))
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, width)
-    scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, load(keys, query.dtype), preferred_element_type=jnp.float32)
+    read = load(keys, query.dtype).transpose(0, 1, axes.index(3), axes.index(1))
+    scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, read, preferred_element_type=jnp.float32)
     scores = scores * (1 / math.sqrt(width)) + bias[:, None, None]
-    exponentials = jnp.exp(scores - ops.softmax_maximum(scores))
+    exponentials = jnp.exp(scores - program.ops.softmax_maximum(scores))
     inverse = 1.0 / jnp.sum(exponentials, axis=-1, keepdims=True)
-    attended = jnp.einsum("rkgs,rksh->rkgh", exponentials.astype(query.dtype), load(values, query.dtype))
-    attended = attended * inverse.astype(query.dtype)
+    # On a GPU a whole softmax is one kernel; a sum to divide by later would read the scores again.
+    shares = exponentials if late else exponentials * inverse
+    attended = jnp.einsum("rkgs,rksh->rkgh", shares.astype(query.dtype), load(values, query.dtype))
+    attended = attended * inverse.astype(query.dtype) if late else attended
     return attended.reshape(rows, 1, heads, width), (keys, values)

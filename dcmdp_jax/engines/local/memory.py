@@ -58,7 +58,7 @@ def parts(arguments: EngineArguments, load: Workload, machine: Machine, rows: in
     own = sizes.batch_rows(rows, load.group_size, load.completions, devices) // devices * tensor
 
     def cache_of(slots: int) -> int:
-        shapes = abstract(model, own, slots, dtype=Program.of(arguments, mesh).cache_dtype)
+        shapes = abstract(model, own, slots, dtype=Program.of(arguments, mesh).cache_dtype, platform=machine.platform)
         return sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(shapes)) // tensor
 
     first = sizes.cache_capacities(sizes.default_cache_block(machine.platform), limit)[0]

@@ -115,7 +115,9 @@ def _decode_arguments(
     number, real, integers = given("int32"), given("float32"), by_row("int32", rows)
     held = by_row("int32", rows, sampled) if program.config.sliding_window else None
     return (
-        abstract(program.config, rows, slots, dtype=program.cache_dtype, sharding=program.cache),
+        abstract(
+            program.config, rows, slots, dtype=program.cache_dtype, platform=program.platform, sharding=program.cache
+        ),
         decode.RowState(by_row("uint32", rows, 2), integers, integers, integers, by_row("bool", rows), held),
         decode.Limits(number, number, number),
         sampler.Draw(real, real, given("int32", stops)),
