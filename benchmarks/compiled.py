@@ -22,6 +22,7 @@ from benchmarks.compiled_parts.flops import PARTS
 from benchmarks.compiled_parts.goals import check_goals, is_compiled
 from benchmarks.compiled_parts.least import decode_bytes, least_of
 from benchmarks.compiled_parts.roofline import ASSUMPTIONS, roofline
+from benchmarks.compiled_parts.traffic import L2_BYTES
 from benchmarks.compiled_parts.trips import one_token, step_trip_counts
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.cli import Parser, output_file, run_main
@@ -116,6 +117,7 @@ def _program_record(plan: CompiledRun, compiled: Compiled) -> dict[str, Any]:
         "uncounted_kernels": list(read.flops.uncounted),
         "flops_by_part": read.flops.parts,
         "memory_traffic_bytes": read.traffic,
+        "read_again_bytes": read.again,
         "moved_bytes": _moved(compiled),
         "unknown_loops": list(read.unknown_loops),
         "collectives": [
@@ -203,7 +205,11 @@ def _traffic(plan: CompiledRun) -> list[str]:
                 lines.append(f"    {places[place] / 1e9:10.4g} {places[place] / whole:6.1%} {place}")
     lines += [f"  {kind}: {what}" for kind, what in MOVED.items()]
     if is_compiled(plan, "decode"):
-        lines.append(f"  decode / what weights and full caches need (arithmetic) {_decode_ratio(plan):.2f}")
+        again = plan.programs["decode"].account.again / decode_bytes(plan)
+        lines.append(
+            f"  decode / what weights and full caches need (arithmetic) {_decode_ratio(plan):.2f}, "
+            f"{_decode_ratio(plan) - again:.2f} without reads of what {L2_BYTES / 1e6:.0f} MB of L2 cache may hold"
+        )
     return lines
 
 

@@ -10,7 +10,7 @@ from benchmarks.compiled_parts.collectives import Collective, collectives
 from benchmarks.compiled_parts.copies import Copy, copies
 from benchmarks.compiled_parts.flops import CompiledFlops, compiled_flops
 from benchmarks.compiled_parts.hlo import Array, TripCounts, parse, walk
-from benchmarks.compiled_parts.traffic import memory_traffic
+from benchmarks.compiled_parts.traffic import L2_BYTES, memory_traffic, read_again
 from dcmdp_jax.training.accumulate import MICRO_BATCHES
 
 
@@ -22,6 +22,7 @@ class Account(NamedTuple):
         collectives: every collective.
         arrays: types of all arrays that the program computes, those inside fusions included.
         traffic: bytes read from and written to device memory.
+        again: of them those that an L2 cache may give, see `read_again`.
         copies: what moves data and computes nothing, and the slices of stacks.
         unknown_loops: op_names of loops whose count nobody knows; they count once.
     """
@@ -30,6 +31,7 @@ class Account(NamedTuple):
     collectives: tuple[Collective, ...]
     arrays: frozenset[Array]
     traffic: float
+    again: float
     copies: tuple[Copy, ...]
     unknown_loops: tuple[str, ...]
 
@@ -43,6 +45,7 @@ def account(executable: jax.stages.Compiled, trip_counts: TripCounts) -> Account
         collectives=tuple(collectives(module, trip_counts, micro_batch_scope=MICRO_BATCHES)),
         arrays=frozenset(array for visit in visits for array in visit.instruction.results),
         traffic=memory_traffic(module, trip_counts),
+        again=read_again(module, trip_counts, L2_BYTES),
         copies=tuple(copies(module, trip_counts)),
         unknown_loops=tuple(sorted({loop.op_name for visit in visits for loop in visit.loops if not loop.known})),
     )

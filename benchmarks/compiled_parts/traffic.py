@@ -20,6 +20,8 @@ _SLICES = frozenset(("dynamic-slice", "gather", "slice"))
 _MIXING = frozenset("dot convolution scatter sort reduce reduce-window custom-call".split())
 # Bytes that a GPU moves at least, wherever it reads or writes.
 _SECTOR = 32
+L2_BYTES = 50e6
+"""The cache of an H100 or H200 between its processors and its memory."""
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 
 
@@ -44,7 +46,8 @@ def moves(module: Module, trip_counts: TripCounts) -> Iterator[tuple[Visit, floa
     }
     for visit in walk(module, trip_counts):
         if visit.count and visit.computation.name not in fused and visit.instruction.opcode not in _FREE:
-            yield visit, visit.count * _moved(module, visit.computation, visit.instruction)
+            reads, written = _reads_and_writes(module, visit.computation, visit.instruction)
+            yield visit, visit.count * (sum(reads) + written)
 
 
 def fused_computation(module: Module, instruction: Instruction) -> Computation | None:
@@ -54,36 +57,70 @@ def fused_computation(module: Module, instruction: Instruction) -> Computation |
     )
 
 
-def _moved(module: Module, computation: Computation, instruction: Instruction) -> float:
+def read_again(module: Module, trip_counts: TripCounts, within: float) -> float:
+    """Bytes of `memory_traffic` that a cache of `within` bytes may give: of arrays that were touched so little before.
+
+    An array that instructions write or read whole, each in the same order, is read at a distance of the traffic in
+    between, its own included. Inside one iteration of a loop; arrays that are updated in place count as not touched.
+    """
+    place, again, touched = 0.0, 0.0, dict[tuple[str, str], tuple[float, float]]()
+    for visit, moved in moves(module, trip_counts):
+        inside, instruction = visit.computation, visit.instruction
+        start, place = place, place + moved / visit.count
+        reads, written = _reads_and_writes(module, inside, instruction)
+        for name, read in zip(instruction.operands, reads, strict=True):
+            key = inside.name, _origin(inside, name)
+            if before := touched.get(key):
+                nearest, farthest = sorted((start - before[0], place - before[1]))
+                share = (within - nearest) / max(farthest - nearest, 1.0)
+                again += visit.count * read * min(1.0, max(0.0, share))
+            if read >= _bytes(inside, name):
+                touched[key] = start, place
+        if written >= _bytes(inside, instruction.name):
+            touched[inside.name, instruction.name] = start, place
+    return again
+
+
+def _origin(computation: Computation, name: str) -> str:
+    """The instruction whose array this one is, under another shape."""
+    instruction = computation.instructions[name]
+    return _origin(computation, instruction.operands[0]) if instruction.opcode == "bitcast" else name
+
+
+def _bytes(computation: Computation, name: str) -> int:
+    instruction = computation.instructions.get(name)
+    return sum(array.bytes for array in instruction.results) if instruction else 0
+
+
+def _reads_and_writes(module: Module, computation: Computation, instruction: Instruction) -> tuple[list[float], float]:
+    """Bytes read of each operand, and written."""
+    sizes = [float(_bytes(computation, name)) for name in instruction.operands]
+    written = float(_bytes(computation, instruction.name))
     if instruction.opcode.endswith("-done"):
-        return 0.0
-    written = sum(array.bytes for array in instruction.results)
+        return [0.0 for _ in sizes], 0.0
     if instruction.opcode in _SLICES:
-        return 2.0 * written
-    operands = [computation.instructions.get(name) for name in instruction.operands]
-    sizes = [sum(array.bytes for array in operand.results) if operand else 0 for operand in operands]
+        return [written, *(0.0 for _ in sizes[1:])], written
     if instruction.opcode == "dynamic-update-slice":
-        return sizes[1] + _updated(computation, instruction)
-    if instruction.opcode == "fusion":
-        called = fused_computation(module, instruction)
-        return _of_fusion(called, sizes, written) if called else float(sum(sizes) + written)
-    return float(sum(sizes) + written)
+        return [0.0, sizes[1], *(0.0 for _ in sizes[2:])], _updated(computation, instruction)
+    called = fused_computation(module, instruction)
+    return _of_fusion(called, sizes, written) if called else (sizes, written)
 
 
-def _of_fusion(called: Computation, sizes: list[int], written: float) -> float:
-    read, elements = 0.0, _elements_read(called)
+def _of_fusion(called: Computation, sizes: list[float], written: float) -> tuple[list[float], float]:
+    elements, reads = _elements_read(called), [0.0 for _ in sizes]
     for instruction in called.instructions.values():
         if instruction.opcode != "parameter" or not instruction.operands[0].isdigit():
             continue
         index = int(instruction.operands[0])
-        whole = sizes[index] if index < len(sizes) else 0
-        read += whole * elements[instruction.name] / max(1, sum(array.size for array in instruction.results))
+        if index < len(sizes):
+            whole = max(1, sum(array.size for array in instruction.results))
+            reads[index] = sizes[index] * elements[instruction.name] / whole
     updates = [one for one in called.instructions.values() if one.opcode == "dynamic-update-slice"]
     for update in updates:
         target = called.instructions[update.operands[0]]
         if target.opcode == "parameter":
             written += _updated(called, update) - update.results[0].bytes
-    return read + max(written, 0.0)
+    return reads, max(written, 0.0)
 
 
 def _updated(computation: Computation, update: Instruction) -> float:

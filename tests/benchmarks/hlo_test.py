@@ -10,7 +10,7 @@ from benchmarks.compiled_parts.collectives import collectives
 from benchmarks.compiled_parts.copies import CONVERTED, COPIED, STACKED, Copy, copies
 from benchmarks.compiled_parts.flops import compiled_flops
 from benchmarks.compiled_parts.hlo import Array, in_scope, parse, walk
-from benchmarks.compiled_parts.traffic import memory_traffic
+from benchmarks.compiled_parts.traffic import memory_traffic, read_again
 from benchmarks.compiled_parts.trips import expert_blocks
 from dcmdp_jax.models.ops.blocks import grouped_matmul
 from dcmdp_jax.parallel.mesh import make_mesh
@@ -365,6 +365,28 @@ ENTRY %main (x: bf16[16,64], part: bf16[16,1], i: s32[]) -> bf16[16,64] {
     assert memory_traffic(parse(text), _none) == 16 * 2 + 16 * 32
     # A row of 64 lies in one piece, 128 bytes.
     assert memory_traffic(parse(text.replace("bf16[16,1]", "bf16[1,64]")), _none) == 2 * 128
+
+
+def test_what_a_cache_may_give_again():
+    text = """HloModule again, num_partitions=1
+ENTRY %main (x: f32[100], big: f32[1000]) -> f32[100] {
+  %x = f32[100]{0} parameter(0)
+  %big = f32[1000]{0} parameter(1)
+  %a = f32[100]{0} negate(%x)
+  %b = f32[10,10]{1,0} bitcast(%a)
+  %c = f32[10,10]{1,0} negate(%b)
+  %far = f32[1000]{0} negate(%big)
+  ROOT %d = f32[10,10]{1,0} negate(%b)
+}
+"""
+    # `a` reads and writes 400 bytes each, `c` reads them 800 bytes of traffic later. `far` moves 8,000; `d` reads the
+    # 400 again 8,800 bytes after `c` did.
+    assert memory_traffic(parse(text), _none) == 800 + 800 + 8000 + 800
+    distances = 799, 801, 8799, 8801
+    assert [read_again(parse(text), _none, within) for within in distances] == [0, 400, 400, 800]
+    # At fractions f of both, from 800 to 400 bytes apart where the second reads half as fast: a quarter within 500.
+    slower = text.replace("f32[10,10]{1,0} negate(%b)\n  %far", "f32[0]{0} negate(%b)\n  %far")
+    assert read_again(parse(slower), _none, 500) == 100
 
 
 _PRODUCTS = """HloModule parts, num_partitions=1

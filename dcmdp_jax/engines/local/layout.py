@@ -31,7 +31,7 @@ from dcmdp_jax.types import Params
 TENSOR, EXPERT = "tensor", "expert"
 ROW_AXES: tuple[str, ...] = ACTIVATION_AXES["rows"]
 ROWS = P(ROW_AXES)
-# Keys [R, K, h, S] and values [R, K, S, h].
+# Keys and values [R, K, ...].
 CACHE = P(ROW_AXES, TENSOR)
 # Weights are whole along fsdp: a step of decoding would gather them for one token a row.
 _WEIGHT_AXES = {**PARAM_AXES, "embed": None}
