@@ -222,7 +222,8 @@ def test_an_accelerators_programs_convert_each_quantized_matrix_where_it_is_used
     traced = decode.trace(shapes, cache, rows, limits, draw, **options)
     before = [False] * 9
     assert list(_conversions(traced.jaxpr.jaxpr)) == ([True] * 9 if keeps_quantized else before)
-    assert str(traced.jaxpr).count("optimization_barrier") == 1 + (3 if keeps_quantized else 0)
+    # Another in the sampler's branch for GPUs.
+    assert str(traced.jaxpr).count("optimization_barrier") == 2 + (3 if keeps_quantized else 0)
 
 
 @pytest.mark.parametrize(
