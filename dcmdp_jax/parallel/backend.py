@@ -1,5 +1,6 @@
 """JAX's backend on this machine: CPU devices, compiler flags, the cache of compiled programs, the GPUs present."""
 
+import functools
 import hashlib
 import importlib.util
 import logging
@@ -36,6 +37,7 @@ def prepare_jax(cpu_devices: int = 0) -> None:
     Args:
         cpu_devices: number of devices; 0 is one per core, at most 4.
     """
+    _replace_unreadable_programs()
     if not jax.config.jax_compilation_cache_dir:
         jax.config.update("jax_compilation_cache_dir", str(program_directory()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_SECONDS)
@@ -46,6 +48,24 @@ def prepare_jax(cpu_devices: int = 0) -> None:
         jax.config.update("jax_num_cpu_devices", cpu_devices or min(usable_cores(), _MAX_DEFAULT_DEVICES))
     except RuntimeError:
         logger.debug("JAX has started with %d devices", jax.device_count())
+
+
+@functools.cache
+def _replace_unreadable_programs() -> None:
+    """Let a compiled program take the place of an entry in the compile cache: JAX keeps any file that is there.
+
+    JAX compiles where it finds no entry or can't read it: a process that is killed leaves a part of one. Of processes
+    that compile the same program at the same time, the last one's entry stays.
+    """
+    from jax._src.lru_cache import LRUCache  # jax (0.10 to 0.12) has no public hook
+
+    keep = LRUCache.put
+
+    def replace(cache: LRUCache, key: str, value: bytes) -> None:
+        (cache.path / f"{key}-cache").unlink(missing_ok=True)
+        keep(cache, key, value)
+
+    LRUCache.put = replace
 
 
 def program_directory() -> Path:

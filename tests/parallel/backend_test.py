@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import jaxlib
+import pytest
 
 from dcmdp_jax.parallel import backend
 from tests.support.processors import PROCESSORS, pretend
+from tests.support.waiting import HANGS_S
 
 _REPORT = """
 import json, sys
@@ -28,6 +30,20 @@ print(json.dumps({
               for asked in json.loads(sys.argv[4]) for n in (1, mesh.sampling_mesh(meshes[0]).size)],
     "cache": jax.config.jax_compilation_cache_dir,
 }))
+"""
+
+_CACHED = """
+import json, warnings
+import jax
+from dcmdp_jax.parallel import backend
+backend.prepare_jax(1)
+backend.prepare_jax(1)
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name.rpartition("/")[2]))
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    value = float(jax.jit(lambda x: (x @ x).sum())(jax.numpy.full((3, 3), 1 / 3)))
+print(json.dumps([value, events.count("cache_hits"), events.count("cache_misses"), len(told)]))
 """
 
 
@@ -109,3 +125,24 @@ def test_a_link_to_the_users_cache_is_the_same_directory(tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
         found.add(backend.program_directory())
     assert len(found) == 1
+
+
+def test_an_entry_cut_short_is_compiled_once_more_and_replaced(tmp_path):
+    """JAX alone compiles it in every later run, with a warning. By two processes too."""
+    kept = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    given = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu", **kept}
+
+    def run(processes=1):
+        how = {"env": os.environ | given, "stdout": subprocess.PIPE, "text": True}
+        started = [subprocess.Popen([sys.executable, "-c", _CACHED], **how) for _ in range(processes)]
+        return [json.loads(process.communicate(timeout=HANGS_S)[0]) for process in started]
+
+    [(value, hits, programs, _)] = run()
+    # 27 products of a third with a third.
+    assert hits == 0 and value == pytest.approx(3.0) and run() == [[value, programs, 0, 0]]
+    for processes, share in ((1, 2), (2, 3)):
+        for entry in tmp_path.glob("*-cache"):
+            os.truncate(entry, entry.stat().st_size // share)
+        cut = run(processes)
+        assert {found for found, *_ in cut} == {value} and (processes > 1 or cut == [[value, 0, programs, programs]])
+        assert run() == [[value, programs, 0, 0]]
