@@ -5,10 +5,11 @@
     python -m benchmarks.compilations --log LOG
 
 `train` trains without threads that compile, so that LOG has what each program takes by itself. The schedule is then
-simulated, the programs in the log's order: the step is compiled in a thread from the start on. So are those that
-sample, on more than two cores, in one thread for each core but one; on fewer, side by side when a call needs them. A
-program takes one core; more threads than cores share these. What lies between compilations takes no time, nor does
-vLLM's start, which is not in the log.
+simulated, the programs in the log's order: the step is compiled in a thread from the start on, and the pass of the
+training stack before it. So are the engine's, on more than two cores, in one thread for each core but one; on fewer,
+those that sample side by side when a call needs them. A program takes one core; more threads than cores share these.
+What lies between compilations takes no time, nor does vLLM's start, which is not in the log. `score` is taken to be
+compiled for the length that it gets: one guess, right in this record.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dcmdp_jax.engines.local import engine, programs
 from dcmdp_jax.training import build
 
 RECORDED = Path(__file__).with_name("results") / "compilations_h200.txt"
+_BESIDE = ("step", "rescore", "old_logprobs")
 _SAMPLING = ("prefill", "first_tokens", "decode")
 _LINE = re.compile(r"Finished XLA compilation of jit\((.+)\) in ([0-9.e-]+) sec")
 
@@ -41,12 +43,12 @@ def seconds_until_compiled(names: Sequence[str], seconds: Sequence[float], cores
     left, now, threads = dict(enumerate(seconds)), 0.0, cores - 1 if cores > 2 else 0
     calls = [names[: at + 1].count("prefill") for at in left]
     while left:
-        main, sampling = min(left), [at for at in left if names[at] in _SAMPLING]
-        active = {at for at in left if names[at] == "step"} | {*sampling[:threads]}
-        if main not in sampling:
+        main, ahead = min(left), [at for at in left if names[at] in (*_SAMPLING, *["score"] * (threads > 0))]
+        active = {at for at in left if names[at] in _BESIDE} | {*ahead[:threads]}
+        if main not in ahead:
             active.add(main)
         elif not threads:
-            active |= {at for at in sampling if calls[at] == calls[main]}
+            active |= {at for at in ahead if calls[at] == calls[main]}
         done = min(left[at] for at in active)
         now += done / min(1.0, cores / len(active))
         left = {at: value - done * (at in active) for at, value in left.items() if value > done * (at in active)}

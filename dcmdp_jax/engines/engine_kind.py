@@ -68,7 +68,8 @@ class EngineArguments:
         mesh: `mesh(tensor=1, expert=1)` makes the mesh of an engine in this process. It starts JAX's devices.
         probe: makes the trainer's log-probs of fixed sequences, to prove a push; it compiles.
         prepare: compile programs and start processes beside what the trainer does: for a run of many calls.
-        first_calls: prompts and distribution of the calls that such a run begins with.
+        first_calls: prompts and distribution of the calls that such a run begins with. None: as many completions are
+            scored, of the longest length.
         param_dtype: dtype of the pushed parameters.
         platform: where the engine computes, as `EngineKind.check_machine` found it: "cpu", "cuda", "tpu"; "" unknown.
         host_devices: devices of each host that is planned for and not here; 0: as many as this machine has.
@@ -91,7 +92,7 @@ class EngineArguments:
     mesh: Callable[..., Mesh] | None = None
     probe: Callable[[], Probe] | None = None
     prepare: bool = False
-    first_calls: Sequence[tuple[Sequence[np.ndarray], SamplingParams]] = ()
+    first_calls: Sequence[tuple[Sequence[np.ndarray], SamplingParams | None]] = ()
     param_dtype: str = "float32"
     platform: str = ""
     host_devices: int = 0

@@ -14,8 +14,10 @@ logger = logging.getLogger(__name__)
 
 # Finished steps after which the noise floor is measured: once, and then rarely, for the policy moves.
 NOISE_FLOOR_STEPS = frozenset({0, *(4**power for power in range(2, 20))})
-# Completions scored in one pass, and completions and tokens of each sampled alone.
-_SCORED_AGAIN, _SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 32, 4, 64
+SCORED_AGAIN = 32
+"""Completions scored in one pass."""
+# Completions, and tokens of each, sampled alone.
+_SAMPLED_AGAIN, _TOKENS_SAMPLED_AGAIN = 4, 64
 
 
 def sampled_again(sampling: SamplingParams) -> SamplingParams:
@@ -56,7 +58,7 @@ def noise_floor(
         EngineError: if the engine breaks, unless `drop`.
     """
     rows = (row for row, episode in enumerate(episodes) if not broken_tokens(episode).any())
-    usable = {first + row: episodes[row] for row in itertools.islice(rows, _SCORED_AGAIN)}
+    usable = {first + row: episodes[row] for row in itertools.islice(rows, SCORED_AGAIN)}
     if step not in NOISE_FLOOR_STEPS or not usable:
         return None, {}
     few = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}

@@ -15,7 +15,7 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data import episode, row_layout
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.machine import Machine
-from dcmdp_jax.engines.noise_floor import sampled_again
+from dcmdp_jax.engines.noise_floor import SCORED_AGAIN, sampled_again
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models import attention, decoder, params, row_logprobs
 from dcmdp_jax.models.config import Lora, ModelConfig
@@ -107,8 +107,10 @@ def place(
     # Two cores have the step to compile and the warm-up; the turns of an environment are calls of their own.
     given = [] if config.task.environment or usable_cores() <= 2 else task.first_calls
     calls = [(prompts[hosts.share(len(prompts))], sampling) for prompts, sampling in given]
-    alone = [(prompts[:1], sampled_again(sampling)) for prompts, sampling in calls[-1:]]
-    engine = dataclasses.replace(engine, first_calls=[*calls, *alone])
+    for prompts, sampling in calls[-1:]:
+        scored = (list(prompts) * sampling.group_size)[:SCORED_AGAIN]
+        calls += [(scored, None), (prompts[:1], sampled_again(sampling))]
+    engine = dataclasses.replace(engine, first_calls=calls)
     shortest = min(map(len, task.train.token_ids)) - config.supervised
     found = {"shortest_prompt": shortest, "hosts": hosts, "fitted_rows": fitted_rows}
     return placed(config, kind, engine, mesh, scheme, task.requests, task.lora, teacher=task.teacher, **found)

@@ -85,6 +85,7 @@ class Batches:
         taken: positions of the stream of prompts that the finished steps have taken.
         frozen: the base of the adapters, if what is trained are adapters.
         teacher: result of `make_teacher`; None without a teacher in the trainer.
+        compiled: collective, waits for the programs that are being compiled.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Batches:
         taken: int,
         frozen: Params | None = None,
         teacher: Callable[[Batch], Batch] | None = None,
+        compiled: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine, self._placement, self._task, self._programs = services.engine, placement, task, programs
         self._config, self._hosts, self._exit, self._frozen = task.config, placement.hosts, leave, frozen
@@ -113,7 +115,7 @@ class Batches:
         self._discrepancy = jax.jit(
             functools.partial(discrepancy.token_discrepancy, **loss_terms.measure_of(task.config.algorithm))
         )
-        self._teacher = teacher or (lambda batch: batch)
+        self._teacher, self._compiled = teacher or (lambda batch: batch), compiled
         self._in_flight: dict[int, Future[Sampled]] = {}
         # In the parameters' own dtype: a push of a copy in another one would not give the engine the same weights.
         self._copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=programs.shardings.params)
@@ -260,6 +262,7 @@ class Batches:
 
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
         """Add what the training stack gives the batch under the weights that sampled it, where that is needed."""
+        self._compiled()
         params, batch = self._programs.policy(params, self._frozen), self._teacher(batch)
         if self._programs.rescore is not None:
             batch, metrics["mismatch/sampler"] = self._programs.rescore(params, batch)
@@ -287,6 +290,7 @@ class ConversationBatches(Batches):
 
     def loss(self, params: Params, held: prompts.EncodedPrompts) -> float:
         """The mean negative log-likelihood of all targets, in nats."""
+        self._compiled()
         params, total = self._programs.policy(params, self._frozen), 0.0
         size, count = self._config.training.prompts_per_step, len(held.token_ids)
         for first in range(0, count, size):

@@ -71,20 +71,29 @@ class StepPrograms(NamedTuple):
     watched: Callable[[Params], list[jax.Array]]
     arrival: Callable[[list[jax.Array], Params], loss_terms.Metrics]
 
-    def compile_ahead(self, hosts: Hosts) -> Callable[[], None]:
-        """Compile the step of a run without frozen parameters, while the engine starts and the first batch is sampled.
+    def compile_ahead(self, hosts: Hosts, frozen: Params | None) -> Callable[[], None]:
+        """Compile the step and the passes before it, while the engine starts and the first batch is sampled.
 
-        JAX keeps the program.
+        JAX keeps the programs.
 
         Args:
-            hosts: the processes that run it.
+            hosts: the processes that run them.
+            frozen: the frozen parameters.
 
         Returns:
-            Collective: a function that waits until all processes have compiled it. One that had not would compile it in
-            its main thread, and wait there for the others, see `SeveralHosts.starting_programs_together`.
+            Collective: a function that waits, once, until all processes have compiled them. One that had not would
+            compile them in its main thread, and wait there for the others, see
+            `SeveralHosts.starting_programs_together`.
         """
-        compiled = compile_beside(lambda: self.train_step.lower(*self.arguments, None).compile(), "the step")
-        return lambda: compiled() or hosts.wait_for_all()
+        state, batch = self.arguments
+        # `old_logprobs` adds its columns.
+        kept = [{name: x for name, x in of.columns.items() if not name.startswith("old_")} for of in batch.rows]
+        bare = batch._replace(rows=tuple(of._replace(columns=x) for of, x in zip(batch.rows, kept, strict=True)))
+        lowered = {"the step": lambda: self.train_step.lower(state, batch, frozen)}
+        for each in filter(None, (self.rescore, self.old_logprobs)):
+            lowered[each.__name__] = lambda each=each: each.lower(self.policy(state.params, frozen), bare)
+        waits = [compile_beside(lambda lower=lower: lower().compile(), name) for name, lower in lowered.items()]
+        return functools.cache(lambda: [wait() for wait in waits] and hosts.wait_for_all())
 
 
 def make_step_programs(

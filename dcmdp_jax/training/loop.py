@@ -68,18 +68,18 @@ class Trainer:
             stop: says when to leave.
             taken: positions of the stream of prompts that the finished steps have taken.
             frozen: see `build.frozen_params`.
-            teacher: see `Batches`.
-            compiled: collective, waits for a step that is being compiled.
+            teacher, compiled: see `Batches`.
         """
         self.services, self.task, self.config, self.programs = services, task, task.config, programs
-        self.hosts, self.checkpoints, self.frozen, self.compiled = placement.hosts, checkpoints, frozen, compiled
+        self.hosts, self.checkpoints, self.frozen = placement.hosts, checkpoints, frozen
         self._finished: tuple[TrainState, int] | None = None
         stop.all_saved = functools.partial(self._nothing_to_lose, checkpoints.latest_step or 0)
         self._prompts_taken = taken
         self._exit = CollectiveExit(self.hosts, stop, functools.partial(self._save, wait=True))
         made_of = services, placement, task, programs, checkpoints.behind, self._exit
         kind = batches.ConversationBatches if self.config.supervised else batches.Batches
-        self.batches = kind(*made_of, taken=taken, frozen=frozen if task.lora else None, teacher=teacher)
+        held = {"frozen": frozen if task.lora else None, "teacher": teacher, "compiled": compiled}
+        self.batches = kind(*made_of, taken=taken, **held)
 
     def _nothing_to_lose(self, first: int) -> bool:
         """Whether this process may leave at once: nothing was finished since the step it began at, which is on disk.
@@ -142,15 +142,12 @@ class Trainer:
             pushed = self.batches.push(state.params, step, timer)
             made = self.batches.make(state, step, timer)
             rollout = made.rollout
-            with timer.phase("step"):
-                if timer.first:
-                    self.compiled()
-                with jax.transfer_guard("disallow"):
-                    watched = self.programs.watched(state.params)
-                    state, metrics = self.programs.train_step(state, made.batch, self.frozen)
-                    metrics |= self.programs.arrival(watched, state.params)
-                    recorded = [metrics.pop(name, None) for name in loss_terms.RECORDED]
-                    metrics = jax.device_get(metrics)
+            with timer.phase("step"), jax.transfer_guard("disallow"):
+                watched = self.programs.watched(state.params)
+                state, metrics = self.programs.train_step(state, made.batch, self.frozen)
+                metrics |= self.programs.arrival(watched, state.params)
+                recorded = [metrics.pop(name, None) for name in loss_terms.RECORDED]
+                metrics = jax.device_get(metrics)
             step += 1
             self._prompts_taken += rollout.taken
             completions = metrics.pop("completions/discrepancy")
@@ -295,8 +292,7 @@ def train(
         )
         stack.callback(checkpoints.close)
         programs = programs or make_step_programs(config, task.model, placement, task.lora)
-        # The shapes of frozen parameters are known once they are loaded.
-        compiled = (lambda: None) if weights.has_frozen else programs.compile_ahead(hosts)
+        compiled = None if weights.has_frozen else programs.compile_ahead(hosts, None)
         check = functools.partial(placement.engine.kind.check_start, services.engine)
         state, resumed, taken = start(task, placement, weights, programs, checkpoints, stop, check, show)
         release_freed_memory()
@@ -309,9 +305,10 @@ def train(
         with activity("opening the run's records"):
             writer = _open_records(task, placement, stack, step, resumed) if hosts.is_writer else NoWriter()
         held = {"frozen": frozen_params(weights, checkpoints, step)}
+        held["compiled"] = compiled or programs.compile_ahead(hosts, held["frozen"])
         held["teacher"] = make_teacher(task, placement) if task.teacher else None
         parts = services, placement, task, programs, checkpoints, stop
-        trainer = Trainer(*parts, taken=taken, compiled=compiled, **held)
+        trainer = Trainer(*parts, taken=taken, **held)
         trainer.train(state, writer, resumed=resumed)
         with activity("writing the last checkpoint"):
             checkpoints.wait()

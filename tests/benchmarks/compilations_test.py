@@ -16,9 +16,9 @@ SECONDS = (1.0, 4.0, 3.0, 2.0, 6.0)
         # 0 to 1: init, step. prefill, decode and the step at 2/3 of a core: decode ends at 5.5, prefill has 1 left, the
         # step 2. prefill to 6.5, score beside the step's last second to 7.5, its own last second alone.
         (2, 8.5),
-        # Threads from the start: prefill and decode beside init and the step. score from 4, when prefill is done.
-        # 7 if prefill waited for init.
-        (4, 6.0),
+        # Threads from the start: prefill, decode and score beside init and the step, five on four cores, until init
+        # ends at 1.25; then each at one, the step's last 5 seconds. 6 if the main thread compiled score, after prefill.
+        (4, 6.25),
         (16, 6.0),
     ],
 )

@@ -84,6 +84,20 @@ def test_unexpected_programs_are_compiled_side_by_side(compiled, monkeypatch):
     engine.close()
 
 
+def test_lengths_that_are_scored_are_compiled_side_by_side(compiled, monkeypatch):
+    """Rows of 4, 5 and 20 tokens: two padded to 16, in one pass, and one padded to 32."""
+    both = threading.Barrier(2, timeout=60)
+    beside = engine_module.compile_beside
+    monkeypatch.setattr(engine_module, "compile_beside", lambda of, name: beside(lambda: (both.wait(), of()), name))
+    engine = local_engine(MODEL, precision="float32", max_total_tokens=24, max_rows=4, prepare=True)
+    engine.push_weights(init_params(MODEL, jax.random.key(0)), 0)
+    rows = [np.arange(size, dtype=np.int32) for size in (2, 3, 18)]
+    for _ in range(2):
+        scored = engine.score([np.array([3, 1], np.int32)] * 3, rows, temperature=1.0)
+        assert [values.shape for values in scored] == [(2,), (3,), (18,)] and compiled.count("jit_score") == 2
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("precision", "param_dtype", "devices"),
     [("float32", "float32", 1), ("fp8", "bfloat16", 1), ("exact", "bfloat16", 1), ("int8", "float32", 2)],
@@ -95,15 +109,18 @@ def test_first_calls_find_their_programs_compiled(compiled, monkeypatch, precisi
     prompts, sampling = [np.array([3, 1, 4], np.int32), np.arange(1, 20, dtype=np.int32)], SamplingParams(2, 6)
     engine = local_engine(
         model, precision=precision, max_total_tokens=40, max_rows=2, prepare=True, param_dtype=param_dtype,
-        first_calls=[(prompts, sampling)], mesh=Mesh(np.asarray(jax.devices()[:devices]), ("data",)),
+        first_calls=[(prompts, sampling), (prompts, None)], mesh=Mesh(np.asarray(jax.devices()[:devices]), ("data",)),
     )  # fmt: skip
     concurrent.futures.wait(engine.preparation.asked)
     expected = [compiled.count(f"jit_{name}") for name in ("decode", "first_tokens", "prefill")]
     # Buckets of 16 and 32 slots: a prefill and a decode each. Two threads may compile the same `first_tokens`.
-    assert expected[0] == expected[2] == 2 and expected[1] in (1, 2)
+    assert expected[0] == expected[2] == 2 and expected[1] in (1, 2) and compiled.count("jit_score") == 1
     engine.push_weights(init_params(model, jax.random.key(0), param_dtype), 0)
     sample(engine, prompts, sampling, seed=0, step=0)
+    # As many rows as there, of 34 and 40 tokens: padded to 64, the longest length.
+    engine.score(prompts, [np.arange(31, dtype=np.int32), np.arange(21, dtype=np.int32)], temperature=1.0)
     assert [compiled.count(f"jit_{name}") for name in ("decode", "first_tokens", "prefill")] == expected
+    assert compiled.count("jit_score") == 1
     engine.close()
 
 

@@ -1,6 +1,5 @@
 """The embedded inference engine: samples completions in JAX, in the trainer's process."""
 
-import functools
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.forward import score as score_program
 from dcmdp_jax.engines.local.layout import Program, engine_mesh
-from dcmdp_jax.engines.local.programs import Preparation, sampling_programs
+from dcmdp_jax.engines.local.programs import Preparation, sampling_programs, scoring_programs
 from dcmdp_jax.engines.local.schedule import Completions, Scheduler, Sizes
 from dcmdp_jax.engines.local.sizes import (
     batch_rows,
@@ -56,8 +55,8 @@ class LocalEngine:
             arguments: checked by `LocalKind.check`. `max_rows` bounds the memory of caches: with more rows than this to
                 sample, up to three times that of a batch of the longest rows. With `prepare`, threads compile the
                 programs that `first_calls` begin with from now on, and after each call all that later calls like it
-                can need: for a training run, which keeps its memory. Without it the memory of caches returns to the
-                system after each call.
+                can need: for a training run, which keeps its memory. Lengths of what is scored are not known yet: a
+                guess. Without it the memory of caches returns to the system after each call.
             mesh: in place of `arguments.mesh`. Rows are split over data, fsdp and expert, weights over tensor and
                 expert. The devices of a mesh with other axes split rows; without any it is the first local device.
             cache_block: initial completion slots of the cache, doubled as rows fill them; each length is a program.
@@ -72,14 +71,17 @@ class LocalEngine:
         self._max_rows, self._min_rows = arguments.max_rows, arguments.min_rows or smallest_batch(platform)
         self._cache_block = cache_block or default_cache_block(platform)
         self.preparation, self._prepares = Preparation(), arguments.prepare
-        self._compiled: dict[str, list[Callable[[], object]]] = {}
-        self._programs = functools.partial(sampling_programs, program=self.program, dtype=arguments.param_dtype)
+        self._how, self._compiled = dict(program=self.program, dtype=arguments.param_dtype), dict[str, list[Callable]]()
         for prompts, sampling in arguments.first_calls:
+            if sampling is None:
+                shape = self._scored(self.max_total_tokens, len(prompts))
+                self._compile(self.preparation.add, scoring_programs, *shape)
+                continue
             mode, draw, sizes, buckets = self._batches(prompts, sampling)
             for bucket, members in buckets:
                 scheduler = Scheduler(None, None, draw, mode, sizes, members, bucket, program=self.program)
                 of = scheduler.shapes()[:1], sampling.group_size, draw.stop_ids.size, bucket, mode
-                self._compile(self.preparation.add, *of)
+                self._compile(self.preparation.add, sampling_programs, *of)
         self.weights: Params | None = None
         self._policy_version: int | None = None
         # CRC-32 of the checksums of the weights in use (`weights.Conversion.proof`); None without weights.
@@ -155,11 +157,11 @@ class LocalEngine:
             for bucket, members in buckets:
                 scheduler = Scheduler(weights, sampled, draw, mode, sizes, members, bucket, **options)
                 shapes, of = scheduler.shapes(), (group, draw.stop_ids.size, bucket, mode)
-                for wait in self._compile(compile_beside, shapes[:1], *of):
+                for wait in self._compile(compile_beside, sampling_programs, shapes[:1], *of):
                     wait()
                 for _ in scheduler.sample():
                     yield waiting.add(map(episode, sampled.take_finished()))
-                self._compile(self.preparation.add, shapes, *of)
+                self._compile(self.preparation.add, sampling_programs, shapes, *of)
             yield waiting.add(map(episode, sampled.take_finished()))
 
         return groups()
@@ -176,11 +178,16 @@ class LocalEngine:
         sizes = Sizes(round_up(size, self.program.mesh.size), self._min_rows, self._cache_block, limit)
         return mode, draw, sizes, _by_bucket(prompts, -(-size // group))
 
-    def _compile(self, in_thread: Callable[..., Callable[[], object]], *of: Any) -> list[Callable[[], object]]:
-        """Have `sampling_programs` compiled, if this engine prepares its calls; functions that wait for them."""
+    def _compile(self, in_thread: Callable, programs: Callable[..., list], *of: Any) -> list[Callable[[], object]]:
+        """Have programs compiled, if this engine prepares its calls; functions that wait for them."""
         if self._prepares and (key := str(of)) not in self._compiled:
-            self._compiled[key] = [in_thread(*program) for program in self._programs(*of)]
+            self._compiled[key] = [in_thread(*program) for program in programs(*of, **self._how)]
         return self._compiled.get(str(of), [])
+
+    def _scored(self, tokens: int, count: int) -> tuple[int, int]:
+        """Rows of a pass that scores so many of them, and the length that they are padded to."""
+        length, most = length_bucket(tokens), min(self._max_rows, 1 << (count - 1).bit_length())
+        return score_rows(self.config.num_heads, length, most, self.program.row_shards), length
 
     def score(
         self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, temperature: float
@@ -191,11 +198,12 @@ class LocalEngine:
         prompts, rows = scored_rows(self, prompts, completions, temperature)
         inverse = np.float32(1 / temperature if temperature else 1)
         buckets = [length_bucket(row.size) for row in rows]
+        shapes = [self._scored(length, buckets.count(length)) for length in sorted(set(buckets))]
+        for wait in sum([self._compile(compile_beside, scoring_programs, *shape) for shape in shapes], []):
+            wait()
         results: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
-        for length in sorted(set(buckets)):
+        for size, length in shapes:
             members = [index for index, bucket in enumerate(buckets) if bucket == length]
-            most = min(self._max_rows, 1 << (len(members) - 1).bit_length())
-            size = score_rows(self.config.num_heads, length, most, self.program.row_shards)
             for start in range(0, len(members), size):
                 part = members[start : start + size]
                 padded, lengths = np.zeros((size, length), np.int32), np.ones(size, np.int32)

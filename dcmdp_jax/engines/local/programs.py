@@ -179,3 +179,11 @@ def sampling_programs(
         given = _decode_arguments(program, rows, slots, prefix - bucket, stops, sharded=False)
         made += [(decode.decode, given, how | {"prompt_slots": bucket, "prefix_slots": prefix})]
     return [(lambda of=of: of[0].lower(weights, *of[1], **of[2]).compile(), of[0].__name__) for of in made]
+
+
+def scoring_programs(rows: int, length: int, *, program: layout.Program, dtype: str) -> list[tuple[Callable, str]]:
+    """The call that compiles `score` for rows of a length, with its name. Arguments as of `sampling_programs`."""
+    array, how = jax.ShapeDtypeStruct, {"sharding": program.rows}
+    given = array((rows, length), "int32", **how), array((rows,), "int32", **how), array((), "float32")
+    weights = abstract_weights(program, dtype)
+    return [(lambda: forward.score.lower(weights, *given, program=program).compile(), forward.score.__name__)]
