@@ -71,7 +71,8 @@ class LocalEngine:
         self._max_rows, self._min_rows = arguments.max_rows, arguments.min_rows or smallest_batch(platform)
         self._cache_block = cache_block or default_cache_block(platform)
         self.preparation, self._prepares = Preparation(), arguments.prepare
-        self._how, self._compiled = dict(program=self.program, dtype=arguments.param_dtype), dict[str, list[Callable]]()
+        self._how = {"program": self.program, "dtype": arguments.param_dtype}
+        self._compiled: dict[str, list[Callable[[], object]]] = {}
         for prompts, sampling in arguments.first_calls:
             if sampling is None:
                 shape = self._scored(self.max_total_tokens, len(prompts))
