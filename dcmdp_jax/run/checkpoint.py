@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
@@ -78,7 +79,7 @@ class PolicyScore(NamedTuple):
 
 @dataclasses.dataclass
 class _BestScores(preservation_policy.PreservationPolicy):
-    """Keeps the `count` checkpoints of the highest score, the newer of two equal ones; never one without a score.
+    """Keeps the `count` checkpoints of the highest score, the newer of two equal ones; never NaN or without one.
 
     Only scores with the name of the newest count: numbers of another evaluation are not comparable.
     """
@@ -93,7 +94,7 @@ class _BestScores(preservation_policy.PreservationPolicy):
         context: preservation_policy.PreservationContext,
     ) -> list[bool]:
         found = enumerate(_read_score(self.directory / str(info.step)) for info in checkpoints)
-        scores = [(score, place) for place, score in found if score is not None]
+        scores = [(score, place) for place, score in found if score is not None and not math.isnan(score.value)]
         ranked = sorted((score.value, place) for score, place in scores if score.name == scores[-1][0].name)
         best = {place for _, place in ranked[max(len(ranked) - self.count, 0) :]}
         return [place in best for place in range(len(checkpoints))]

@@ -179,6 +179,15 @@ def test_of_equal_scores_the_newer_is_the_best(opened, tmp_path):
     assert _on_disk(tmp_path) == [2, 3]
 
 
+def test_a_loss_that_is_not_a_number_is_never_the_best(opened, tmp_path):
+    checkpoints = opened(keep_last=1, keep_best=1)
+    # Sorted as it is, NaN would be the highest, and step 2 deleted.
+    for step, score in ((1, -1.4), (2, -1.2), (3, float("nan")), (4, float("nan"))):
+        _scored(checkpoints, step, score)
+    checkpoints.close()
+    assert _on_disk(tmp_path) == [2, 4]
+
+
 def test_the_best_are_still_known_after_a_restart(opened, tmp_path):
     checkpoints = opened(keep_last=1, keep_best=1)
     for step, score in ((1, 0.9), (2, 0.2)):
