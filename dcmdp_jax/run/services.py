@@ -82,5 +82,6 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
         if server and not config.loads_teacher:
             kind = registry.find_engine("http")
             with as_settings(dict.fromkeys(("server", "max_total_tokens"), "rewards.functions")):
-                teacher = kind.build(dataclasses.replace(setup.arguments, settings=kind.settings(server)))
+                asked = {"settings": kind.settings(server), "max_total_tokens": config.max_total_tokens + 1}
+                teacher = kind.build(dataclasses.replace(setup.arguments, **asked))  # scoring takes one token more
         return Services(engine, verifier, scorer, turns, task.tokenizer, stack.pop_all(), teacher)
