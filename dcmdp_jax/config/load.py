@@ -86,6 +86,7 @@ def for_supervision(config: Config) -> Config:
     names = {"method": "grpo", "loss": "likelihood", "aggregation": "token_mean"}
     algorithm = AlgorithmSettings(**names, router_aux_loss=config.algorithm.router_aux_loss)
     changed = {"observe": dataclasses.replace(config.observe, samples=0, rollouts_every_steps=0)}
+    changed["model"] = dataclasses.replace(config.model, forward_precision="full", forward_cache="full")
     return dataclasses.replace(config, rollout=rollout, algorithm=algorithm, warmup=WarmupSettings(), **changed)
 
 

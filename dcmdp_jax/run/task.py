@@ -336,7 +336,7 @@ def _load_prompts(
 
 def held_out(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()) -> HeldOut:
     """The tasks of `evaluation.task`, each with its encoded problems."""
-    if all(name.startswith(TEACHER) for name in config.rewards.names):
+    if not config.supervised and all(name.startswith(TEACHER) for name in config.rewards.names):
         raise UserError("config.rewards.functions: evaluation needs another reward than a teacher, of any weight")
     with as_settings(EVALUATION):
         tasks = held_out_tasks(config.evaluation.task, config.evaluation.samples)

@@ -152,3 +152,12 @@ def test_a_row_without_an_assistants_turn_is_one_line_before_any_device_starts(t
     config = for_supervision(load_config("demo:debug", {"task.train": str(path), "run_dir": str(tmp_path / "run")}))
     with pytest.raises(ValueError, match=r"^config\.task\.train: .*rows\.jsonl:2: field 'messages' has no turn of"):
         Run.check(config)
+
+
+def test_what_the_settings_say_of_engine_and_teacher_does_not_count(rows, tmp_path):
+    given = {"task.train": str(rows), "evaluation.task": str(rows), "evaluation.every_steps": 1}
+    given |= {"run_dir": str(tmp_path / "run"), "rollout.precision": "int8", "model.forward_precision": "int8"}
+    given |= {"model.compute_dtype": "float32", "training.prompts_per_step": 8, "training.prompts_per_mini_batch": 8}
+    config = for_supervision(load_config("demo:debug", given | {"rewards.functions": "teacher:/nowhere"}))
+    task, *_ = Run.check(config)
+    assert len(task.held_out[0][1].targets) == 6 and config.model.forward_precision == "full"
