@@ -7,7 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -169,7 +169,7 @@ def _learned(
     turns = [place for place in range(len(asked), len(messages)) if messages[place]["role"] == "assistant"]
     write = functools.partial(chat.write_chat, tokenizer, tools=problem.tools, **variables)
     try:
-        before = [write(messages[:place], add_generation_prompt=True) if place else "" for place in turns]
+        before = [write(messages[:n], add_generation_prompt=True) if n else _header(write, messages) for n in turns]
         texts = [write(messages), *before, *(write(messages[: place + 1]) for place in turns)]
         whole, *parts = encode_texts(tokenizer, texts, name)
         if marked := _MARKS.search(str(tokenizer.chat_template)):
@@ -193,6 +193,13 @@ def _learned(
     if not learned.any():
         raise UserError(f"the chat template marks nothing of the assistant's turns in {name}")
     return whole, learned
+
+
+def _header(write: Callable[..., str], messages: Sequence[Message]) -> str:
+    """The text before the words of the assistant that begins a chat. Many templates can't write a chat of nothing."""
+    asked = [{"role": "user", "content": "?"}]
+    begun = write(asked, add_generation_prompt=True).removeprefix(write(asked))
+    return "".join(write(messages).partition(begun)[:2])
 
 
 def _count_control_tokens(problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase") -> int:

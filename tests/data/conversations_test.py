@@ -66,6 +66,14 @@ def test_a_templates_own_marks_give_the_same_targets(tmp_path):
         assert _learned(tmp_path, row, template=_MARKED)[0] == _learned(tmp_path, row)[0]
 
 
+def test_of_a_chat_that_the_assistant_begins_its_words_are_learned(tmp_path):
+    chat = [_TALK[2], _TALK[3], _TALK[4]]
+    for template in (None, _MARKED):
+        learned, whole = _learned(tmp_path, {"messages": chat}, template=template)
+        # Not the header before the first turn, "assistant" and a line break.
+        assert learned == ["2<|im_end|>", "it is 4<|im_end|>"] and whole.startswith("<|im_start|>assistant\n2")
+
+
 def test_the_assistants_turns_of_a_prompt_are_not_learned(tmp_path):
     assert _learned(tmp_path, {"prompt": _TALK[:4], "completion": _TALK[4:]})[0] == ["it is 4<|im_end|>"]
 
