@@ -177,7 +177,7 @@ def _learned(
     except Exception as error:  # any that a template raises
         raise UserError(f"the chat template can't render {name}: {shorten_name(one_line(error))}") from error
     learned = np.array(made["assistant_masks"] if marked else [False] * len(whole), bool)
-    learned[: max(1, len(parts[0]))] = False
+    learned[: max(1, len(parts[0]) * bool(asked))] = False
     for start, end in () if marked else zip(parts[: len(turns)], parts[len(turns) :], strict=True):
         if whole[: len(start)] != start or whole[: len(end)] != end:
             raise UserError(

@@ -74,6 +74,11 @@ def test_of_a_chat_that_the_assistant_begins_its_words_are_learned(tmp_path):
         assert learned == ["2<|im_end|>", "it is 4<|im_end|>"] and whole.startswith("<|im_start|>assistant\n2")
 
 
+def test_marked_turns_are_learned_whole_where_the_prompt_begins_a_thought(tmp_path):
+    template = _MARKED.removesuffix("{% endif %}") + "<t></t>{% endif %}"
+    assert _learned(tmp_path, {"messages": _TALK}, template=template)[0] == ["2<|im_end|>", "it is 4<|im_end|>"]
+
+
 def test_the_assistants_turns_of_a_prompt_are_not_learned(tmp_path):
     assert _learned(tmp_path, {"prompt": _TALK[:4], "completion": _TALK[4:]})[0] == ["it is 4<|im_end|>"]
 
