@@ -180,6 +180,8 @@ def _learned(
     learned[: max(1, len(parts[0]) * bool(asked))] = False
     for start, end in () if marked else zip(parts[: len(turns)], parts[len(turns) :], strict=True):
         if whole[: len(start)] != start or whole[: len(end)] != end:
+            if all(map(texts[0].startswith, texts)):
+                raise UserError(f"the tokenizer joins space around a turn of {name} to the template's; strip that turn")
             raise UserError(
                 f"the chat template writes the start of {name} otherwise once the chat goes on; mark the assistant's "
                 "turns in it with {% generation %}, or give each turn a row of its own"

@@ -1,6 +1,7 @@
 """Conversations to learn from: which rows have them, and which of their tokens are targets."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -104,6 +105,19 @@ def test_a_turn_that_is_written_otherwise_once_the_chat_goes_on_is_refused_by_na
     with pytest.raises(ValueError, match="writes the start of problem 1 of rows otherwise once the chat goes on"):
         _encoded(tmp_path, {"messages": _TALK[:3]}, {"messages": _TALK}, template=_FORGETFUL)
     assert _learned(tmp_path, {"messages": _TALK[:3]}, template=_FORGETFUL)[0] == ["<t>2<|im_end|>"]
+
+
+def test_space_that_the_tokenizer_joins_to_the_header_is_named(monkeypatch, tmp_path):
+    import dcmdp_jax.data.prompts as prompts
+
+    def joined(tokenizer, texts, what):
+        """As byte-level BPE: a line break and the space behind it are one token."""
+        return [[1 if part == "\n  " else hash(part) for part in re.split(r"(\n +)", text)] for text in texts]
+
+    monkeypatch.setattr(prompts, "encode_texts", joined)
+    chat = [*_TALK[:2], {"role": "assistant", "content": "  2"}]
+    with pytest.raises(ValueError, match="joins space around a turn of problem 0 of rows to the template's; strip"):
+        _encoded(tmp_path, {"messages": chat})
 
 
 def test_rows_without_something_to_learn_are_refused_by_file_and_line(tmp_path):
