@@ -120,7 +120,7 @@ def encode_prompts(
         instructed += bool(prompt_suffix and messages) and chat.with_suffix(problem, prompt_suffix) == problem.prompt
         given = messages, "the chat template", _name(problem), variables, problem.tools
         texts.append(chat.render_checked(tokenizer, *given) if messages else "")
-    with_control_tokens = _count_control_tokens(problems, tokenizer)
+    with_control_tokens = _count_control_tokens(problems, tokenizer, learned=learned)
     if instructed:
         _LOG.warning(
             "%d of %d prompts say themselves how to write the answer, and get no prompt_suffix", instructed, len(texts)
@@ -205,13 +205,14 @@ def _header(write: Callable[..., str], messages: Sequence[Message]) -> str:
     return "".join(write(messages).partition(begun)[:2])
 
 
-def _count_control_tokens(problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase") -> int:
+def _count_control_tokens(problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase", *, learned: bool) -> int:
     """The number of problems whose own text holds a control token; logged with the tokens and the first problem."""
     added = tokenizer.added_tokens_decoder.values()
     # Some models do not call theirs special (<think>); other added tokens are plain text, such as runs of spaces.
     names = [token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)]
     pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
-    found = [(problem, set(pattern.findall("\0".join(chat.problem_texts(problem))))) for problem in problems]
+    texts = [[*chat.problem_texts(problem), problem.solution * learned] for problem in problems]
+    found = [(problem, set(pattern.findall("\0".join(own)))) for problem, own in zip(problems, texts, strict=True)]
     counts = Counter(name for _, held in found for name in held)
     if holding := [problem for problem, held in found if held]:
         _LOG.warning(

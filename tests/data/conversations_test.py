@@ -136,6 +136,11 @@ def test_rows_without_something_to_learn_are_refused_by_file_and_line(tmp_path):
             load_problems(_file(tmp_path, good, row), answers="learned")
 
 
+def test_control_tokens_in_what_is_learned_are_named(tmp_path, caplog):
+    _encoded(tmp_path, {"prompt": "1+1=", "completion": "2<|im_end|>"}, {"prompt": "1+2=", "completion": "3"})
+    assert "1 of 2 problems hold control tokens in their text" in caplog.text
+
+
 def test_conversations_over_the_limit_are_left_out_and_counted(tmp_path, caplog):
     # "<|im_start|>", user, a line break, "1+1=", "<|im_end|>" and a line break, then three for the generation prompt
     # are 12 tokens, "2" and the end token 2.
