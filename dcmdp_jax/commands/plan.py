@@ -16,7 +16,7 @@ import json
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands import cli, flags
-from dcmdp_jax.config import checks, settings
+from dcmdp_jax.config import checks, load, settings
 from dcmdp_jax.data.lengths import parse_lengths
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths, describe_plan, plan_record
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     add("--lengths", default="", help="padding at these lengths too: lognormal(MEDIAN,CAP), or a run's directory")
     add("--json", type=cli.output_file, metavar="FILE", help="write the figures to FILE")
     arguments = flags.parse_with(parser, argv)
-    config = arguments.config
+    config = load.for_supervision(arguments.config) if arguments.config.supervised else arguments.config
     if arguments.topology is None:
         raise UserError(f"--topology is missing; known are {known_topologies()}")
     if arguments.lengths and arguments.search:

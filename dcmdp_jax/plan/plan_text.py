@@ -56,7 +56,7 @@ def _heading(plan: CompiledRun) -> list[str]:
     )
     model, compute, mesh = plan.run.model, plan.run.placement.compute, plan.run.placement.mesh
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    engine = f"{config.rollout.engine}, whose programs are not compiled here"
+    engine = "none" if config.supervised else f"{config.rollout.engine}, whose programs are not compiled here"
     if plan.engine is not None:
         engine = f"embedded, {config.rollout.precision}, {plan.engine.rows} rows of {plan.engine.slots} cache slots"
     return [

@@ -14,7 +14,7 @@ from dcmdp_jax.config.algorithm import check_own_remedies
 from dcmdp_jax.config.checks import MESH, as_settings, engine_arguments, forward_scheme, of_engine
 from dcmdp_jax.config.settings import Config, MeshSettings
 from dcmdp_jax.data.row_layout import RowShapes
-from dcmdp_jax.engines.engine_kind import DeviceShare, EnginePlan, Lowerable
+from dcmdp_jax.engines.engine_kind import DeviceShare, EngineArguments, EngineKind, EnginePlan, Lowerable
 from dcmdp_jax.engines.machine import PREEMPTED, Machine
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
@@ -162,9 +162,7 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
     platform_kernel(config, platform)
     check_own_remedies(config.algorithm)
     near = CHIPS["h100"].devices_near if platform == "gpu" else devices
-    kind, arguments = engine_arguments(
-        config, model=model, platform=_ENGINE_PLATFORM[platform], host_devices=min(devices, near)
-    )
+    kind, arguments = _engine(config, model=model, platform=_ENGINE_PLATFORM[platform], host_devices=min(devices, near))
     with as_settings(of_engine(kind)):
         kind.check(arguments)
     with as_settings(MESH):
@@ -173,6 +171,13 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
         sizes = {"num_heads": model.num_heads, "num_experts": model.num_experts}
         check_training_mesh(mesh, **sizes, completions=config.completions_per_mini_batch)
     return model
+
+
+def _engine(config: Config, **found: Any) -> tuple[EngineKind, EngineArguments]:
+    """The engine of a run with what it gets of adapters; a supervised run has none."""
+    kind, arguments = engine_arguments(config, kind=EngineKind() if config.supervised else None, **found)
+    lora = config.model.lora if kind.takes_adapters(arguments.settings) else None
+    return kind, dataclasses.replace(arguments, lora=lora)
 
 
 def planned_run(
@@ -187,7 +192,7 @@ def planned_run(
         machine: memory that there is; None looks at this machine.
     """
     model, platform = model or model_of(config), mesh.devices.flat[0].platform
-    engine = engine_arguments(config, model=model, platform=_ENGINE_PLATFORM.get(platform, platform))
+    engine = _engine(config, model=model, platform=_ENGINE_PLATFORM.get(platform, platform))
     of_teacher = dataclasses.replace(config, model=dataclasses.replace(config.model, path=config.teacher[0]))
     placement = placed(
         config,

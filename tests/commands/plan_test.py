@@ -37,3 +37,25 @@ def test_it_prints_and_writes_a_plan(tmp_path, monkeypatch, capsys):
     assert plan.main(["bin.plan", *arguments]) == 0
     assert "memory of each device" in capsys.readouterr().out
     assert list(json.loads(file.read_text())["programs"]) == ["prefill"]
+
+
+def test_a_supervised_run_has_no_engine_and_one_completion_of_a_prompt(tmp_path, monkeypatch):
+    devices = Topology("v5e:2x2", CHIPS["v5e"], jax.devices()[:1])
+    monkeypatch.setattr(plan, "load_topology", lambda name: devices)
+    monkeypatch.setattr(plan, "set_environment", lambda: None)
+    found = {}
+    for loss in ("surrogate", "likelihood"):
+        file = tmp_path / f"{loss}.json"
+        words = [f"{_CONFIG}:local,debug", "--topology=v5e:2x2", f"--json={file}", f"--config.algorithm.loss={loss}"]
+        words += [f"--config.training.{name}=4" for name in ("prompts_per_step", "prompts_per_mini_batch")]
+        assert plan.main(["bin.plan", *words]) == 0
+        found[loss] = json.loads(file.read_text())["programs"]
+    assert list(found["surrogate"]) == ["step", "prefill", "decode", "score"] and list(found["likelihood"]) == ["step"]
+    # A batch of 1 completion a prompt, not of 4.
+    assert found["likelihood"]["step"]["argument_bytes"] < found["surrogate"]["step"]["argument_bytes"]
+
+
+def test_adapters_that_vllm_can_not_hold_are_refused_before_a_compiler_is_asked_for():
+    words = ["--config=configs/demo_vllm.py:float32", "--topology=h100:1", "--config.model.lora_rank=4"]
+    with pytest.raises(UserError, match=r"config.rollout.vllm.adapters: got True with float32; vLLM's CUDA build"):
+        plan.main(["bin.plan", *words, "--config.rollout.vllm.adapters=True"])
