@@ -98,7 +98,7 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
 
     Returns:
         values [..., in, out] and scale [..., out] or [..., G, out], see `QuantizedKernel`. A column or group with a NaN
-        has a NaN scale.
+        has a NaN scale, but on a CPU, where XLA's reduction of large matrices loses it.
 
     Raises:
         ValueError: for another precision, or groups that do not divide the inputs.

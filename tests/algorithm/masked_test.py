@@ -67,6 +67,13 @@ def test_sums_of_a_large_batch_keep_float32_precision():
     assert mean == pytest.approx(float(np.float32(0.99)), rel=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(8,), (4, 8192)])
+def test_the_largest_of_many_values_with_a_nan_is_nan(shape):
+    values = np.zeros(shape, np.float32)
+    values.reshape(-1)[3] = np.nan
+    assert np.isnan(jax.jit(masked.masked_max)(values, np.ones(shape, bool)))
+
+
 def test_masked_max():
     assert float(masked.masked_max(VALUES, MASK)) == 4.0  # not inf, not NaN
     assert float(masked.masked_max(-VALUES, MASK)) == -1.0  # a fill of 0 would win here
