@@ -31,7 +31,7 @@ _OURS = (
     "messages conversation tokenize add_generation_prompt chat_template tools documents continue_final_message "
     "return_dict return_tensors padding truncation max_length"
 ).split()
-_QUESTION = ({"role": "user", "content": "What is 2+3?"},)
+QUESTION = ({"role": "user", "content": "What is 2+3?"},)
 CALL_FORMATS = json.loads(Path(__file__).with_name("call_formats.json").read_text(encoding="utf-8"))
 """Formats that chat templates write calls of tools in, by name, as `response_template`s of transformers. Calls in a
 thought, which may begin in the prompt, are none."""
@@ -55,7 +55,7 @@ def render_checked(
     except Exception as error:  # jinja2's errors, and any that a template raises
         raise UserError(f"{template} can't render {what}: {shorten_name(one_line(error))}") from error
     for message in messages:
-        if message["role"] != "assistant" and message["content"].strip() not in text:
+        if message["role"] != "assistant" and not is_written(message["content"].strip(), text):
             raise UserError(
                 f"{template} leaves out the text of the {shorten_name(message['role'])} in {what}; it must write each "
                 "message's content: compare chat_template.jinja with the model's own"
@@ -68,6 +68,11 @@ def render_checked(
                 "name the column something else than tools"
             )
     return text
+
+
+def is_written(content: str, text: str) -> bool:
+    """Whether a template's text has a message's content, or the JSON of it, which Llama's write of a tool's result."""
+    return content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
 
 
 def render_chat(
@@ -150,7 +155,7 @@ def template_variables(text: str, tokenizer: "PreTrainedTokenizerBase") -> dict[
     for name, value in variables.items():
         meant = {"false": False, "true": True, "0": False, "1": True}.get(str(value).lower(), value)
         given, other = ({**variables, name: each} for each in (value, meant))
-        render = functools.partial(render_checked, tokenizer, _QUESTION, "the chat template", "a question")
+        render = functools.partial(render_checked, tokenizer, QUESTION, "the chat template", "a question")
         if render(given) != render(other):
             raise UserError(
                 f"chat_template_kwargs: {name!r} is {json.dumps(value)}, which this template does not take for "
@@ -194,8 +199,8 @@ def find_call_format(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[st
     write = functools.partial(write_chat, tokenizer, tools=[_TOOL], **variables)
     called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": _CALL}]}
     with contextlib.suppress(Exception):  # any that a template raises
-        before, begun = write(_QUESTION), write(_QUESTION, add_generation_prompt=True)
-        ids = tokenizer(write([*_QUESTION, called]).removeprefix(THOUGHT.sub("", begun)), add_special_tokens=False)
+        before, begun = write(QUESTION), write(QUESTION, add_generation_prompt=True)
+        ids = tokenizer(write([*QUESTION, called]).removeprefix(THOUGHT.sub("", begun)), add_special_tokens=False)
         text = tokenizer.decode(ids["input_ids"], skip_special_tokens=True)
         for template in filter(None, (getattr(tokenizer, "response_template", None), *CALL_FORMATS.values())):
             with contextlib.suppress(Exception):

@@ -118,8 +118,8 @@ def encode_prompts(
     instructed = 0
     for problem, messages in zip(problems, asked, strict=True):
         instructed += bool(prompt_suffix and messages) and chat.with_suffix(problem, prompt_suffix) == problem.prompt
-        given = messages, "the chat template", _name(problem), variables, problem.tools
-        texts.append(chat.render_checked(tokenizer, *given) if messages else "")
+        given = [*messages, *problem.completion], "the chat template", _name(problem), variables, problem.tools
+        texts.append(chat.render_checked(tokenizer, *given) * (not problem.completion))
     with_control_tokens = _count_control_tokens(problems, tokenizer, learned=learned)
     if instructed:
         _LOG.warning(
@@ -200,8 +200,7 @@ def _learned(
 
 def _header(write: Callable[..., str], messages: Sequence[Message]) -> str:
     """The text before the words of the assistant that begins a chat. Many templates can't write a chat of nothing."""
-    asked = [{"role": "user", "content": "?"}]
-    begun = write(asked, add_generation_prompt=True).removeprefix(write(asked))
+    begun = write(chat.QUESTION, add_generation_prompt=True).removeprefix(write(chat.QUESTION))
     return "".join(write(messages).partition(begun)[:2])
 
 

@@ -6,7 +6,6 @@ neither loss nor discrepancy has them. Tokens that were sampled stay as they wer
 
 import contextlib
 import dataclasses
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from dcmdp_jax.data.chat import chat_messages, render_chat
+from dcmdp_jax.data.chat import chat_messages, is_written, render_chat
 from dcmdp_jax.data.episode import Episode, collect
 from dcmdp_jax.data.tokenizer import encode_texts
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
@@ -85,9 +84,7 @@ def answer_text(
     except Exception as error:  # templates raise what they like
         raise RewardError(f"the chat template can't render the role {role!r}: {one_line(error)}") from error
     _, mark, after = text.partition(_MARK)
-    said = [message["content"].strip() for message in messages]
-    # Llama's templates write the JSON of a tool's result.
-    if not mark or not all(each in after or json.dumps(each, ensure_ascii=False)[1:-1] in after for each in said):
+    if not mark or not all(is_written(message["content"].strip(), after) for message in messages):
         raise RewardError(
             f"the chat template leaves out a turn of the policy, or the observation after it (role {role!r}); it must "
             "write both for task.environment"

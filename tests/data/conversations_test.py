@@ -107,6 +107,19 @@ def test_a_turn_that_is_written_otherwise_once_the_chat_goes_on_is_refused_by_na
     assert _learned(tmp_path, {"messages": _TALK[:3]}, template=_FORGETFUL)[0] == ["<t>2<|im_end|>"]
 
 
+def test_a_template_that_leaves_out_what_a_conversation_has_is_refused(tmp_path):
+    silent = _MARKED.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
+    with pytest.raises(ValueError, match="leaves out the text of the system in problem 0 of rows; it must write"):
+        _encoded(tmp_path, {"messages": _TALK}, template=silent)
+    tools = [{"type": "function", "function": {"name": "add", "description": "?", "parameters": {}}}]
+    with pytest.raises(ValueError, match="leaves out the tool 'add' in problem 0 of rows; use a template that"):
+        _encoded(tmp_path, {"messages": _TALK[1:], "tools": tools}, template=_MARKED)
+    # Llama's templates write the JSON of a tool's result.
+    llama = _MARKED.replace("{% else %}{{ m['content'] }}", "{% else %}{{ m['content'] | tojson }}")
+    result = [*_TALK[1:3], {"role": "tool", "content": '{"sum": 2}'}, _TALK[4]]
+    assert _learned(tmp_path, {"messages": result}, template=llama)[0] == ["2<|im_end|>", "it is 4<|im_end|>"]
+
+
 def test_space_that_the_tokenizer_joins_to_the_header_is_named(monkeypatch, tmp_path):
     import dcmdp_jax.data.prompts as prompts
 
