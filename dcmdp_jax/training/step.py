@@ -184,11 +184,12 @@ def _recompute(parts: StepParts, params: Params, batch: Batch) -> Batch:
 
     No column if that leaves none: with a single mini-batch the method costs one pass, as much as GRPO.
     A charge inside the reward needs all, unless the rows have p^Train of the weights that sampled them.
-    With ratio_denominator="bypass" they are not needed, except for lagged rows, where they measure staleness.
+    With ratio_denominator="bypass" they are not needed, except for lagged rows, where they measure staleness, and with
+    a teacher, who is compared with the policy that sampled.
     """
     lagging, computed = lags(batch.rows[0]), batch.micro_batches
     if not parts.always_recompute and (parts.settings.level != "reward" or lagging):
-        bypass = parts.settings.ratio_denominator == "bypass" and not lagging
+        bypass = parts.settings.ratio_denominator == "bypass" and not (lagging or parts.teacher_weight)
         if len(batch.rewards) == 1 or bypass:
             return batch
         computed = jnp.asarray(computed).at[0].set(0)

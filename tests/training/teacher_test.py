@@ -151,6 +151,17 @@ def test_a_policy_that_is_its_own_teacher_stays(tmp_path, rows_of):
     assert abs(metrics["policy/teacher_kl"]) < 1e-6 and metrics["optimizer/grad_norm"] < 1e-5
 
 
+def test_bypass_compares_the_teacher_with_the_policy_that_sampled(tmp_path, rows_of):
+    _save_teacher(tmp_path / "teacher")
+    found = {}
+    for name in ("train", "bypass"):
+        changes = {"algorithm.ratio_denominator": name, "optimizer.learning_rate": 0.03}
+        metrics = rows_of(_checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", **changes))[1]
+        found[name] = float(metrics["policy/teacher_kl"])
+    # With the weights that the first of two updates moved it would be another number.
+    assert found["bypass"] == pytest.approx(found["train"], abs=1e-6)
+
+
 def test_a_resumed_run_with_a_teacher_has_the_bits_of_one_that_went_on(run_environment, tmp_path):
     _save_teacher(tmp_path / "teacher")
     given = [f"rewards.functions=math,teacher:{tmp_path / 'teacher'}", "rewards.weights=(0,1)", "rollout.lag=1"]
