@@ -159,6 +159,8 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
     """
     model = model_of(config)
     task.check_model(config, model)
+    if config.model.adapter and config.model.lora is None:
+        raise UserError("config.model.adapter: a plan does not read it; give the shape as model.lora_rank, lora_alpha")
     platform_kernel(config, platform)
     check_own_remedies(config.algorithm)
     near = CHIPS["h100"].devices_near if platform == "gpu" else devices

@@ -1,6 +1,7 @@
 """The command line of bin.plan. What it compiles is tested in tests/plan."""
 
 import json
+import re
 
 import jax
 import pytest
@@ -59,3 +60,10 @@ def test_adapters_that_vllm_can_not_hold_are_refused_before_a_compiler_is_asked_
     words = ["--config=configs/demo_vllm.py:float32", "--topology=h100:1", "--config.model.lora_rank=4"]
     with pytest.raises(UserError, match=r"config.rollout.vllm.adapters: got True with float32; vLLM's CUDA build"):
         plan.main(["bin.plan", *words, "--config.rollout.vllm.adapters=True"])
+
+
+def test_adapters_of_an_unknown_shape_are_refused_and_not_planned_as_training_of_all():
+    said = "config.model.adapter: a plan does not read it; give the shape as model.lora_rank, lora_alpha"
+    given = ["plan", "--config=configs/qwen3_8b.py", "--topology=h100:8", "--config.model.adapter=trained"]
+    with pytest.raises(UserError, match=re.escape(said)):
+        plan.main(given)
