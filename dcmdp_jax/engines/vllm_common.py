@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# The first version that works, and the first that was not tried.
-_SUPPORTED = ((0, 32), (0, 34))
+# Those that were tried (0.33 was read alone); none between them was.
+_SUPPORTED = ("0.22", "0.32", "0.33")
 FP8_CACHES = ("fp8", "fp8_e5m2")
 # Smallest and largest temperature above 0 that vLLM applies unchanged.
 VLLM_TEMPERATURES = (0.01, 2.0)
@@ -21,12 +21,8 @@ def installed() -> dict[str, str]:
 
 
 def unsupported_version(version: str) -> str:
-    """The versions that the bridge knows, as ">=a,<b", if this is none of them; else ""."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if _SUPPORTED[0] <= numbers < _SUPPORTED[1]:
-        return ""
-    low, high = (".".join(map(str, bound)) for bound in _SUPPORTED)
-    return f">={low},<{high}"
+    """The versions that the bridge knows, if this is none of them; else ""."""
+    return "" if ".".join(re.findall(r"\d+", version)[:2]) in _SUPPORTED else ", ".join(_SUPPORTED)
 
 
 def cache_rounding(cache: str, platform: str) -> str:

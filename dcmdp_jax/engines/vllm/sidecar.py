@@ -282,15 +282,15 @@ def one_line(error: BaseException) -> str:
 def clear_names() -> None:
     """Unlink what vLLM shares between processes, once the engine is built and all of them have it open.
 
-    The rendezvous file, and with tensor parallelism shared memory and semaphores: whatever ends this process, they end
-    with the last one that has them mapped. And empty directories, which torch's compiler makes when it is imported, and
-    again when it needs them.
+    The rendezvous file, and with worker processes sockets, shared memory and semaphores: whatever ends this process,
+    they end with the last one that has them open. And empty directories, which torch's compiler makes when it is
+    imported, and again when it needs them.
     """
     for path in Path(os.environ["TMPDIR"]).iterdir():
-        if path.is_file():
+        if not path.is_dir():
             path.unlink(missing_ok=True)
         else:
-            with contextlib.suppress(OSError):  # not empty, or a socket
+            with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
     group = os.getpgrp()
     for entry in Path("/proc").iterdir():
