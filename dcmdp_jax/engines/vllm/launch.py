@@ -90,11 +90,14 @@ def check_machine(arguments: EngineArguments) -> str:
             f"vLLM {version} is installed, the bridge knows the inside of {known}; install one "
             "of those, or name an interpreter that has one in `python`",
         )
-    lacking = [("routed_experts", arguments.routed_experts)]
-    lacking += [("precision", platform == "cpu" and arguments.precision in ("int8", "fp8_per_block"))]
-    for name, asked in lacking:
-        if asked and version.startswith("0.22."):
-            value = getattr(arguments, name)
+    cpu = platform == "cpu"
+    lacking = {
+        "routed_experts": arguments.routed_experts,
+        "adapters": cpu and settings.adapters,
+        "precision": cpu and arguments.precision in ("int8", "fp8_per_block") and arguments.precision,
+    }
+    for name, value in lacking.items():
+        if value and version.startswith("0.22."):
             raise ArgumentError(name, f"got {value!r}, which the bridge does not do with vLLM {version}; install 0.32")
     extra_arguments(settings.engine_args)
     # Of an address the nodes' own is not asked: a cluster's CPUs are taken for this machine's.
