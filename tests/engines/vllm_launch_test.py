@@ -598,7 +598,7 @@ def test_an_installation_that_is_too_old_or_without_gpu(interpreter, gpu_trainer
     ("build", "changes", "line"),
     [
         ("vllm_cpu", {"precision": "int8"}, "precision: got 'int8', which"),
-        ("vllm_cpu", {"adapters": True}, "adapters: got True, which"),
+        ("vllm", {"adapters": True}, "adapters: got True, which"),
         ("vllm_cpu", {"precision": "fp8_per_block"}, "precision: got 'fp8_per_block', which"),
         ("vllm", {"routed_experts": True}, "routed_experts: got True, which"),
     ],
@@ -609,7 +609,7 @@ def test_what_the_oldest_version_does_not_do_is_refused(interpreter, build, chan
         f"{line} the bridge does not do with vLLM 0.22.1; install 0.32"
     )
     if build == "vllm":
-        assert launch.check_machine(_engine(python=python, precision="fp8", adapters=True)) == "cuda"
+        assert launch.check_machine(_engine(python=python, precision="fp8")) == "cuda"
 
 
 def test_the_cpu_build_takes_no_share(interpreter, gpu_trainer):

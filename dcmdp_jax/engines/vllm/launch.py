@@ -90,11 +90,11 @@ def check_machine(arguments: EngineArguments) -> str:
             f"vLLM {version} is installed, the bridge knows the inside of {known}; install one "
             "of those, or name an interpreter that has one in `python`",
         )
-    cpu = platform == "cpu"
+    amx = platform == "cpu" and arguments.precision in ("int8", "fp8_per_block")
     lacking = {
         "routed_experts": arguments.routed_experts,
-        "adapters": cpu and settings.adapters,
-        "precision": cpu and arguments.precision in ("int8", "fp8_per_block") and arguments.precision,
+        "adapters": settings.adapters,
+        "precision": amx and arguments.precision,
     }
     for name, value in lacking.items():
         if value and version.startswith("0.22."):
