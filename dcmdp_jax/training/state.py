@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh
 
 from dcmdp_jax.algorithm.dual import dual_init, dual_update, measured_tolerance
@@ -148,7 +147,8 @@ def apply_update(
         return optax.apply_updates(params, updates), opt_state
 
     unchanged = state.params, state.opt_state
-    params, opt_state = lax.cond(finite, update, lambda *unchanged: unchanged, *unchanged)
+    # Chosen number by number, in place: the results of `lax.cond` are copied into the state.
+    params, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*unchanged), unchanged)
     scale = None if state.loss_scale is None else next_loss_scale(state.loss_scale, finite)
     skipped = jnp.where(finite, 0, state.skipped_in_row + 1)
     state = state._replace(params=params, opt_state=opt_state, skipped_in_row=skipped, loss_scale=scale)
