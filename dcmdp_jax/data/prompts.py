@@ -126,7 +126,7 @@ def encode_prompts(
             "%d of %d prompts say themselves how to write the answer, and get no prompt_suffix", instructed, len(texts)
         )
     encoded, targets = encode_texts(tokenizer, texts, "the prompts"), []
-    sum_of = "task.max_prompt_tokens + rollout.max_completion_tokens"
+    sum_of = "max_prompt_tokens + max_completion_tokens"
     nouns, limit = ("conversations", sum_of) if learned else ("prompts", "max_prompt_tokens")
     if learned:
         completions = encode_texts(tokenizer, [problem.solution for problem in problems], "the completions")

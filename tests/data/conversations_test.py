@@ -160,8 +160,8 @@ def test_conversations_over_the_limit_are_left_out_and_counted(tmp_path, caplog)
     short, long = {"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": "2" * 40}
     _, found = _encoded(tmp_path, short, long, limit=14)
     assert (len(found.problems), found.dropped, len(found.token_ids[0])) == (1, 1, len(found.targets[0]))
-    assert "1 of 2 conversations are over task.max_prompt_tokens + rollout.max_completion_tokens = 14" in caplog.text
-    with pytest.raises(ValueError, match=r"\+ rollout\.max_completion_tokens = 5 leaves no conversation: the shortest"):
+    assert "1 of 2 conversations are over max_prompt_tokens + max_completion_tokens = 14" in caplog.text
+    with pytest.raises(ValueError, match=r"\+ max_completion_tokens = 5 leaves no conversation: the shortest"):
         _encoded(tmp_path, short, long, limit=5)
 
 
