@@ -27,11 +27,17 @@ from benchmarks.compiled_parts.trips import one_token, step_trip_counts
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands.cli import Parser, output_file, run_main
 from dcmdp_jax.commands.flags import parse_with
-from dcmdp_jax.config.checks import PACKING, as_settings
+from dcmdp_jax.config.load import for_supervision
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.lengths import parse_lengths
 from dcmdp_jax.engines.engine_kind import Lowerable
-from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths, describe_plan, forward_flops, plan_record
+from dcmdp_jax.plan.plan_text import (
+    at_lengths,
+    describe_lengths,
+    describe_plan,
+    forward_flops,
+    lengths_asked,
+    plan_record,
+)
 from dcmdp_jax.plan.run_plan import GIB, PROGRAMS, Compiled, CompiledRun, PlannedRun, compile_run
 from dcmdp_jax.plan.topologies import Topology, known_topologies, load_topology, set_environment
 
@@ -51,10 +57,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--lengths", default="", help="a step at these lengths too: lognormal(MEDIAN,CAP), or a run")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     arguments = parse_with(parser, argv)
-    config, lengths = arguments.config, None
-    if arguments.lengths:
-        with as_settings(PACKING):
-            lengths = parse_lengths(arguments.lengths, limit=config.rollout.max_completion_tokens)
+    config = for_supervision(arguments.config) if arguments.config.supervised else arguments.config
+    lengths = lengths_asked(arguments.lengths, config)
     set_environment()
     only = tuple(name for name in arguments.programs.split(",") if name)
     plan = compile_and_count(config, load_topology(arguments.topology), only=only)

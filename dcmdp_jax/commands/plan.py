@@ -16,10 +16,9 @@ import json
 
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands import cli, flags
-from dcmdp_jax.config import checks, load, settings
-from dcmdp_jax.data.lengths import parse_lengths
+from dcmdp_jax.config import load, settings
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths, describe_plan, plan_record
+from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths, describe_plan, lengths_asked, plan_record
 from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, compile_run, search, search_record, table
 from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_topology, platform_of, set_environment
 
@@ -39,10 +38,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--topology is missing; known are {known_topologies()}")
     if arguments.lengths and arguments.search:
         raise UserError("--lengths: got with --search, which compares worst cases; give one of the two")
-    lengths = None
-    if arguments.lengths:
-        with checks.as_settings(checks.PACKING):
-            lengths = parse_lengths(arguments.lengths, limit=config.rollout.max_completion_tokens)
+    lengths = lengths_asked(arguments.lengths, config)
     only = tuple(name for name in arguments.programs.split(",") if name)
     if unknown := [name for name in only if name not in PROGRAMS]:
         raise UserError(f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}")

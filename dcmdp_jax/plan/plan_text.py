@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.data.lengths import Lengths, expected_step, lognormal
+from dcmdp_jax.config.checks import PACKING, as_settings
+from dcmdp_jax.config.settings import Config
+from dcmdp_jax.data.lengths import Lengths, expected_step, lognormal, parse_lengths
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import num_params
 from dcmdp_jax.plan.run_plan import GIB, CompiledRun
@@ -116,6 +118,12 @@ def forward_flops(model: ModelConfig, length: int) -> float:
     widths += recurrent * (model.mixed_width + 2 * values + 2 * model.linear_num_value_heads)
     matrices = model.hidden_size * (widths + model.vocab_size) + recurrent * 3 * values * model.linear_key_head_dim
     return 2.0 * matrices + full * 2.0 * queries * length
+
+
+def lengths_asked(text: str, config: Config) -> Lengths | None:
+    """The lengths that `--lengths` names, see `parse_lengths`; None without."""
+    with as_settings(PACKING):
+        return parse_lengths(text, limit=config.rollout.max_completion_tokens) if text else None
 
 
 def at_lengths(plan: CompiledRun, lengths: Lengths) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class CompiledRun:
 
 
 def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
-    """Refuse what dcmdp train refuses on such devices, without their compiler.
+    """Refuse what dcmdp train refuses on such devices, without their compiler, and adapters whose shape is not given.
 
     Args:
         config: the settings.

@@ -26,7 +26,7 @@ from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.task import Task
 from dcmdp_jax.run.weights import Weights, model_shardings
 from dcmdp_jax.training import loss_terms, stopping, warmup
-from dcmdp_jax.training.rescore import make_old_logprobs, make_rescore
+from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import (
     batch_shardings,
     initial_dual,
@@ -87,7 +87,8 @@ class StepPrograms(NamedTuple):
         """
         state, batch = self.arguments
         # `old_logprobs` adds its columns.
-        kept = [{name: x for name, x in of.columns.items() if not name.startswith("old_")} for of in batch.rows]
+        added = OLD_LOGPROBS, episode.OLD_TOP_LOGPROBS
+        kept = [{name: x for name, x in of.columns.items() if name not in added} for of in batch.rows]
         bare = batch._replace(rows=tuple(of._replace(columns=x) for of, x in zip(batch.rows, kept, strict=True)))
         lowered = {"the step": lambda: self.train_step.lower(state, batch, frozen)}
         for each in filter(None, (self.rescore, self.old_logprobs)):

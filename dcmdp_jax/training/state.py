@@ -141,14 +141,11 @@ def apply_update(
     grad_norm = euclidean_norm(gradient) / divisor
     finite &= jnp.isfinite(grad_norm)
 
-    def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
-        grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), gradient, params)
-        updates, opt_state = optimizer.update(grads, opt_state, params, grad_norm=grad_norm)
-        return optax.apply_updates(params, updates), opt_state
-
-    unchanged = state.params, state.opt_state
+    grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), gradient, state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params, grad_norm=grad_norm)
+    updated, unchanged = (optax.apply_updates(state.params, updates), opt_state), (state.params, state.opt_state)
     # Chosen number by number, in place: the results of `lax.cond` are copied into the state.
-    params, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), update(*unchanged), unchanged)
+    params, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, unchanged)
     scale = None if state.loss_scale is None else next_loss_scale(state.loss_scale, finite)
     skipped = jnp.where(finite, 0, state.skipped_in_row + 1)
     state = state._replace(params=params, opt_state=opt_state, skipped_in_row=skipped, loss_scale=scale)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import json
 import re
 import sys
-import types
 from typing import Any
 
 import jax
@@ -133,11 +132,11 @@ def theirs(request, tmp_path, monkeypatch):
     module, name = ("qwen3_5_moe", "Qwen3_5Moe") if own is EXPERTS else ("qwen3_5", "Qwen3_5")
     modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
     transformers.logging.set_verbosity_error()
-    exact = types.ModuleType(f"{modeling.__name__}_exact")
-    exact.__package__, exact.__file__ = modeling.__package__, modeling.__file__
     text = inspect.getsource(modeling).replace("torch.float32", "torch.float64").replace(".float()", ".double()")
-    monkeypatch.setitem(sys.modules, exact.__name__, exact)
-    exec(compile(re.sub(r"dtype=torch\.float\b", "dtype=torch.float64", text), modeling.__file__, "exec"), vars(exact))
+    (file := tmp_path / "exact.py").write_text(re.sub(r"dtype=torch\.float\b", "dtype=torch.float64", text))
+    spec = importlib.util.spec_from_file_location(f"{modeling.__name__}_exact", file)
+    monkeypatch.setitem(sys.modules, spec.name, exact := importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(exact)
     fields = transformers.AutoConfig.for_model(**json.loads(json.dumps(own)), attn_implementation="eager")
     fields._experts_implementation = "eager"
     model = getattr(exact, f"{name}ForCausalLM")(fields).eval()

@@ -260,8 +260,7 @@ def _converted(leaf: jax.Array, index: tuple[int, ...], first: int, count: int, 
     With `turned` each is transposed.
     """
     if leaf.dtype == jnp.dtype(dtype) and next(iter(leaf.devices())).platform == "cpu":
-        arrays = np.asarray(leaf).reshape(-1, *leaf.shape[len(index) :])[first : first + count]
-        return arrays.swapaxes(-1, -2) if turned else arrays
+        return np.asarray(leaf).reshape(-1, *leaf.shape[len(index) :])[first : first + count]
     return np.asarray(_cast_stack(leaf, first, stacked=len(index), count=count, dtype=dtype, turned=turned))
 
 
@@ -289,8 +288,7 @@ def _blocks(leaf: jax.Array, index: tuple[int, ...], dtype: str, turned: bool) -
     for place, part, own in _parts(leaf, index):
         if part.dtype == jnp.dtype(dtype) and next(iter(part.devices())).platform == "cpu":
             # No copy: a view of XLA's own buffer.
-            whole = np.asarray(part)[own]
-            yield (place[::-1], whole.T) if turned else (place, whole)
+            yield place, np.asarray(part)[own]
             continue
         rows, *rest = part.shape[len(own) :]
         height = max(1, _BLOCK_BYTES // (jnp.dtype(dtype).itemsize * max(1, int(np.prod(rest)))))
