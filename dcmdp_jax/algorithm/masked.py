@@ -3,7 +3,7 @@
 Nothing under a mask leaks: a NaN or an infinity where the mask is false (or the weight is 0) changes neither a result
 nor its gradient. Every function works on the padded layout ([N, T], one completion a row) and on packed rows ([R, L],
 several completions a row, `completion_index` says which) and returns float32; sums, means and group statistics of
-float64 stay in it (`numerics.as_float`).
+float64 stay in it (`stats.as_float`).
 """
 
 from fractions import Fraction

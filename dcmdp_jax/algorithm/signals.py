@@ -60,7 +60,7 @@ def charge_share(
         uncharged: A, the advantage without discrepancy.
         token_weights: >= 0, w.
         in_loss: >= 0, length of the gradient of a charge in the loss before lambda
-            (`charges.charge_length`); sum w lambda of it is added to C.
+            (`penalties.charge_length`); sum w lambda of it is added to C.
 
     Returns:
         C over C + S; 1 where all advantages are 0 and something is charged, 0 where nothing is.

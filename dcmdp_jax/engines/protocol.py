@@ -77,7 +77,7 @@ class Engine(Protocol):
         Close the iterator to stop sampling; the engine stays usable. Calls do not overlap: the next one may end an
         iterator that was left open.
 
-        Log-probs are returned as they are, NaN too: `validation.unusable_completions` decides what becomes of those.
+        Log-probs are returned as they are, NaN too: `protocol.unusable_completions` decides what becomes of those.
 
         Args:
             prompts: int32 token ids, one array per prompt.

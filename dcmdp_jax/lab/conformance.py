@@ -77,7 +77,7 @@ def check_episodes(
 ) -> None:
     """Refuse episodes of other prompts, or with arrays that `Episode` does not allow.
 
-    Log-probs that are not finite are left to `validation.unusable_completions`.
+    Log-probs that are not finite are left to `protocol.unusable_completions`.
 
     Raises:
         EngineError: naming the first episode and array that is wrong.

@@ -56,7 +56,7 @@ def recorded_completions(
         rollout: the step's completions and rewards.
         problems: the training problems.
         rows: the packed batch, [M, A, R, L] for each bucket.
-        recorded: the arrays of `step_metrics.RECORDED`, None for one that the step does not return: log p of the
+        recorded: the arrays of `loss_terms.RECORDED`, None for one that the step does not return: log p of the
             tokens, like `rows`; that of the weights at the start of the step; advantages, [M * N] float32; log p of
             the engine's likeliest tokens, [M, A, R, L, k] for each bucket.
         exact: the rollout log-probs were replaced by the training stack's own.

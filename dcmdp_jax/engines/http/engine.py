@@ -35,7 +35,7 @@ class RemoteEngine:
     at temperature 1 with top-p 1, and at temperature 0, where the protocol wants log-probs of temperature 1. Elsewhere
     the engine measures, once, which it is. With a server that reports raw ones `Episode.rollout_logprobs` is all NaN
     there, which says that they are not known: the tokens are right, and evaluation reads nothing else, but
-    `validation.unusable_completions` and arithmetic refuse NaN, so no log-prob of another distribution is taken for the
+    `protocol.unusable_completions` and arithmetic refuse NaN, so no log-prob of another distribution is taken for the
     right one. A warning says so once.
     """
 

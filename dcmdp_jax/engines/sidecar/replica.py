@@ -269,7 +269,7 @@ class _Trust:
     """Doubts the first log-probs of a call that are not finite, once.
 
     A process gone wrong gives other numbers when it is started again. The weights' own NaN come back, and what becomes
-    of those is the trainer's to decide (`validation.unusable_completions`).
+    of those is the trainer's to decide (`protocol.unusable_completions`).
     """
 
     _doubted = False
@@ -311,7 +311,7 @@ def split_columns(
         expected: shape of an entry of the columns that must be there. Others may be.
 
     Raises:
-        SidecarBroken: if a column is not there, or of another shape. `validation` looks at the values.
+        SidecarBroken: if a column is not there, or of another shape. `protocol` looks at the values.
     """
     found: list[dict[str, np.ndarray]] = [{} for _ in completions]
     for name, column in COLUMNS.items():
