@@ -139,11 +139,8 @@ def _dead(text, local_names):
 def _prose(path):
     """Docstrings and comments of a file."""
     for node in ast.walk(_tree(path)):
-        body = getattr(node, "body", None)
-        for item in body if isinstance(body, list) else ():
-            if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
-                if isinstance(item.value.value, str):
-                    yield item.value.value
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
             if token.type == tokenize.COMMENT:

@@ -12,8 +12,8 @@ q = exp(rollout), the inference engine,
     d_t = log p_t - log q_t,    r_t = p_t / q_t = exp(d_t).
 
 Sums over a completion add unclamped differences (each log-prob is clamped at 1e4 nats, so that -inf is finite); what
-is exponentiated or squared is clamped at 20 nats first (`stats.clamped_log_ratio`). A value equal to a bound is kept. A NaN under the
-mask stays NaN: no comparison drops it, and the weight becomes NaN. Values outside the mask are ignored.
+is exponentiated or squared is clamped at 20 nats first (`stats.clamped_log_ratio`). A value equal to a bound is kept. A
+NaN under the mask stays NaN: no comparison drops it, and the weight becomes NaN. Values outside the mask are ignored.
 
 To add one, write it in a file of yours, or here and name it in `TRUNCATIONS` or `MASKS` (it weighs by p / q) or
 `FILTERS`. Its keyword arguments are its parameters in the setting `algorithm.corrections`.

@@ -1,6 +1,7 @@
 """Checkpoints by Orbax: asynchronous, atomic, checked when read back, the last few and the best kept.
 
-docs/checkpoints.md says what a checkpoint holds, and how to add to it. `weights.find_params` finds the parameters alone.
+docs/checkpoints.md says what a checkpoint holds, and how to add to it. `weights.find_params` finds the
+parameters alone.
 """
 
 import dataclasses
