@@ -63,6 +63,8 @@ _DERIVATIVE = re.compile(
     r"\\frac ?\{ ?(?:d|\\partial) ?(\\?[a-zA-Z]++)(?:\([a-z]\))? ?\} ?\{ ?(?:d|\\partial) ?([a-zA-Z]|\\[a-zA-Z]++) ?\}"
 )
 _NUMBER_WITH_INDEX = re.compile(r"[0-9] ?_")
+# The parser takes `12 34` for a product or a sum and `0xFF` for zero times letters.
+_NO_NUMBER = re.compile(r"(?<![0-9_^])[0-9]++ [0-9]|(?<![0-9._^])(?<!_\{)0[ {]*+[xXbBoO]")
 _DEGREES = re.compile(r"([0-9]++(?:\.[0-9]++)?) ?\\degree")
 _UNDERSTOOD = vocabulary(
     "frac sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp cdot times div infty cup cap "
@@ -122,6 +124,8 @@ def within(left: str, right: str, tolerance: float) -> bool:
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> list[Any]:
     """Parse an answer with math-verify: sympy objects, an empty list where it can't be parsed."""
+    if _NO_NUMBER.search(text):
+        return []
     text = _E_NOTATION.sub(r"\1 \\times 10^{\2}", text)
     if PERIODIC.search(text):
         text = _DEGREES.sub(r"{(\1 \\cdot \\frac{\\pi}{180})}", text)

@@ -41,6 +41,8 @@ _STATED = re.compile(
 _TOLERANCE = re.compile(r"\\tolerance\{([^{}]*+)\}\s*+$")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _BASED = re.compile(r"([+-]?(?=[A-Z]*+[0-9])[0-9A-Z]++)_(?:([0-9])|\{([0-9]{1,2}|[a-z]++)\})")
+_PREFIXED = re.compile(r"([+-]?)0([xXbBoO])([0-9a-fA-F]++)")
+_INDICES = {"b": "_2", "o": "_8", "x": "_{16}"}
 _BASE_WORDS = {word: str(base) for base, word in enumerate("two three four five six seven eight nine ten".split(), 2)}
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _CHOICE_AND_VALUE = re.compile(
@@ -223,7 +225,12 @@ def _compare_series(left: str, right: str) -> bool | None:
 
 
 def _compare_based(left: str, right: str) -> bool | None:
-    """Numerals with a base: the same digits in the same base; a prediction may leave out the reference's base."""
+    """Numerals with a base: the same digits in the same base; a prediction may leave out the reference's base.
+
+    A prefix states the base as an index does (`0xff` is `FF_{16}`), and is never left out.
+    """
+    if _PREFIXED.fullmatch(left) or _PREFIXED.fullmatch(right):
+        return _with_base_as_index(left) == _with_base_as_index(right)
     left_based, right_based = _BASED.fullmatch(left), _BASED.fullmatch(right)
     bases = [match and (match[2] or _BASE_WORDS.get(match[3], match[3])) for match in (left_based, right_based)]
     if right_based:
@@ -233,6 +240,10 @@ def _compare_based(left: str, right: str) -> bool | None:
     if left_based and parse_number(right) is not None:
         return bases[0] == "10" and _canonical_integer(left_based[1]) == right
     return None
+
+
+def _with_base_as_index(text: str) -> str:
+    return _PREFIXED.sub(lambda match: match[1] + match[3].upper() + _INDICES[match[2].lower()], text)
 
 
 def _compare_words(left: str, right: str) -> bool | None:

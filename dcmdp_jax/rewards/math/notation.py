@@ -7,6 +7,7 @@ reduced to one first, quantifiers are not nested, and possessive where they coul
 import itertools
 import re
 
+from dcmdp_jax.rewards.math.numbers import join_digit_groups
 from dcmdp_jax.rewards.math.unicode import closing_brackets, to_latex
 from dcmdp_jax.rewards.math.units import TEXT_COMMANDS, WRAPPED_TEXT, is_unit, unit_words, vocabulary
 
@@ -62,6 +63,8 @@ _RULES: tuple[tuple[str, str, str, str], ...] = (
     (r"×", r"\\times ", "2×3", r"2\times 3"),
     (r"(?<!\\)\\n(?![a-zA-Z])", " ", r"5\n", "5 "),
     (r"(?<=[0-9]) ?(?:,\\!|\{,\}) ?(?=[0-9]{3})", ",", "1{,}000", "1,000"),
+    (r"\\thinspace(?![a-zA-Z])|\{ ?\\, ?\}", r"\\,", r"5\thinspace", r"5\,"),
+    (r"(?<=[0-9.,])(?<!\\,) ?(?:\\[,!] ?)++(?=[0-9])", " ", r"1\,000", "1 000"),
     (r"(?<!\\)\\(?:\!|,)", "", r"5\,", "5"),
     (r"\{ ?: ?\}", ":", "10{:}20", "10:20"),
     (r"\\text ?\{ ?(\\\$|€|£|¥|₹) ?\}", r"\1", r"\text{\$}5", r"\$5"),
@@ -99,6 +102,7 @@ _RULES: tuple[tuple[str, str, str, str], ...] = (
      r"\mathrm{C}_{5}^2", r"\binom{5}{2}"),
     (r"(^|\\cup ?|\\in ?|=) ?\](?=[^\[\](),;]*+[,;][^\[\]()]*+[\[\]])", r"\1(", "]0,1]", "(0,1]"),
     (r"(?<=[\[(])(?=[^\[\](),;]*+[,;])([^\[\]()]*+)\[(?= ?(?:$|\\cup))", r"\1)", "(0,1[", "(0,1)"),
+    (r"\\(?:text)?per(?:mil|thousand)(?![a-zA-Z])", " permille ", r"5\permil", "5 permille "),
     (r"\\%", "%", r"5\%", "5%"),
 )  # fmt: skip
 _REPLACEMENTS = tuple((re.compile(pattern), replacement) for pattern, replacement, _, _ in _RULES)
@@ -168,7 +172,7 @@ def normalize_answer(answer: str) -> str:
     text = _outside_delimiters(_without_ornament(to_latex(text)))
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
-    text = _SPACE.sub(" ", upright(text))
+    text = join_digit_groups(_SPACE.sub(" ", upright(text)))
     text = _ANGLES.sub(lambda m: r"\begin{pmatrix}" + m[1].replace(",", r"\\") + r"\end{pmatrix}", text)
     text = _PRIMES.sub(lambda match: "'" * match[0].count("prime"), text)
     text = _INDEX.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)

@@ -20,7 +20,7 @@ _SYMBOLS = str.maketrans(
         "⌈": r"\lceil ", "⌉": r"\rceil ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}",
         "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "⟨": r"\langle ", "⟩": r"\rangle ", "⩽": r"\leq ", "⩾": r"\geq ",
         "：": ":", "，": ", ", "；": "; ", "（": "(", "）": ")", "、": ", ", "。": ".", "或": " or ", "和": " and ",
-        "＝": "=", "％": "%", "¢": " cent ",
+        "＝": "=", "％": "%", "¢": " cent ", "‰": " permille ", "‱": " bps ",
         **{letter: rf"\{name} " for letter, name in zip(_GREEK, GREEK_NAMES, strict=True)},
     }
 )  # fmt: skip

@@ -54,6 +54,11 @@ _MEASURES = {
     "before noon": "am a.m a.m. 1",
     "after noon": "pm p.m p.m. 1",
 }
+_CURRENCIES = (
+    "won KRW, lira lire, krona kronor SEK, krone kroner, peso, franc CHF, ruble rouble, rupiah, ringgit, baht, dong, "
+    "zloty PLN, forint, dirham, dinar, riyal rial, shekel, rand"
+)
+_MEASURES |= {names.split()[0]: f"{names} 1" for names in _CURRENCIES.split(", ")}
 # Before a symbol, before a name, the power of ten.
 _PREFIXES = "n nano -9, µ micro -6, u micro -6, m milli -3, c centi -2, d deci -1, k kilo 3, M mega 6, G giga 9"
 # Dimensions whose units take all prefixes of physics; in the others those in use.
@@ -69,20 +74,30 @@ _COUNTED = vocabulary(
     "step sticker student sweet table teacher team term ticket tile time toy tree triangle truck value vertex vote way "
     "white woman women word worker dime nickel"
 )
-_SCALES = {"dozen": 12, "hundred": 100, "lakh": 10**5, "crore": 10**7} | {
-    name: 1000**power for power, name in enumerate(("thousand", "million", "billion", "trillion"), 1)
+_SCALES = {"dozen": 12, "hundred": 100, "myriad": 10**4, "lakh": 10**5, "crore": 10**7, "milliard": 10**9} | {
+    name: 1000**power for power, name in enumerate("thousand million billion trillion quadrillion".split(), 1)
 }
+_ORDINALS = (
+    "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth "
+    "seventeenth eighteenth nineteenth twentieth"
+)
+_TENS = "thirtieth fortieth fiftieth sixtieth seventieth eightieth ninetieth"
+# Parts of one, which change the number in front of them; two words are joined by `_PARTS`.
+_FRACTIONS = {"half": Fraction(1, 2), "halve": Fraction(1, 2), "permille": Fraction(1, 1000)}
+_FRACTIONS |= {name: Fraction(1, size) for size, name in enumerate(_ORDINALS.split(), 3)}
+_FRACTIONS |= {name: Fraction(1, 10 * tens) for tens, name in enumerate(_TENS.split(), 3)}
+_FRACTIONS |= {f"{name}th": Fraction(1, size) for name, size in _SCALES.items()}
+_FRACTIONS["basispoint"] = Fraction(1, 10**4)
 _CHANGES_A_VALUE = vocabulary(
     "about above and approximately at base below between binary but choose cubed decimal divided double either equals "
-    "except factorial fewer fifth fourth from greater half halves hex if inf infinite infinity least less log many "
+    "except factorial fewer from greater hex if inf infinite infinity least less log many "
     "maybe minus mod modulo more most neither never no nor not of off or out over percent percentage plus power "
-    "quarter raised root score sixth some square squared sqrt tenth than third times to triple twice under up when "
+    "quarter raised root score some square squared sqrt than times to triple twice under up when "
     "where with without wrong "
     # functions; parts and multiples of a number
     "arc arg cos cosec cosh cot csc det exp gcd lcm lim ln log mil mill sec sgn sin sinh tan tanh cis abs "
-    "hundredth thousandth millionth billionth seventh eighth ninth ten one gross fold grand "
-    "reciprocal negative positive inverse opposite conjugate infinities grosses googol"
-)
+    "ten one gross fold grand reciprocal negative positive inverse opposite conjugate infinities grosses googol"
+).union(_FRACTIONS)
 
 
 def _sizes() -> dict[str, tuple[str, Fraction]]:
@@ -111,13 +126,15 @@ _NOUN = re.compile(r"(?=[a-z]{0,40}[aeiouy])(?![a-z]{0,40}(?:illions?|fold)$)[a-
 _PLURAL = re.compile(r"[a-z]++(?<=[^sui]s)")
 """A noun that counts. In the singular it may say another value: `5\\text{ reciprocal}`, `5\\text{ halved}`."""
 _PROSE = re.compile(r"\\(?:text|mbox)")
-TEXT_COMMANDS = r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|operatorname|rm|bm|underline) ?\{"
+TEXT_COMMANDS = (
+    r"\\(?:text|mathrm|textbf|mathbf|textit|textnormal|mbox|textrm|texttt|mathtt|operatorname|rm|bm|underline) ?\{"
+)
 """Start of a text command, after runs of spaces were reduced to one. The closing brace follows."""
 _EXPONENT = r"\^ ?(?:\{ ?-?[0-9] ?\}|[0-9])"
 _PIECE = re.compile(
     rf"(?P<text>{TEXT_COMMANDS}(?P<content>[^{{}}]*+)\}})|(?P<degree>\\degree)(?: ?(?P<scale>[CF])(?![a-zA-Z]))?"
     rf"|(?P<exponent>{_EXPONENT})|(?P<word>[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+)|(?P<join>/|\\cdot(?![a-zA-Z])|·)"
-    rf"|(?P<percent>%)|(?P<space> )|(?P<other>\\[a-zA-Z]++|.)",
+    rf"|(?P<percent>%)|(?P<sign>[€£₩₺])|(?P<space> )|(?P<other>\\[a-zA-Z]++|.)",
     re.DOTALL,
 )
 _UNIT_TOKEN = re.compile(r"[a-zA-Zµ]++(?:\.[a-zA-Z])?+\.?+|\^[{ ]*+(-?[0-9])|/|%|\\degree")
@@ -125,10 +142,20 @@ WRAPPED_TEXT = re.compile(TEXT_COMMANDS + r"([^{}]*+)\}")
 _AMOUNT = re.compile(r"(?<![0-9]) ?([0-9]++(?:\.[0-9]++)?+) ?([a-zA-Z]++)\.?+ ?,?+ ?(?:and(?![a-zA-Z]))?+ ?")
 _CURRENCY = re.compile(
     r"([+-]?) ?(?:(?P<money>\\\$)|(?P<euro>€|\\euro(?![a-zA-Z]))|(?P<sterling>£|\\pounds(?![a-zA-Z]))"
-    r"|(?P<yuan_or_yen>¥)|(?P<rupee>₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
+    r"|(?P<yuan_or_yen>¥)|(?P<won>₩)|(?P<lira>₺)|(?P<rupee>₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
 )
+_CURRENCY_SIGNS = {"€": "euro", "£": "GBP", "₩": "won", "₺": "lira"}
 _ONE_SIGN = [{(("yuan_or_yen", 1),), ((name, 1),)} for name in ("yuan", "yen")]
 _SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
+_PARTS = {
+    "percent": re.compile(r"(?<![a-z])per cent(?![a-z])", re.IGNORECASE),
+    "permille": re.compile(r"(?<![a-z])(?:(?:per|pro) ?mil(?:le?)?s?|per thousand)(?![a-z])", re.IGNORECASE),
+    "basispoint": re.compile(r"(?<![a-z])(?:basis points?|bps?)(?![a-z])", re.IGNORECASE),
+}
+# Says of a number that it counts for each, or that it is the whole.
+_SHARE = re.compile(
+    r"(?<![a-zA-Z])(?:each|apiece|altogether|overall|(?:in )?total|in all|per (?:person|head|capita))[ .)}]*+\Z"
+)
 PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _MAX_PIECES = 12
 
@@ -168,7 +195,8 @@ def factors(left: Quantity, right: Quantity) -> list[tuple[Fraction, Fraction]]:
     """Factors for the two values, any pair of which makes them comparable; empty if their units disagree.
 
     A unit that only one answer has is dropped. A percentage is matched by its number and by its hundredth; a reference
-    below 1 without a percent sign is not a number of percent (0.5% is not 1/2).
+    below 1 without a percent sign is not a number of percent (0.5% is not 1/2), and a percentage equals a number of
+    fractions (`5 permilles`) by value alone.
     """
     if left.dimension and right.dimension:
         units = {left.dimension, right.dimension}
@@ -180,6 +208,9 @@ def factors(left: Quantity, right: Quantity) -> list[tuple[Fraction, Fraction]]:
         if left.dimension or right.dimension:
             return []
         hundredth = Fraction(1, 100)
+        if min(left.scale, right.scale) < 1:
+            left_unit, right_unit = (hundredth if side.percent else Fraction(1) for side in (left, right))
+            return [(left.scale * left_unit, right.scale * right_unit)]
         if not left.percent:
             return [*pairs, (left.scale, right.scale * hundredth)]
         value = parse_number(right.text)
@@ -264,6 +295,8 @@ def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
             plain.append(f" {piece['content']} ")
         elif piece.lastgroup == "scale":
             plain.append({"C": " celsius ", "F": " fahrenheit "}[piece["scale"]])
+        elif piece.lastgroup == "sign":
+            plain.append(f" {_CURRENCY_SIGNS[piece[0]]} ")
         elif piece.lastgroup == "other":
             return None
         else:
@@ -273,6 +306,17 @@ def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
 
 def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     text = _SPEED.sub(lambda match: " mi/h " if match[0] == "mph" else " km/h ", text.replace(r"\cdot", "·"))
+    for name, pattern in _PARTS.items():
+        text = pattern.sub(f" {name} ", text)
+    share = _SHARE.search(text)
+    if share:
+        text = text[: share.start()]
+    words = text.strip(" .}·()").lower()
+    if share and not words:
+        return Quantity("")
+    if (fraction := _FRACTIONS.get(words, _FRACTIONS.get(words.removesuffix("s")))) is not None:
+        return Quantity("", scale=fraction)
+
     scale, size, percent = Fraction(1), Fraction(1), False
     powers: dict[str, int] = {}
     sign, next_power, last = 1, 1, None
@@ -299,7 +343,7 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
         elif word.lower().rstrip(".") in ("square", "sq", "cubic", "cu") and next_power == 1:
             next_power = 2 if word.lower().startswith("sq") else 3
         elif word in _SCALES or (word.endswith("s") and word[:-1] in _SCALES):
-            if powers or nouns or percent:
+            if powers or nouns or percent or joined:
                 return None
             scale *= _SCALES.get(word) or _SCALES[word[:-1]]
         else:
