@@ -8,7 +8,7 @@ from typing import Any, Literal
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.rewards.math import notation, numbers
 from dcmdp_jax.rewards.math.answers import answer_defect
-from dcmdp_jax.rewards.math.references import NoAnswer, answer_text, literal
+from dcmdp_jax.rewards.math.references import NoAnswer, answer_text, literal, reason_for_no_answer
 from dcmdp_jax.rewards.protocol import ARGUMENTS, Message, Problem
 
 _PROMPT_FIELDS = ("prompt", "problem", "question")
@@ -18,8 +18,6 @@ _NO_COLUMNS = ("prompt", "completion", *ARGUMENTS)
 _ANSWER_FIELDS = ("reward_model", "final_answer", "expected_answer", "ground_truth", "answer", "solution", "label")
 # What is learned: a whole chat, or behind a prompt also a worked solution, or an answer as GSM8K writes it.
 _COMPLETION_FIELDS = ("messages", "completion", "solution", "answer")
-# What datasets write where they have no answer (NuminaMath-1.5: a quarter of its rows); a policy could write it too.
-_NO_ANSWERS = ("proof", "notfound", "not found", "n/a", "na", "nan", "null", "unknown", "not available", "no answer")
 _LAST_ROLES = ("user", "tool", "assistant")
 _CHAT_AS_TEXT = re.compile(r"""\s*+\[?\s*+\{\s*+["'](?:role|content)["']""")
 # Python's numbers take the digits of every script; models, other verifiers and most readers do not.
@@ -59,7 +57,7 @@ def problem_from_row(
         solution, completion = _completion(row)
     else:
         try:
-            answer, solution = _checked_answer(row)
+            answer, solution = _checked_answer(row, prompt)
         except UserError as error:
             if answers == "required" or (answers == "optional" and not isinstance(error, NoAnswer)):
                 raise
@@ -177,13 +175,14 @@ def _tools(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     return tuple(tools) if schemas else ()
 
 
-def _checked_answer(row: Mapping[str, Any]) -> tuple[str, str]:
+def _checked_answer(row: Mapping[str, Any], prompt: str) -> tuple[str, str]:
     """The result of `_answer`, if the verifier can use the answer."""
     answer, solution = _answer(row)
     if not answer:
         raise NoAnswer(f"the answer {answer_defect(answer)}")
-    if notation.unwrap_text(answer.strip("$. ")).strip().lower() in _NO_ANSWERS:
-        raise NoAnswer(f"the answer is {shorten(answer)}, which says that there is none")
+    reason = reason_for_no_answer(answer, prompt)
+    if reason is not None:
+        raise NoAnswer(f"the answer is {shorten(answer)}, {reason}; write its value or leave the row out")
     if defect := answer_defect(answer):
         raise UserError(f"the answer {defect}: {shorten(answer)}")
     if digit := _FOREIGN_DIGIT.search(answer):

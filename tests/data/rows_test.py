@@ -169,14 +169,66 @@ def test_several_answers_and_objects_are_no_answer(answer):
     assert _problem(_ASKED | {"answer": answer}, answers="optional").answer is None
 
 
-@pytest.mark.parametrize(
-    "answer", ["proof", "notfound", "N/A", "null", "Unknown", r"\text{Not found}", "$proof$", "proof."]
-)
-def test_words_for_no_answer_are_no_reference(answer):
-    with pytest.raises(ValueError, match="which says that there is none"):
+_NO_ANSWERS = (
+    # what programs and people write where there is none
+    "None", "null", "NaN", "N/A", "N.A.", "Unknown", "notfound", r"\text{Not found}",
+    "not provided", "TBD", "none given", "No answer", "no solution provided", "Answers may vary",
+    "various", ["None"], "[null]",
+    # a reference to something else
+    "see solution", "See the solution.", "see above", "refer to the solution",
+    "as shown in the figure", "Figure 1", "See Figure 3", "solution omitted", "left to the reader",
+    r"\boxed{\text{see solution}}", "The answer is: see above",
+    # a report of a proof
+    "proof", "$proof$", "proof.", "Proved", r"\text{Proved}", "hence proved", "Shown", "QED",
+    "Q.E.D.", "Proof by induction", r"$\blacksquare$", r"\square", "\u220e", "\u2014", "-", "?", "",
+    # pictures, links, code
+    "![](img.png)", "[figure](fig.svg)", "https://example.com/a.png", "www.example.com/x",
+    "<image>", "<img src='a.png'/>", "img_001.jpg", "data:image/png;base64,iVBOR",
+    r"\includegraphics{a}", "[image]", "[asy]draw((0,0)--(1,1));[/asy]",
+    r"\begin{tikzpicture}\draw (0,0);\end{tikzpicture}", "```python\nprint(5)\n```",
+)  # fmt: skip
+_ANSWERS = (
+    "yes", "no", "true", "Tuesday", "red", "A", "Alice and Bob", "none", "(A) and (C)", "even",
+    "closed", r"\text{None}", "None of the above", r"\emptyset", "the empty set", "no solution",
+    "no real solutions", "infinitely many solutions", "undefined", "DNE", "impossible",
+    "cannot be determined", r"\pi", r"\infty", r"\Omega", "[ABC]", "<1, 2, 3>", "[1,2]", "x<y",
+    "5!", r"\mathbb{R}", "above the line", "seesaw", "two lines",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", _NO_ANSWERS, ids=repr)
+def test_a_reference_without_a_value_is_no_answer(answer):
+    with pytest.raises(ValueError, match="^the answer is|an answer must be text"):
         _problem(_ASKED | {"answer": answer})
     assert _problem(_ASKED | {"answer": answer}, answers="optional").answer is None
-    assert _problem(_ASKED | {"answer": "17", "question_type": "proof"}).answer == "17"
+
+
+@pytest.mark.parametrize("answer", _ANSWERS)
+def test_words_and_signs_with_a_value_are_answers(answer):
+    assert _problem(_ASKED | {"answer": answer}).answer == answer
+
+
+def test_words_of_the_problem_itself_may_be_its_answer():
+    assert _problem({"problem": "Is this claim proved or open?", "answer": "proved"}).answer == "proved"
+    assert _problem({"problem": "Which figure is a square?", "answer": "figure 1"}).answer == "figure 1"
+
+
+def test_words_are_no_answer_where_the_problem_asks_for_a_proof_alone():
+    with pytest.raises(ValueError, match="the answer is 'done', and the problem asks for a proof; write its value"):
+        _problem({"problem": "Prove that 2 + 2 = 4.", "answer": "done"})
+    assert _problem({"problem": "Find the colour and prove that it is unique.", "answer": "red"}).answer == "red"
+    assert _problem({"problem": "Show that f(2) = 4.", "answer": "4"}).answer == "4"
+
+
+def test_rows_without_a_value_are_named_and_left_out(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(_ASKED | {"answer": a}) + "\n" for a in ("17", "see solution", "![](a.png)")))
+    with pytest.raises(
+        ValueError, match="rows.jsonl:2: the answer is 'see solution', which is a remark without a value"
+    ):
+        load_problems(str(path))
+    assert [problem.answer for problem in load_problems(str(path), on_bad_row="skip")] == ["17"]
+    assert "2 of 3 rows are unusable and left out; the first is" in caplog.text
 
 
 @pytest.mark.parametrize(

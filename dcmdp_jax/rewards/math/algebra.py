@@ -19,7 +19,7 @@ import math_verify
 import sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig
 
-from dcmdp_jax.rewards.math.unicode import GREEK_NAMES
+from dcmdp_jax.rewards.math.notation import GREEK_COMMANDS, is_read_command
 from dcmdp_jax.rewards.math.units import PERIODIC, vocabulary
 
 _DIGITS = 60
@@ -66,13 +66,6 @@ _NUMBER_WITH_INDEX = re.compile(r"[0-9] ?_")
 # The parser takes `12 34` for a product or a sum and `0xFF` for zero times letters.
 _NO_NUMBER = re.compile(r"(?<![0-9_^])[0-9]++ [0-9]|(?<![0-9._^])(?<!_\{)0[ {]*+[xXbBoO]")
 _DEGREES = re.compile(r"([0-9]++(?:\.[0-9]++)?) ?\\degree")
-_UNDERSTOOD = vocabulary(
-    "frac sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp cdot times div infty cup cap "
-    "binom lfloor rfloor lceil rceil begin end left right max min gcd lcm det sum prod int lim to mathrm operatorname "
-    "mathbf leq geq neq in emptyset varnothing mathbb setminus degree lvert rvert vert mid lbrace rbrace odot oplus "
-    "langle rangle notin subset parallel perp Vert ast star mod"
-)
-_GREEK = vocabulary("vartheta varpi varrho varsigma hbar ell").union(GREEK_NAMES)
 
 
 def same_value(left: str, right: str, factor: Fraction | int = 1) -> bool:
@@ -144,7 +137,7 @@ def parse(text: str) -> list[Any]:
 def _is_readable(text: str) -> bool:
     """Whether the parser reads all of an answer. It may drop unknown words and commands; `25_8` is a numeral."""
     commands = (command[1:] for command in _COMMAND.findall(text))
-    known = all(command in _UNDERSTOOD or command.lower() in _GREEK for command in commands)
+    known = all(is_read_command(command) for command in commands)
     return known and not _NUMBER_WITH_INDEX.search(text) and not {"'", '"'} & set(text)
 
 
@@ -168,7 +161,7 @@ def _with_distinct_case(left: str, right: str) -> tuple[str, str]:
     names = set(_LETTER_OR_COMMAND.findall(left + right))
     lower = {name.lower() for name in names if name != name.lower()} & names
     both = sorted(name for name in names if name != name.lower() and name.lower() in lower and name != "C")
-    both = [name for name in both if len(name) == 1 or name[1:].lower() in _GREEK]
+    both = [name for name in both if len(name) == 1 or name[1:].lower() in GREEK_COMMANDS]
     if "T" not in both and _TRANSPOSED.search(left + right) and not _MATRIX.search(left + right):
         both.append("T")  # a power: the parser takes it for a transpose and drops it
     letters = {name for name in names if len(name) == 1}

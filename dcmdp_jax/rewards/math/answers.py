@@ -243,7 +243,10 @@ def _compare_based(left: str, right: str) -> bool | None:
 
 
 def _with_base_as_index(text: str) -> str:
-    return _PREFIXED.sub(lambda match: match[1] + match[3].upper() + _INDICES[match[2].lower()], text)
+    return _PREFIXED.sub(
+        lambda match: match[1] + match[3].upper() + _INDICES[match[2].lower()],
+        text,
+    )
 
 
 def _compare_words(left: str, right: str) -> bool | None:

@@ -8,7 +8,7 @@ import itertools
 import re
 
 from dcmdp_jax.rewards.math.numbers import join_digit_groups
-from dcmdp_jax.rewards.math.unicode import closing_brackets, to_latex
+from dcmdp_jax.rewards.math.unicode import GREEK_NAMES, closing_brackets, to_latex
 from dcmdp_jax.rewards.math.units import TEXT_COMMANDS, WRAPPED_TEXT, is_unit, unit_words, vocabulary
 
 _BOXED = re.compile(r"\\boxed\s*+\{")
@@ -39,6 +39,13 @@ _TURNS_A_VALUE = vocabulary(
 _WHOLE_WRAPPER = re.compile(TEXT_COMMANDS)
 _WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
 _LETTERS_JOINED = re.compile(r"[A-Z](?: (?:and|or) [A-Z])++")
+_READ_COMMANDS = vocabulary(
+    "frac sqrt pi sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp cdot times div infty cup cap "
+    "binom lfloor rfloor lceil rceil begin end left right max min gcd lcm det sum prod int lim to mathrm operatorname "
+    "mathbf leq geq neq in emptyset varnothing mathbb setminus degree lvert rvert vert mid lbrace rbrace odot oplus "
+    "langle rangle notin subset parallel perp Vert ast star mod"
+)
+GREEK_COMMANDS = vocabulary("vartheta varpi varrho varsigma hbar ell").union(GREEK_NAMES)
 _CONJUNCTION = re.compile(
     r",? ?\\(?:text|mbox|textrm|mathrm) ?\{ ?,? ?(?:and|or) ?\} ?,?|,?(?<![a-zA-Z\\]) ?(?:and|or)(?![a-zA-Z]) ?,?"
 )
@@ -146,6 +153,11 @@ def last_boxed(text: str) -> str | None:
                     start, end = begin, token.start("close") + depth - inside
             depth = after
     return text[start:end].strip() if start >= 0 and not boxes else None
+
+
+def is_read_command(name: str) -> bool:
+    """Whether the parser of `algebra` reads a LaTeX command; it may drop others."""
+    return name in _READ_COMMANDS or name.lower() in GREEK_COMMANDS
 
 
 def has_box(text: str) -> bool:

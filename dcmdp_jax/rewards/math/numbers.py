@@ -7,10 +7,10 @@ _MAX_LITERAL_DIGITS = 400
 _RELATIVE_TOLERANCE = Fraction(1, 10**6)
 
 _GROUPED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:,[0-9]{3})++(?:\.[0-9]++)?")
-# Not the argument behind an index or a power: `\\log_2 800`. A fraction may begin with the last group: `2 125/999`.
+# Not the argument behind an index or a power: `\\log_2 800`. `2 125/999` may be a mixed number.
 _SPACED_DIGITS = re.compile(
-    r"(?<![0-9.,_^])(?<![_^] )(?P<whole>[0-9]++(?: [0-9]++)*+)(?P<decimals>\.[0-9]++(?: [0-9]++)*+)?+"
-    r"(?: ?/ ?(?P<below>[0-9]++))?+"
+    r"(?<![0-9.,_^])(?<![_^] )(?P<whole>[0-9]++(?: [0-9]++)*+)"
+    r"(?P<decimals>\.[0-9]++(?: [0-9]++)*+)?+(?: ?/ ?(?P<below>[0-9]++))?+"
 )
 _DECIMAL = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*+(?:\.[0-9]*+)?(?:[eE]([+-]?[0-9]++))?")
 # `0.1\overline{6}`, `0.1(6)`, `0.1\dot{6}`, `0.\dot{1}4\dot{2}`, and `0.1666\ldots` with its period thrice, or twice.
@@ -51,8 +51,8 @@ def parse_number(text: str) -> Fraction | None:
 def join_digit_groups(text: str) -> str:
     r"""The text without spaces between groups of three digits: `1 234 567`, `3.141 59`.
 
-    The groups are counted from the point, so the outer ones may be shorter. Digits that are spaced in another way
-    (`1 2 3`, `12 34`) are not one number and stay, and so does a mixed number (`2 125/999`).
+    The groups are counted from the point, so the outer ones may be shorter. Digits that are spaced
+    in another way (`1 2 3`, `12 34`) are not one number and stay, and so does `2 125/999`.
     """
     return _SPACED_DIGITS.sub(_without_group_spaces, text)
 
@@ -62,7 +62,9 @@ def _without_group_spaces(match: re.Match[str]) -> str:
     *inner_decimals, last_decimals = (match["decimals"] or "").removeprefix(".").split(" ")
     if groups and (len(first) > 3 or first.startswith("0")):
         return match[0]
-    if any(len(group) != 3 for group in (*groups, *inner_decimals)) or (inner_decimals and len(last_decimals) > 3):
+    if inner_decimals and len(last_decimals) > 3:
+        return match[0]
+    if any(len(group) != 3 for group in (*groups, *inner_decimals)):
         return match[0]
 
     below = (match["below"] or "").lstrip("0")

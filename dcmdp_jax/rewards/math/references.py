@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from dcmdp_jax.errors import UserError, shorten
+from dcmdp_jax.rewards.math.notation import is_read_command, unwrap_text
 
 # Entities of HTML, tags, a sentence that only states it.
 _ENTITY = re.compile(r"&(?:#[0-9]{1,6}|[a-zA-Z]{2,8});")
@@ -15,6 +16,38 @@ _TAGGED = re.compile(r"(?is)<answer>((?:(?!</?answer>).)*+)</answer>")
 _STATED = re.compile(
     r"(?is)(?:(?:so|thus|hence|therefore),?\s++)?+(?:(?:the|my|our|final|correct|right)\s++)*+answer\s*+(?:is\b|[:=])[\s:]*+(.*)"
 )
+# Links, pictures and blocks of code: the grader compares none of them.
+_MARKUP = re.compile(
+    r"(?i)\w://|\bwww\.|data:[a-z]+/|!\[[^\]]{0,200}\]\(|\]\([\w./-]*\.[a-z]"
+    r"|\w\.(?:png|jpe?g|gif|svg|webp|bmp|tiff?|pdf)\b|(?-i:\[/?[a-z]{3,}\])|\[asy\]|```"
+    r"|\\(?:includegraphics|href|url)(?![a-z])"
+    r"|\\begin\{(?:asy|tikz\w*|figure|picture|verbatim|lstlisting|proof)"
+)
+_TAGS_ALONE = re.compile(r"(?i)(?:\s*</?(?:[a-z][a-z0-9]{2,}|a)(?:\s[^<>]*)?>)+")
+# What programs write for a missing value. Python's is `None`: `none` may answer "how many?".
+_MISSING = ("null", "nan", "na")
+# A remark in place of the answer: it refers elsewhere, reports a proof, or says that there is none.
+_REMARK = re.compile(
+    r"\A(?:see|refer|cf|consult|check|look)\b.*"
+    r"|\A(?:as|in) (?:the )?(?:above|below|shown|given|stated|required|desired"
+    r"|figure|diagram|image|picture|graph|text|solution)\b.*"
+    r"|\A(?:above|below|attached|here|omitted)\Z|\b(?:given|provided|supplied|attached)\Z"
+    r"|\A(?:figure|diagram|image|picture|graph|sketch)(?: [0-9]+)?\Z"
+    r"|\b(?:pro(?:ofs?|ve[dns]?|ving)|show(?:n|s|ed)|demonstrated|verified|omitted|q\.? ?e\.? ?d)\b"
+    r"|\bnot ?(?:found|available|provided|given|applicable|known)\b|\bno answers?\b|\bleft to\b"
+    r"|\A(?:unknown|unavailable|missing|pending|tb[ad]|todo|varies|various|trivial|obvious)\Z"
+)
+_NOUN_OF_A_REMARK = re.compile(r"\b(?:answers?|solutions?|explanations?)\b")
+_COUNTS = re.compile(
+    r"\b(?:no|not|one|two|three|four|five|many|unique|only|single|infinite|infinitely|every|all"
+    r"|real|any|set|trivial)\b"
+)
+_PROOF_TASK = re.compile(r"(?i)\bprove\b(?! or)|\b(?:show|demonstrate|verify|establish) that\b")
+_QUESTION = re.compile(
+    r"(?i)\?|\b(?:find|determine|compute|calculate|evaluate|decide|whether|name|state|give"
+    r"|what|which|who|how)\b"
+)
+_MAX_REMARK_CHARACTERS = 80
 
 
 class NoAnswer(UserError):
@@ -45,6 +78,37 @@ def answer_text(value: Any, field: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     raise NoAnswer(f"field {field!r}: an answer must be text or a finite number, not {shorten(value)}")
+
+
+def reason_for_no_answer(answer: str, prompt: str) -> str | None:
+    """Say why a reference is no answer to its problem; None where it may be one.
+
+    An answer has a value: a number, an expression, a choice, a name. A link, a picture or code has
+    none. Neither have words about the answer (`see solution`, `proved`), unless the problem has
+    these words itself, or any words where the problem asks for a proof alone.
+    """
+    if _MARKUP.search(answer) or _TAGS_ALONE.fullmatch(answer):
+        return "which is a link, a picture or code"
+
+    bare = answer.strip("$.[] ")
+    text = unwrap_text(bare).strip(" .!:()[]").lower()
+    command = re.fullmatch(r"\\([a-zA-Z]+)", bare)
+    is_read = command is None or is_read_command(command[1])
+    if not is_read or not any(character.isalnum() for character in answer):
+        return "which is a sign without a value"
+    in_words = text.isascii() and re.fullmatch(r"[a-z][a-z ,'.!-]*", text) is not None
+    if in_words and len(text) > 2 and _PROOF_TASK.search(prompt) and not _QUESTION.search(prompt):
+        return "and the problem asks for a proof"
+
+    remark = _REMARK.search(text)
+    if remark is None and not _COUNTS.search(text):
+        remark = _NOUN_OF_A_REMARK.search(text)
+    words = set(re.findall("[a-z]+", remark[0])) if remark else set()
+    of_the_problem = words <= set(re.findall("[a-z]+", prompt.lower()))
+    is_remark = len(text) <= _MAX_REMARK_CHARACTERS and not of_the_problem
+    if re.sub("[^a-z]", "", text) in _MISSING or bare in ("None", "<NA>"):
+        return "which says that there is none"
+    return "which is a remark without a value" if is_remark else None
 
 
 def literal(text: str) -> Any:

@@ -55,8 +55,8 @@ _MEASURES = {
     "after noon": "pm p.m p.m. 1",
 }
 _CURRENCIES = (
-    "won KRW, lira lire, krona kronor SEK, krone kroner, peso, franc CHF, ruble rouble, rupiah, ringgit, baht, dong, "
-    "zloty PLN, forint, dirham, dinar, riyal rial, shekel, rand"
+    "won KRW, lira lire, krona kronor SEK, krone kroner, peso, franc CHF, ruble rouble, rupiah, "
+    "ringgit, baht, dong, zloty PLN, forint, dirham, dinar, riyal rial, shekel, rand"
 )
 _MEASURES |= {names.split()[0]: f"{names} 1" for names in _CURRENCIES.split(", ")}
 # Before a symbol, before a name, the power of ten.
@@ -74,12 +74,12 @@ _COUNTED = vocabulary(
     "step sticker student sweet table teacher team term ticket tile time toy tree triangle truck value vertex vote way "
     "white woman women word worker dime nickel"
 )
-_SCALES = {"dozen": 12, "hundred": 100, "myriad": 10**4, "lakh": 10**5, "crore": 10**7, "milliard": 10**9} | {
-    name: 1000**power for power, name in enumerate("thousand million billion trillion quadrillion".split(), 1)
-}
+_SCALES = {"dozen": 12, "hundred": 100, "myriad": 10**4, "lakh": 10**5, "crore": 10**7}
+_SCALES |= {"thousand": 10**3, "million": 10**6, "milliard": 10**9, "billion": 10**9}
+_SCALES |= {"trillion": 10**12, "quadrillion": 10**15}
 _ORDINALS = (
-    "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth "
-    "seventeenth eighteenth nineteenth twentieth"
+    "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth "
+    "fifteenth sixteenth seventeenth eighteenth nineteenth twentieth"
 )
 _TENS = "thirtieth fortieth fiftieth sixtieth seventieth eightieth ninetieth"
 # Parts of one, which change the number in front of them; two words are joined by `_PARTS`.
@@ -149,12 +149,16 @@ _ONE_SIGN = [{(("yuan_or_yen", 1),), ((name, 1),)} for name in ("yuan", "yen")]
 _SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
 _PARTS = {
     "percent": re.compile(r"(?<![a-z])per cent(?![a-z])", re.IGNORECASE),
-    "permille": re.compile(r"(?<![a-z])(?:(?:per|pro) ?mil(?:le?)?s?|per thousand)(?![a-z])", re.IGNORECASE),
+    "permille": re.compile(
+        r"(?<![a-z])(?:(?:per|pro) ?mil(?:le?)?s?|per thousand)(?![a-z])",
+        re.IGNORECASE,
+    ),
     "basispoint": re.compile(r"(?<![a-z])(?:basis points?|bps?)(?![a-z])", re.IGNORECASE),
 }
 # Says of a number that it counts for each, or that it is the whole.
 _SHARE = re.compile(
-    r"(?<![a-zA-Z])(?:each|apiece|altogether|overall|(?:in )?total|in all|per (?:person|head|capita))[ .)}]*+\Z"
+    r"(?<![a-zA-Z])(?:each|apiece|altogether|overall|(?:in )?total|in all"
+    r"|per (?:person|head|capita))[ .)}]*+\Z"
 )
 PERIODIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _MAX_PIECES = 12
@@ -209,7 +213,8 @@ def factors(left: Quantity, right: Quantity) -> list[tuple[Fraction, Fraction]]:
             return []
         hundredth = Fraction(1, 100)
         if min(left.scale, right.scale) < 1:
-            left_unit, right_unit = (hundredth if side.percent else Fraction(1) for side in (left, right))
+            left_unit = hundredth if left.percent else Fraction(1)
+            right_unit = hundredth if right.percent else Fraction(1)
             return [(left.scale * left_unit, right.scale * right_unit)]
         if not left.percent:
             return [*pairs, (left.scale, right.scale * hundredth)]
