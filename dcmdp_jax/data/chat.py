@@ -5,10 +5,11 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from dcmdp_jax.data.tool_calls import CALL_FORMATS as CALL_FORMATS
+from dcmdp_jax.data.tool_calls import find_calls
 from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
 from dcmdp_jax.inputs import json_object
 from dcmdp_jax.rewards.protocol import Message, Problem
@@ -32,9 +33,6 @@ _OURS = (
     "return_dict return_tensors padding truncation max_length"
 ).split()
 QUESTION = ({"role": "user", "content": "What is 2+3?"},)
-CALL_FORMATS = json.loads(Path(__file__).with_name("call_formats.json").read_text(encoding="utf-8"))
-"""Formats that chat templates write calls of tools in, by name, as `response_template`s of transformers. Calls in a
-thought, which may begin in the prompt, are none."""
 # A call to try a format with, whose argument gets its type from the tool.
 _CALL = {"name": "double", "arguments": {"number": 2}}
 _NUMBER = {"type": "object", "properties": {"number": {"type": "integer", "description": "?"}}}
@@ -168,25 +166,39 @@ class CallFormat(NamedTuple):
     """How a chat template writes calls of tools.
 
     Attributes:
-        template: a `response_template` of transformers.
+        template: one of `CALL_FORMATS`, or a `response_template` of transformers.
         prefix: what a turn of the assistant begins with, such as a thought.
     """
 
     template: Mapping[str, Any]
     prefix: str = ""
 
+    def find(
+        self, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """Find the calls in a turn, and what is wrong with those that can't be read; see `find_calls`."""
+        if "syntax" in self.template:
+            return find_calls(self.prefix + text, tools, self.template)
+        from transformers.utils.chat_parsing import parse_response
+
+        try:
+            message = parse_response(text, dict(self.template), prefix=self.prefix, tools=list(tools))
+            calls = [{field: call["function"][field] for field in _CALL} for call in message.get("tool_calls", ())]
+        except Exception as error:  # the parser's are of many kinds
+            return [], [one_line(error)]
+        if not all(isinstance(call["name"], str) and isinstance(call["arguments"], dict) for call in calls):
+            return [], ["a call needs the tool's name, which is text, and its arguments, which are an object"]
+        return calls, []
+
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Read the calls in a turn, each with `name` and `arguments`; the tools' JSON schemas give arguments types.
 
         Raises:
-            Exception: any exception of transformers' parser, for a malformed call.
+            ValueError: in one line, for a malformed call.
         """
-        from transformers.utils.chat_parsing import parse_response
-
-        message = parse_response(text, dict(self.template), prefix=self.prefix, tools=list(tools))
-        calls = [{field: call["function"][field] for field in _CALL} for call in message.get("tool_calls", ())]
-        if not all(isinstance(call["name"], str) and isinstance(call["arguments"], dict) for call in calls):
-            raise ValueError("a call needs the tool's name, which is text, and its arguments, which are an object")
+        calls, problems = self.find(text, tools)
+        if problems:
+            raise ValueError(problems[0])
         return calls
 
 
@@ -204,9 +216,10 @@ def find_call_format(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[st
         text = tokenizer.decode(ids["input_ids"], skip_special_tokens=True)
         for template in filter(None, (getattr(tokenizer, "response_template", None), *CALL_FORMATS.values())):
             with contextlib.suppress(Exception):
-                if CallFormat(template).read(text, [_TOOL]) == [_CALL]:
+                is_marked = template.get("open", "") in text
+                if is_marked and CallFormat(template).read(text, [_TOOL]) == [_CALL]:
                     return CallFormat(template, begun.removeprefix(before))
     raise UserError(
-        f"the chat template writes calls of tools in no format that is known: {', '.join(CALL_FORMATS)}, by "
-        "transformers 5.16 or newer, or the tokenizer's own response_template"
+        f"the chat template writes calls of tools in no format that is known: {', '.join(CALL_FORMATS)}, or the "
+        "tokenizer's own response_template, by transformers 5.16 or newer"
     )

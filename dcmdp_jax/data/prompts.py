@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dcmdp_jax.data import chat
-from dcmdp_jax.data.tokenizer import check_tokenizer, encode_texts
+from dcmdp_jax.data.tokenizer import check_tokenizer, control_tokens, encode_texts
 from dcmdp_jax.errors import UserError, one_line, shorten_name
 from dcmdp_jax.rewards.protocol import Message, Problem
 
@@ -206,10 +206,7 @@ def _header(write: Callable[..., str], messages: Sequence[Message]) -> str:
 
 def _count_control_tokens(problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase", *, learned: bool) -> int:
     """The number of problems whose own text holds a control token; logged with the tokens and the first problem."""
-    added = tokenizer.added_tokens_decoder.values()
-    # Some models do not call theirs special (<think>); other added tokens are plain text, such as runs of spaces.
-    names = [token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)]
-    pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+    pattern = control_tokens(tokenizer)
     texts = [[*chat.problem_texts(problem), problem.solution * learned] for problem in problems]
     found = [(problem, set(pattern.findall("\0".join(own)))) for problem, own in zip(problems, texts, strict=True)]
     counts = Counter(name for _, held in found for name in held)

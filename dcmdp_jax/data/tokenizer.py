@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -220,6 +221,14 @@ def end_token_ids(
     if not ids:
         raise UserError("no end token: neither the tokenizer nor the model's configuration names an eos_token_id")
     return tuple(sorted(ids))
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+    """What matches each control token in a text."""
+    added = tokenizer.added_tokens_decoder.values()
+    # Some models do not call theirs special (<think>); other added tokens are plain text, such as runs of spaces.
+    names = [token.content for token in added if token.special or re.fullmatch(r"<\S+>", token.content)]
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], str]:

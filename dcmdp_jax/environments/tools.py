@@ -1,7 +1,8 @@
 """Python functions as tools, which the policy calls in its chat template's own format. Runs in the isolated process.
 
-A turn's calls are answered by their results, each a message of the role `tool`. A call that is malformed, has wrong
-arguments or raises is answered by a text that begins with "error: ". A turn without a call ends the completion.
+A turn's calls are answered by their results, each a message of the role `tool`. A call that is malformed, has arguments
+that its tool's JSON schema does not allow, or raises is answered by a text that begins with "error: ". A turn without a
+call ends the completion.
 """
 
 import asyncio
@@ -11,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dcmdp_jax.data.chat import CallFormat
-from dcmdp_jax.errors import one_line
+from dcmdp_jax.data.tool_calls import checked_arguments, tool_functions
+from dcmdp_jax.errors import shorten
 from dcmdp_jax.fields import load_object
+
+_UNKNOWN = "unknown"
 
 
 def told(wrong: str) -> tuple[list[dict[str, str]], float, bool]:
     """What a turn is answered whose calls have no results. Hermes' templates must have a name."""
-    return [{"name": "unknown", "content": f"error: {wrong}"}], 0.0, False
+    return [{"name": _UNKNOWN, "content": f"error: {wrong}"}], 0.0, False
 
 
 class Tools:
@@ -37,8 +41,9 @@ class Tools:
         from transformers.utils import get_json_schema
 
         place, _, names = name.removeprefix("tools:").rpartition(":")
-        self._functions = {each: load_object(f"{place}:{each}", "function") for each in names.split(",")}
-        self._schemas = [get_json_schema(function) for function in self._functions.values()]
+        functions = [load_object(f"{place}:{name}", "function") for name in names.split(",")]
+        self._schemas = [get_json_schema(function) for function in functions]
+        self._functions = dict(zip(tool_functions(self._schemas), functions, strict=True))
         self._format, self._longest = CallFormat(*call_format), longest
 
     def call(self, method: str, *args: Any) -> list[Any]:
@@ -48,17 +53,24 @@ class Tools:
         return [[""] * len(args[0]), "tool"] if method == "reset" else [self._step(text) for text in args[1]]
 
     def _step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
-        try:
-            calls = self._format.read(text, self._schemas)
-        except Exception as error:  # the parser's are of many kinds
-            return told(f"this call can't be read: {one_line(error, self._longest)}")
-        return [{"name": call["name"], "content": self._result(**call)} for call in calls], 0.0, not calls
+        calls, problems = self._format.find(text, self._schemas)
+        answers = []
+        for call in calls:
+            name = call["name"] if call["name"] in self._functions else _UNKNOWN
+            answers.append({"name": name, "content": self._result(**call)})
+        for problem in problems:
+            answers += told(f"this call can't be read: {problem[: self._longest]}")[0]
+        return answers, 0.0, not answers
 
     def _result(self, name: str, arguments: Mapping[str, Any]) -> str:
         if name not in self._functions:
-            return f"error: there is no tool {name!r}, only {', '.join(self._functions)}"
+            return f"error: there is no tool {shorten(name)}, only {', '.join(self._functions)}"
         try:
-            value = self._functions[name](**arguments)
+            checked = checked_arguments(arguments, tool_functions(self._schemas)[name])
+        except ValueError as error:
+            return f"error: {error}"
+        try:
+            value = self._functions[name](**checked)
             value = asyncio.run(value) if inspect.iscoroutine(value) else value
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except Exception as error:  # the user's function raises what it likes

@@ -6,16 +6,19 @@ neither loss nor discrepancy has them. Tokens that were sampled stay as they wer
 
 import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.data.chat import chat_messages, is_written, render_chat
-from dcmdp_jax.data.episode import Episode, collect
-from dcmdp_jax.data.tokenizer import encode_texts
+from dcmdp_jax.data.episode import Episode, collect, over_sequence
+from dcmdp_jax.data.tokenizer import control_tokens, encode_texts, token_text
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.errors import one_line
@@ -35,61 +38,97 @@ class _Play:
     Attributes:
         prompt: token ids, the first observation included.
         tools: JSON schemas of its tools.
-        parts: token ids, whether they are sampled, log-probs and policy versions of each stretch after the prompt.
+        ids: token ids of each turn and each answer after the prompt.
+        columns: the engine's columns of sampled tokens, in the place of each turn; None in that of an answer.
     """
 
     prompt: np.ndarray
     tools: Sequence[Mapping[str, Any]]
-    parts: list[tuple[np.ndarray, ...]] = dataclasses.field(default_factory=list)
+    ids: list[np.ndarray] = dataclasses.field(default_factory=list)
+    columns: list[Mapping[str, np.ndarray] | None] = dataclasses.field(default_factory=list)
     messages: list[Message] = dataclasses.field(default_factory=list)
     turns: int = 0
     reward: float | None = 0.0
     done: bool = False
     finish_reason: str = "stop"
 
-    def arrays(self) -> list[np.ndarray]:
-        """The arrays of `parts`, joined behind the prompt."""
-        return [np.concatenate(each) for each in zip(_given(self.prompt), *self.parts, strict=True)]
+    def add(self, ids: np.ndarray, columns: Mapping[str, np.ndarray] | None = None) -> None:
+        """Add a turn, or an answer, which has no columns."""
+        self.ids.append(np.asarray(ids, np.int32))
+        self.columns.append(columns)
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Token ids of prompt, turns and answers."""
+        return np.concatenate([np.asarray(self.prompt, np.int32), *self.ids])
 
     @property
     def completion_ids(self) -> np.ndarray:
         """Token ids after the prompt."""
-        return self.arrays()[0][len(self.prompt) :]
+        return self.token_ids[len(self.prompt) :]
 
     def episode(self, group: int, member: int) -> Episode:
         """The whole completion."""
-        ids, sampled, logprobs, versions = self.arrays()
-        columns = {"rollout_logprobs": logprobs.astype(np.float32), "policy_versions": versions}
-        return Episode(ids, sampled, group, member, self.finish_reason, columns)
-
-
-def _given(ids: np.ndarray) -> tuple[np.ndarray, ...]:
-    """A stretch of tokens that were not sampled."""
-    count = len(ids)
-    return np.asarray(ids, np.int32), np.zeros(count, bool), np.zeros(count, np.float32), np.full(count, -1, np.int32)
+        stretches = zip(self.ids, self.columns, strict=True)
+        masks = [np.full(len(ids), columns is not None) for ids, columns in stretches]
+        sampled_mask = np.concatenate([np.zeros(len(self.prompt), bool), *masks])
+        turns = [columns for columns in self.columns if columns is not None]
+        columns = {
+            name: over_sequence(name, np.concatenate([turn[name] for turn in turns]), sampled_mask) for name in turns[0]
+        }
+        return Episode(self.token_ids, sampled_mask, group, member, self.finish_reason, columns)
 
 
 def answer_text(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], variables: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] = (), sampled: int | None = None, ends: Mapping[int, str] | None = None,
 ) -> str:  # fmt: skip
     """The template's text between the end token of one turn of the policy and the begin of the next.
+
+    It begins behind the first end token that the template writes after the turn, if that was sampled. If another one
+    was, or the template writes none, it is all that the template writes after the turn.
+
+    Args:
+        tokenizer: with the chat template.
+        messages: the answers to the turn.
+        variables: variables of the template.
+        tools: JSON schemas of the tools.
+        sampled: the token that ended the turn; None for the one that the template writes.
+        ends: `end_texts` of all tokens that end turns; None for those of all special tokens.
 
     Raises:
         RewardError: in one line, if it can't, or leaves one of the two out.
     """
     role, chat = messages[0]["role"], [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+
+    def after_turn(answers: Sequence[Message]) -> str:
+        return render_chat(tokenizer, [*chat, *answers], tools, **variables).partition(_MARK)[2]
+
     try:
-        text = render_chat(tokenizer, [*chat, *messages], tools, **variables)
+        after = after_turn(messages)
+        # What stands before the answer, whose own text may hold anything.
+        header = after_turn([{**messages[0], "content": _MARK}]).partition(_MARK)[0]
     except Exception as error:  # templates raise what they like
         raise RewardError(f"the chat template can't render the role {role!r}: {one_line(error)}") from error
-    _, mark, after = text.partition(_MARK)
-    if not mark or not all(is_written(message["content"].strip(), after) for message in messages):
+    if not after or not all(is_written(message["content"].strip(), after) for message in messages):
         raise RewardError(
             f"the chat template leaves out a turn of the policy, or the observation after it (role {role!r}); it must "
             "write both for task.environment"
         )
-    return after.removeprefix(tokenizer.eos_token)
+    header = os.path.commonprefix([header, after])
+    ends = ends or end_texts(tokenizer)
+    written = {token: header.find(text) for token, text in ends.items() if text in header}
+    own_end = min(written, key=written.get, default=None)
+    if own_end is None or sampled not in (None, own_end):
+        return after
+    return after[written[own_end] + len(ends[own_end]) :]
+
+
+def end_texts(tokenizer: PreTrainedTokenizerBase, ends: Collection[int] | None = None) -> dict[int, str]:
+    """The texts of tokens that end turns, by id, as a template writes them; without `ends` of all special tokens."""
+    added = {token: each for token, each in tokenizer.added_tokens_decoder.items() if ends is not None or each.special}
+    decode = token_text(tokenizer)
+    return {token: added[token].content if token in added else decode(token) for token in ends or added}
 
 
 @dataclasses.dataclass
@@ -121,7 +160,7 @@ class TurnSampler:
     variables: Mapping[str, Any]
     stop_on_error: bool
     played: dict[int, Played] = dataclasses.field(default_factory=dict)
-    _warned: set[str] = dataclasses.field(default_factory=set)
+    _warned: set[Any] = dataclasses.field(default_factory=set)
 
     def generate(
         self, prompts: Sequence[np.ndarray], problems: Sequence[Problem], sampling: SamplingParams, *, seed: int,
@@ -148,11 +187,12 @@ class TurnSampler:
         plays = [_Play(prompts[row // size], problem.tools) for row, problem in enumerate(every)]
         live, turn_tokens = list(range(len(plays))), min(self.turn_tokens, limit)
         role = self._begin(plays, every, size, check_stop)
+        ends = end_texts(self.tokenizer, sampling.stop_token_ids)
         for turn in range(self.turns):
             if not live:
                 break
             together = size if turn == 0 else 1
-            given = [plays[row].arrays()[0] for row in live[::together]]
+            given = [plays[row].token_ids for row in live[::together]]
             drawn = dataclasses.replace(sampling, max_completion_tokens=turn_tokens, group_size=together)
             place = {"seed": seed + turn * _TURN_SEED_OFFSET, "first_prompt": first_prompt * size // together}
             sampled = self.engine.generate(given, drawn, step=step, **place)
@@ -163,13 +203,14 @@ class TurnSampler:
                     episodes.append(group)
                     yield []
             for row, episode in zip(live, collect(episodes), strict=True):
-                start, play, ids = episode.prompt_length, plays[row], episode.completion_ids
-                logprobs, versions = episode.rollout_logprobs[start:], episode.policy_versions[start:]
-                play.parts.append((ids, np.ones(len(ids), bool), logprobs, versions))
-                play.messages.append({"role": "assistant", "content": self._text(ids)})
+                play, ids, start = plays[row], episode.completion_ids, episode.prompt_length
+                play.add(ids, {name: column[start:] for name, column in episode.columns.items()})
+                is_ended = episode.finish_reason == "stop"
+                play.messages.append({"role": "assistant", "content": self._text(ids[:-1] if is_ended else ids)})
                 play.turns, play.finish_reason = turn + 1, episode.finish_reason
             spoken = [row for row in live if plays[row].finish_reason == "stop"]
-            live = self._answer(plays, spoken, role, turn, limit - turn_tokens, check_stop)
+            room = limit - turn_tokens
+            live = self._answer(plays, spoken, role, turn, room=room, ends=ends, check_stop=check_stop)
         self._finish(plays)
         yield [play.episode(row // size, row % size) for row, play in enumerate(plays)]
 
@@ -207,7 +248,7 @@ class TurnSampler:
         return role
 
     def _answer(
-        self, plays: list[_Play], spoken: list[int], role: str | None, turn: int, room: int,
+        self, plays: list[_Play], spoken: list[int], role: str | None, turn: int, *, room: int, ends: Mapping[int, str],
         check_stop: Callable[[], None],
     ) -> list[int]:  # fmt: skip
         """Let the environment answer those who ended their turn; the rows that have another one.
@@ -218,6 +259,7 @@ class TurnSampler:
             role: role of the answers, None if there are none any more.
             turn: number of this turn.
             room: most tokens that a completion may have where another turn begins.
+            ends: `end_texts` of the tokens that end turns.
             check_stop: called while waiting.
         """
         if role is None or not spoken:
@@ -233,15 +275,39 @@ class TurnSampler:
             play.reward, play.done = play.reward + answered.reward, answered.done
             if answered.done or turn + 1 == self.turns:
                 continue
-            messages = [{"role": role, **each} for each in answered.observations]
-            ids = self._ids(answer_text(self.tokenizer, messages, self.variables, play.tools))
+            messages = [{"role": role, **self._without_control_tokens(each)} for each in answered.observations]
+            end = int(play.ids[-1][-1])
+            text = answer_text(self.tokenizer, messages, self.variables, play.tools, sampled=end, ends=ends)
+            # As behind the end token in a whole chat: some tokenizers write a space before a text.
+            ids = self._ids(ends.get(end, "") + text)
+            ids = ids[1:] if ids[0] == end else self._ids(text)
             if len(play.completion_ids) + len(ids) > room:
                 play.finish_reason = "length"
                 continue
-            play.parts.append(_given(ids))
+            play.add(ids)
             play.messages += messages
             going_on.append(row)
         return going_on
+
+    @functools.cached_property
+    def _control_tokens(self) -> re.Pattern[str]:
+        return control_tokens(self.tokenizer)
+
+    def _without_control_tokens(self, message: Message) -> Message:
+        """A message in which no text is a control token; told once for each tool and token.
+
+        What a tool gives comes from anywhere: a space breaks the token. An environment's text is its author's.
+        """
+        pattern, name = self._control_tokens, message.get("name")
+        for token in sorted(set(pattern.findall(message["content"]))):
+            source = f"the tool {name}" if name else f"environment {self.pool.name}"
+            if (source, token) not in self._warned:
+                self._warned.add((source, token))
+                consequence = "a space breaks it" if name else "the model reads it as the chat's own"
+                _LOG.warning("%s answers with the control token %s in its text: %s", source, token, consequence)
+        if not name:
+            return message
+        return {**message, "content": pattern.sub(lambda token: f"{token[0][0]} {token[0][1:]}", message["content"])}
 
     def _ids(self, text: str) -> np.ndarray:
         return np.asarray(encode_texts(self.tokenizer, [text], "an environment's answer")[0], np.int32)
