@@ -173,9 +173,7 @@ class CallFormat(NamedTuple):
     template: Mapping[str, Any]
     prefix: str = ""
 
-    def find(
-        self, text: str, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[dict[str, Any]], list[str]]:
+    def find(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
         """Find the calls in a turn, and what is wrong with those that can't be read; see `find_calls`."""
         if "syntax" in self.template:
             return find_calls(self.prefix + text, tools, self.template)

@@ -234,9 +234,7 @@ def _checked_items(values: list[Any], schema: Schema, name: str) -> list[Any]:
         raise ValueError(f"{name} must have {len(first)} entries, got {shorten(values)}")
     others = [schema.get("items") or {}] * (len(values) - len(first))
     schemas = [*first, *others]
-    return [
-        checked_value(value, schemas[place], f"{name}[{place}]") for place, value in enumerate(values)
-    ]
+    return [checked_value(value, schemas[place], f"{name}[{place}]") for place, value in enumerate(values)]
 
 
 def _checked_entries(entries: dict[str, Any], schema: Schema, name: str) -> dict[str, Any]:
@@ -248,10 +246,7 @@ def _checked_entries(entries: dict[str, Any], schema: Schema, name: str) -> dict
         if key not in properties and others is False:
             raise ValueError(f"{name} has no entry {shorten(key)}, only {', '.join(properties)}")
     others = others if isinstance(others, Mapping) else {}
-    return {
-        key: checked_value(value, properties.get(key, others), f"{name}.{key}")
-        for key, value in entries.items()
-    }
+    return {key: checked_value(value, properties.get(key, others), f"{name}.{key}") for key, value in entries.items()}
 
 
 def _missing(name: str, schema: Schema) -> ValueError:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.episode import single_turn
@@ -15,7 +17,7 @@ from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
-from dcmdp_jax.environments.turns import TurnSampler
+from dcmdp_jax.environments.turns import TurnSampler, answer_text, end_texts
 from dcmdp_jax.rewards.protocol import RewardError
 from tests.environments import planted_environments
 
@@ -31,23 +33,31 @@ class _Script:
 
     Attributes:
         texts: by completion, in the order of rows, its turns.
+        tokenizer: encodes them; a turn that writes an end token itself gets no other.
+        lists: whether it lists likeliest tokens.
     """
 
     texts: list[list[str]]
     calls: list[tuple] = dataclasses.field(default_factory=list)
+    tokenizer: PreTrainedTokenizerBase = _TOKENIZER
+    lists: bool = False
 
     def generate(self, prompts, sampling, *, seed, step, first_prompt=0):
-        self.calls.append(([_TOKENIZER.decode(ids) for ids in prompts], sampling, seed, step, first_prompt))
+        self.calls.append(([self.tokenizer.decode(ids) for ids in prompts], sampling, seed, step, first_prompt))
         for group in reversed(range(len(prompts))):
             episodes = []
             for member in range(sampling.group_size):
                 text = self._next(prompts[group], group * sampling.group_size + member)
                 cut = text.endswith("...")
-                ids = _TOKENIZER(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
-                ids = np.array(ids if cut else [*ids, _TOKENIZER.eos_token_id], np.int32)
+                ids = self.tokenizer(text.removesuffix("..."), add_special_tokens=False)["input_ids"]
+                ends = cut or ids[-1] in sampling.stop_token_ids
+                ids = np.array(ids if ends else [*ids, self.tokenizer.eos_token_id], np.int32)
                 assert len(ids) <= sampling.max_completion_tokens
                 logprobs = -0.5 - np.arange(len(ids), dtype=np.float32) / 8
                 place = dict(policy_version=step, group=group, member=member)
+                if self.lists:
+                    place |= {"top_ids": np.stack([ids, ids + 1], axis=1)}
+                    place |= {"top_logprobs": np.stack([logprobs, logprobs - 1], axis=1)}
                 end = "length" if cut else "stop"
                 episodes.append(single_turn(prompts[group], ids, logprobs, **place, finish_reason=end))
             yield episodes
@@ -57,26 +67,30 @@ class _Script:
         """The turn of the completion that this prompt is of: in the first call by row, later by what was said."""
         if len(self.calls) == 1:
             return self.texts[row][0]
-        text = _TOKENIZER.decode(prompt)
+        if len(self.texts) == 1:
+            return self.texts[0][len(self.calls) - 1]
+        text = self.tokenizer.decode(prompt)
         said = [part.partition("<|im_end|>")[0] for part in text.split("assistant\n")[1:-1]]
         [turn] = {turns[len(said)] for turns in self.texts if turns[: len(said)] == said and len(turns) > len(said)}
         return turn
 
 
 def _play(environment, texts, rows, *, group_size=1, turns=4, turn_tokens=8, limit=60, timeout_s=_LONG_S, **settings):
-    answers = settings.pop("answers", "unused")
+    answers, tokenizer = settings.pop("answers", "unused"), settings.pop("tokenizer", _TOKENIZER)
     problems = [
         problem_from_row(row, source="f", index=n, keep_columns=True, answers=answers) for n, row in enumerate(rows)
     ]
-    prompts = encode_prompts(problems, _TOKENIZER, max_prompt_tokens=64).token_ids
-    engine, columns = _Script(texts), sorted({name for row in rows for name in row} - {"prompt"})
-    sampling = SamplingParams(group_size=group_size, max_completion_tokens=limit)
+    prompts = encode_prompts(problems, tokenizer, max_prompt_tokens=64).token_ids
+    engine = _Script(texts, tokenizer=tokenizer, lists=settings.pop("lists", False))
+    columns = sorted({name for row in rows for name in row} - {"prompt"})
+    stops = settings.pop("stops", (tokenizer.eos_token_id,))
+    sampling = SamplingParams(group_size=group_size, max_completion_tokens=limit, stop_token_ids=stops)
     name = environment if ":" in environment else f"{_FILE}:{environment}"
     columns = [*columns, "reference_answer"]
     with EnvironmentPool(name, columns, timeout_s=timeout_s, output=settings.pop("output", None)) as pool:
         limits = turns, turn_tokens, settings.pop("prompt_tokens", 64)
         said = dict(prompt_suffix="", variables={}, stop_on_error=settings.pop("stop_on_error", True))
-        sampler = TurnSampler(engine, pool, _TOKENIZER, columns, *limits, **said)
+        sampler = TurnSampler(engine, pool, tokenizer, columns, *limits, **said)
         [*waits, episodes] = sampler.generate(prompts, problems, sampling, seed=5, step=7, first_prompt=2)
     assert all(wait == [] for wait in waits)
     return episodes, sampler.played, engine.calls
@@ -105,6 +119,82 @@ def test_answers_are_given_tokens_between_sampled_ones():
     np.testing.assert_array_equal(played[0].ids, episode.completion_ids)
     assert [call[2:] for call in calls] == [(5, 7, 2), (5 + 11_000_027, 7, 2)]
     assert [call[1].max_completion_tokens for call in calls] == [8, 8]
+
+
+_GEMMA = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content | trim }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"""
+_CHATML = _GEMMA.replace("<end_of_turn>", "<|im_end|>")
+_COMMAND = _GEMMA.replace("<end_of_turn>", "<end_of_text><end_of_turn>")
+_NO_MARK = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:"
+# As GLM's: a turn ends where the model writes the next speaker.
+_SPEAKERS = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}<|model|>"
+_SPACED = _GEMMA.replace("<end_of_turn>", " <end_of_turn>")
+_ANSWER = "<|im_start|>user\nu<eos>"
+
+
+def _ends(template, *tokens):
+    """The built-in tokenizer with another template, and end tokens that are not its eos_token."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in tokens])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "sampled", "written"),
+    [
+        (_GEMMA, "<end_of_turn>", f"\n{_ANSWER}<end_of_turn>\n<|im_start|>model\n"),
+        (_GEMMA, "<eos>", f"<end_of_turn>\n{_ANSWER}<end_of_turn>\n<|im_start|>model\n"),
+        (_CHATML, "<|im_end|>", f"\n{_ANSWER}<|im_end|>\n<|im_start|>model\n"),
+        (_CHATML, "<eos>", f"<|im_end|>\n{_ANSWER}<|im_end|>\n<|im_start|>model\n"),
+        (_COMMAND, "<end_of_turn>", f"\n{_ANSWER}<end_of_text><end_of_turn>\n<|im_start|>model\n"),
+        (_SPACED, "<end_of_turn>", f"\n{_ANSWER} <end_of_turn>\n<|im_start|>model\n"),
+        (_NO_MARK, "<eos>", "\nuser: u<eos>\nmodel:"),
+        (_SPEAKERS, "<|user|>", "\nu<eos><|model|>"),
+        (_SPEAKERS, "<eos>", "<|user|>\nu<eos><|model|>"),
+    ],
+)
+def test_an_answer_begins_behind_the_end_token_that_was_sampled(template, sampled, written):
+    """The answer holds an end token itself, which is not the turn's."""
+    tokenizer = _ends(template, "<eos>", "<end_of_turn>", "<end_of_text>", "<|user|>", "<|model|>")
+    stops = [tokenizer.convert_tokens_to_ids(token) for token in ("<eos>", "<end_of_turn>", "<|im_end|>", "<|user|>")]
+    ends, end = end_texts(tokenizer, stops), tokenizer.convert_tokens_to_ids(sampled)
+    assert answer_text(tokenizer, [{"role": "user", "content": "u<eos>"}], {}, sampled=end, ends=ends) == written
+    if sampled != "<eos>" and template != _COMMAND:  # whose first special token ends a text
+        assert answer_text(tokenizer, [{"role": "user", "content": "u<eos>"}], {}) == written
+
+
+@pytest.mark.parametrize(
+    ("sampled", "between"),
+    [("<end_of_turn>", "\n"), ("<|im_end|>", "<end_of_turn>\n")],
+)
+def test_a_turn_goes_on_behind_the_token_that_ended_it(sampled, between):
+    tokenizer = _ends(_GEMMA, "<end_of_turn>")
+    stops = tuple(tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<end_of_turn>"))
+    [episode], played, _ = _play(
+        "Count",
+        [[f"a{sampled}", f"b{sampled}"]],
+        [{"prompt": "p", "goal": 2}],
+        tokenizer=tokenizer,
+        stops=stops,
+        limit=90,
+    )
+    prompt = "<|im_start|>user\np<end_of_turn>\n<|im_start|>model\n"
+    answer = f"{between}<|im_start|>tool\nn=1<end_of_turn>\n<|im_start|>model\n"
+    assert tokenizer.decode(episode.token_ids) == f"{prompt}a{sampled}{answer}b{sampled}"
+    assert [message["content"] for message in played[0].messages] == ["a", "n=1", "b"]
+
+
+def test_every_column_of_the_engine_stays_beside_its_token():
+    [episode], _, _ = _play("Count", [["a", "bc"]], [{"prompt": "p", "goal": 2}], lists=True)
+    sampled = episode.sampled_mask
+    assert sampled.sum() == 5
+    # The script lists each sampled token and the one after it.
+    ids = episode.token_ids[sampled]
+    np.testing.assert_array_equal(episode.columns["top_ids"][sampled], np.stack([ids, ids + 1], axis=1))
+    np.testing.assert_allclose(episode.columns["top_logprobs"][sampled, 0], episode.rollout_logprobs[sampled])
+    assert (episode.columns["top_ids"][~sampled] == -1).all()
 
 
 def test_only_sampled_tokens_reach_loss_and_discrepancy():
