@@ -2,19 +2,28 @@
 
 import contextlib
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dcmdp_jax.errors import one_line, shorten
+from dcmdp_jax.errors import shorten
 
 Schema = Mapping[str, Any]
 
 CALL_FORMATS = {
-    "Qwen's and Hermes'": {"syntax": "json", "open": "<tool_call>", "close": "</tool_call>"},
+    "Qwen's and Hermes'": {
+        "syntax": "json",
+        "open": "<tool_call>",
+        "close": "</tool_call>",
+        "example": '{"name": "...", "arguments": {...}}',
+    },
     "Llama 3's": {"syntax": "json", "open": "", "close": ""},
-    "Qwen3.5's": {"syntax": "xml", "open": "<tool_call>", "close": "</tool_call>"},
+    "Qwen3.5's": {
+        "syntax": "xml",
+        "open": "<tool_call>",
+        "close": "</tool_call>",
+        "example": "<function=...><parameter=...>...</parameter></function>",
+    },
 }
 """Formats that chat templates write calls in, by name: the syntax of a call, and the marks around it."""
 
@@ -28,23 +37,16 @@ _PARAMETER = re.compile(
 )
 _FUNCTION_END = re.compile(r"\s*+</function>")
 # As templates write Python's values in XML.
-_PYTHON_LITERALS = {"True": True, "False": False, "None": None}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "string": ("a string", lambda value: isinstance(value, str)),
-    "integer": ("an integer", lambda value: _is_number(value) and value == int(value)),
-    "number": ("a number", _is_number),
-    "boolean": ("a boolean", lambda value: isinstance(value, bool)),
-    "array": ("an array", lambda value: isinstance(value, list)),
-    "object": ("an object", lambda value: isinstance(value, dict)),
-    "null": ("null", lambda value: value is None),
+_PYTHON_LITERALS = {"True": "true", "False": "false", "None": "null"}
+_TYPES: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "string": ("a string", str),
+    "integer": ("an integer", int),
+    "number": ("a number", (int, float)),
+    "boolean": ("a boolean", bool),
+    "array": ("an array", list),
+    "object": ("an object", dict),
+    "null": ("null", type(None)),
 }
-"""JSON type -> the words for it, and whether a value has it. 3.0 is an integer, as JSON Schema has it."""
 
 
 def find_calls(
@@ -62,19 +64,19 @@ def find_calls(
         call_format: one of `CALL_FORMATS`.
 
     Returns:
-        The calls in order, each with `name` and `arguments`; the problem of each mark without a call.
+        The calls in order, each with `name` and `arguments`; for each mark without a call how one is written.
     """
     text, functions = _THOUGHT.sub("", text), tool_functions(tools)
     is_xml, marks = call_format["syntax"] == "xml", (call_format["open"], call_format["close"])
     patterns = [*(re.escape(mark) for mark in marks if mark), _START[call_format["syntax"]]]
-    calls, problems = [], []
+    calls, problems, written = [], [], f"it is written {call_format.get('example')}"
     call_end, unclosed_objects, is_marked, unread = 0, 0, False, None
 
     for event in re.finditer("|".join(patterns), text):
         if event.start() < call_end:
             continue
         if event[0] in marks:
-            problems += _unread_problem(text, unread, event.start(), is_xml)
+            problems += [] if unread is None else [written]
             is_marked = event[0] == call_format["open"]
             unread = event.end() if is_marked else None
             continue
@@ -85,12 +87,15 @@ def find_calls(
             break
         if call is None or not (is_marked or (call["name"] in functions and call["arguments"] is not None)):
             continue
-        schema = functions.get(call["name"], {}).get("parameters")
-        arguments = typed_arguments(call["arguments"] or {}, schema or {}, is_text=is_xml)
-        calls.append({"name": call["name"], "arguments": arguments})
+        schemas = _properties(functions.get(call["name"], {}))
+        arguments = (call["arguments"] or {}).items()
+        typed = {name: _typed(value, schemas.get(name, {}), is_text=is_xml) for name, value in arguments}
+        calls.append({"name": call["name"], "arguments": typed})
         call_end, unread = end, None
 
-    problems += _unread_problem(text, unread, len(text), is_xml)
+    # A mark that nothing closes and no call begins behind is a mention in the answer.
+    if unread is not None and re.search(r"\{|<function", text[unread:]):
+        problems.append(written)
     return calls, problems
 
 
@@ -100,21 +105,9 @@ def tool_functions(tools: Sequence[Schema]) -> dict[str, Schema]:
     return {function.get("name"): function for function in functions if isinstance(function, Mapping)}
 
 
-def _unread_problem(text: str, start: int | None, end: int, is_xml: bool) -> list[str]:
-    """What is wrong between an opening mark and the next mark, if no call was read there.
-
-    A mark that nothing closes and no call begins behind is a mention in the answer.
-    """
-    if start is None or (end == len(text) and not re.search(r"\{|<function", text[start:])):
-        return []
-    needed = "a call needs the tool's name, which is text, and its arguments, which are an object"
-    if is_xml:
-        return [f"{needed}: <function=name><parameter=argument>value</parameter></function>"]
-    try:
-        json.loads(text[start:end])
-    except (ValueError, RecursionError) as error:
-        return [one_line(error)]
-    return [needed]
+def _properties(function: Schema) -> Schema:
+    """The schemas of a tool's arguments by their names."""
+    return (function.get("parameters") or {}).get("properties") or {}
 
 
 def _read_object(text: str, start: int) -> tuple[dict[str, Any] | None, int]:
@@ -143,31 +136,24 @@ def _read_function(text: str, start: re.Match[str]) -> tuple[dict[str, Any], int
     return {"name": start["name"].strip(), "arguments": arguments if arguments or closing else None}, end
 
 
-def typed_arguments(arguments: Mapping[str, Any], schema: Schema, *, is_text: bool) -> dict[str, Any]:
-    """Arguments with the types of their schema where they can be read so, as they are elsewhere.
+def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
+    """An argument with the type of its schema, if it can be read so.
 
     Args:
-        arguments: by name.
-        schema: of all arguments.
-        is_text: whether all values are text, because their syntax has no types. Text that may be read as another type
-            of its schema is; otherwise it stays text where the schema allows that.
+        value: the argument.
+        schema: its schema.
+        is_text: whether its syntax has text alone, which then is text only where it can be nothing else.
     """
-    properties = schema.get("properties") or {}
-    return {name: _typed(value, properties.get(name), is_text) for name, value in arguments.items()}
-
-
-def _typed(value: Any, schema: Schema | None, is_text: bool) -> Any:
     readings = [value]
-    if isinstance(value, str) and schema and _described(schema):
+    if isinstance(value, str) and _described(schema):
         with contextlib.suppress(ValueError, RecursionError):
             literal = value.strip()
-            is_python = literal in _PYTHON_LITERALS
-            readings.append(_PYTHON_LITERALS[literal] if is_python else json.loads(literal))
+            readings.append(json.loads(_PYTHON_LITERALS.get(literal, literal)))
     if is_text and not isinstance(readings[-1], str):
         readings.reverse()
     for reading in readings:
         with contextlib.suppress(ValueError):
-            return checked_value(reading, schema or {}, "")
+            return checked_value(reading, schema, "")
     return value
 
 
@@ -181,109 +167,71 @@ def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[st
     Raises:
         ValueError: in one line that names the argument, what it must be, and its value.
     """
-    schema = function.get("parameters") or {}
-    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    schemas, required = _properties(function), (function.get("parameters") or {}).get("required") or ()
     for name in arguments:
-        if name not in properties:
-            known = ", ".join(properties) or "none"
-            raise ValueError(f"{function['name']} has no argument {shorten(name)}, only {known}")
+        if name not in schemas:
+            raise ValueError(f"{function['name']} has no argument {shorten(name)}, only {', '.join(schemas) or 'none'}")
     for name in required:
         if name not in arguments:
-            raise _missing(name, properties.get(name) or {})
+            described = _described(schemas.get(name, {}))
+            raise ValueError(f"{name} is missing, it must be {described or 'there'}")
     return {
-        name: checked_value(value, properties[name], name)
+        name: checked_value(value, schemas[name], name)
         for name, value in arguments.items()
-        if value is not None or name in required or _allows_null(properties[name])
+        if value is not None or name in required or _allows_null(schemas[name])
     }
 
 
 def checked_value(value: Any, schema: Schema, name: str) -> Any:
-    """A value that fits its JSON schema, a whole number as an int where that is its type.
+    """A value that fits its JSON schema; 3.0 is an integer, as an int, and true is none.
 
-    Read are `type`, `enum`, `const`, `anyOf`, `oneOf`, `nullable`, `items`, `prefixItems`, `properties`, `required` and
-    `additionalProperties`.
+    Read are `type`, `nullable`, `enum`, `anyOf`, `items`, `prefixItems` and `additionalProperties`, which schemas of
+    Python functions have.
 
     Raises:
         ValueError: in one line with the name of the value or its entry, what it must be, and what it is.
     """
-    if value is None and _allows_null(schema):
-        return None
-    problem = f"{name} must be {_described(schema)}, got {shorten(value)}"
-    choices = schema.get("anyOf") or schema.get("oneOf")
-    if choices:
-        for choice in choices:
-            with contextlib.suppress(ValueError):
-                return checked_value(value, choice, name)
-        raise ValueError(problem)
+    if not schema or (value is None and _allows_null(schema)):
+        return value
+    for choice in schema.get("anyOf", ()):
+        with contextlib.suppress(ValueError):
+            return checked_value(value, choice, name)
 
-    types = _type_names(schema)
-    if types and not any(_TYPES[type_name][1](value) for type_name in types):
-        raise ValueError(problem)
-    if "integer" in types and isinstance(value, float) and value == int(value):
+    types, listed, first = _type_names(schema), schema.get("enum"), schema.get("prefixItems", ())
+    if "integer" in types and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not _is_listed(value, schema):
-        raise ValueError(problem)
+    is_bool = isinstance(value, bool)
+    fits = any(isinstance(value, _TYPES[type_name][1]) and is_bool == (type_name == "boolean") for type_name in types)
+    is_typed = bool(types) or "anyOf" in schema
+    is_listed = listed is None or any(value == entry and is_bool == isinstance(entry, bool) for entry in listed)
+    if (is_typed and not fits) or not is_listed:
+        raise ValueError(f"{name} must be {_described(schema)}, got {shorten(value)}")
+
     if isinstance(value, list):
-        return _checked_items(value, schema, name)
-    return _checked_entries(value, schema, name) if isinstance(value, dict) else value
-
-
-def _checked_items(values: list[Any], schema: Schema, name: str) -> list[Any]:
-    first = schema.get("prefixItems") or []
-    if first and len(values) != len(first):
-        raise ValueError(f"{name} must have {len(first)} entries, got {shorten(values)}")
-    others = [schema.get("items") or {}] * (len(values) - len(first))
-    schemas = [*first, *others]
-    return [checked_value(value, schemas[place], f"{name}[{place}]") for place, value in enumerate(values)]
-
-
-def _checked_entries(entries: dict[str, Any], schema: Schema, name: str) -> dict[str, Any]:
-    properties, others = schema.get("properties") or {}, schema.get("additionalProperties", {})
-    for key in schema.get("required") or ():
-        if key not in entries:
-            raise _missing(f"{name}.{key}", properties.get(key) or {})
-    for key in entries:
-        if key not in properties and others is False:
-            raise ValueError(f"{name} has no entry {shorten(key)}, only {', '.join(properties)}")
-    others = others if isinstance(others, Mapping) else {}
-    return {key: checked_value(value, properties.get(key, others), f"{name}.{key}") for key, value in entries.items()}
-
-
-def _missing(name: str, schema: Schema) -> ValueError:
-    described = _described(schema)
-    return ValueError(f"{name} is missing" + (f", it must be {described}" if described else ""))
+        if first and len(value) != len(first):
+            raise ValueError(f"{name} must have {len(first)} entries, got {shorten(value)}")
+        schemas = first or [schema.get("items")] * len(value)
+        return [checked_value(value[place], schemas[place], f"{name}[{place}]") for place in range(len(value))]
+    if isinstance(value, dict):
+        schema = schema.get("additionalProperties")
+        return {key: checked_value(entry, schema, f"{name}.{key}") for key, entry in value.items()}
+    return value
 
 
 def _type_names(schema: Schema) -> list[str]:
-    """The types that a schema allows, those that are none left out."""
+    """The types that a schema allows, as far as they are known."""
     declared = schema.get("type")
     names = [declared] if isinstance(declared, str) else declared or []
     return [name for name in names if name in _TYPES]
 
 
 def _allows_null(schema: Schema) -> bool:
-    choices = schema.get("anyOf") or schema.get("oneOf") or ()
-    if schema.get("nullable") or "null" in _type_names(schema) or not _described(schema):
-        return True
-    return any(_allows_null(choice) for choice in choices)
-
-
-def _is_listed(value: Any, schema: Schema) -> bool:
-    """Whether a value is one of those that its schema lists, if it lists any; true is not 1."""
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if listed is None:
-        return True
-    return any(value == entry and isinstance(value, bool) == isinstance(entry, bool) for entry in listed)
+    return bool(schema.get("nullable")) or "null" in _type_names(schema)
 
 
 def _described(schema: Schema) -> str:
     """What a schema allows, in words; empty if that is anything."""
-    listed = [schema["const"]] if "const" in schema else schema.get("enum")
-    if listed is not None:
-        words = [repr(value) for value in listed]
-    elif choices := schema.get("anyOf") or schema.get("oneOf"):
-        words = [_described(choice) for choice in choices]
-    else:
-        words = [_TYPES[name][0] for name in _type_names(schema)]
-    words += ["null"] if words and schema.get("nullable") and "null" not in words else []
-    return " or ".join(words)
+    choices = [_described(choice) for choice in schema.get("anyOf", ())]
+    types = [_TYPES[name][0] for name in _type_names(schema)]
+    words = [repr(value) for value in schema.get("enum", ())] or choices or types
+    return " or ".join([*words, "null"] if words and schema.get("nullable") else words)

@@ -43,7 +43,8 @@ class Tools:
         place, _, names = name.removeprefix("tools:").rpartition(":")
         functions = [load_object(f"{place}:{name}", "function") for name in names.split(",")]
         self._schemas = [get_json_schema(function) for function in functions]
-        self._functions = dict(zip(tool_functions(self._schemas), functions, strict=True))
+        described = zip(self._schemas, functions, strict=True)
+        self._functions = {schema["function"]["name"]: function for schema, function in described}
         self._format, self._longest = CallFormat(*call_format), longest
 
     def call(self, method: str, *args: Any) -> list[Any]:

@@ -237,6 +237,7 @@ class TurnSampler:
                 )
             if not text:
                 continue
+            self._without_control_tokens({"content": text})
             asked = dataclasses.replace(problem, prompt=f"{problem.prompt}\n\n{text}")
             chat = chat_messages(asked, self.prompt_suffix)
             play.prompt = self._ids(render_chat(self.tokenizer, chat, problem.tools, **self.variables))
@@ -294,9 +295,9 @@ class TurnSampler:
         return control_tokens(self.tokenizer)
 
     def _without_control_tokens(self, message: Message) -> Message:
-        """A message in which no text is a control token; told once for each tool and token.
+        """A tool's result with a space in each control token of its text. Told once for each tool and token.
 
-        What a tool gives comes from anywhere: a space breaks the token. An environment's text is its author's.
+        What a tool gives comes from anywhere. An environment's text is its author's: it stays, and is told.
         """
         pattern, name = self._control_tokens, message.get("name")
         for token in sorted(set(pattern.findall(message["content"]))):

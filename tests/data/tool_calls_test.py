@@ -109,17 +109,17 @@ def test_vllms_parsers_read_the_same_calls():
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "problem"),
+    ("name", "text"),
     [
-        (_QWEN, _marked('{"name": "add", "arguments": {"a": 1}'), "Expecting ',' delimiter"),
-        (_QWEN, f"{_marked('add(1)')}{_marked(_ADD)}", "Expecting value"),
-        (_QWEN, _marked('{"name": "add", "arguments": [1]}'), "a call needs the tool's name, which is text"),
-        (_QWEN35, f"</think>{_marked('add(1)')}", "<function=name><parameter=argument>value"),
+        (_QWEN, _marked('{"name": "add", "arguments": {"a": 1}')),
+        (_QWEN, f"{_marked('add(1)')}{_marked(_ADD)}"),
+        (_QWEN, "<tool_call>{'a': 1}"),
+        (_QWEN, _marked('{"name": "add", "arguments": [1]}')),
+        (_QWEN35, f"</think>{_marked('add(1)')}"),
     ],
 )
-def test_a_mark_without_a_call_is_a_problem(name, text, problem):
-    _, problems = _read(name, text)
-    assert len(problems) == 1 and problem in problems[0]
+def test_a_mark_without_a_call_is_told_how_one_is_written(name, text):
+    assert _read(name, text)[1] == [f"it is written {CALL_FORMATS[name]['example']}"]
 
 
 def test_a_marked_call_may_have_an_unknown_name_or_no_arguments():
@@ -140,7 +140,7 @@ def _tool(**properties):
 
 
 _INTEGER, _STRING = {"type": "integer"}, {"type": "string"}
-_POINT = {"type": "object", "properties": {"x": _INTEGER}, "required": ["x"], "additionalProperties": False}
+_NUMBERS = {"type": "object", "additionalProperties": _INTEGER}
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,7 @@ _POINT = {"type": "object", "properties": {"x": _INTEGER}, "required": ["x"], "a
         ({"anyOf": [_INTEGER, {"type": "array", "items": _INTEGER}]}, [1, 2.0], [1, 2]),
         ({"enum": ["a", 1]}, 1, 1),
         ({"type": "array", "prefixItems": [_INTEGER, _STRING]}, [1, "a"], [1, "a"]),
-        ({"type": "object", "additionalProperties": _INTEGER}, {"k": 2.0}, {"k": 2}),
-        (_POINT, {"x": 1}, {"x": 1}),
+        (_NUMBERS, {"k": 2.0}, {"k": 2}),
         ({"description": "anything"}, {"k": [None]}, {"k": [None]}),
         ({"type": "dict"}, {"k": 1}, {"k": 1}),
     ],
@@ -172,7 +171,7 @@ def test_arguments_that_fit_their_schema_are_taken(schema, value, checked):
         (_INTEGER, True, "v must be an integer, got True"),
         (_INTEGER, None, "v must be an integer, got None"),
         (_INTEGER, float("inf"), "v must be an integer, got inf"),
-        ({"type": "number"}, float("nan"), "v must be a number, got nan"),
+        ({"type": "number"}, "three", "v must be a number, got 'three'"),
         (_STRING, 5, "v must be a string, got 5"),
         ({"type": "boolean"}, 1, "v must be a boolean, got 1"),
         ({"type": "integer", "nullable": True}, "x", "v must be an integer or null, got 'x'"),
@@ -180,10 +179,9 @@ def test_arguments_that_fit_their_schema_are_taken(schema, value, checked):
         ({"enum": [1, 2]}, True, "v must be 1 or 2, got True"),
         ({"anyOf": [_INTEGER, {"type": "array", "items": _INTEGER}]}, ["x"],
          "v must be an integer or an array, got ['x']"),
-        ({"type": "array", "items": _POINT}, [{"x": 1}, {"x": "a"}], "v[1].x must be an integer, got 'a'"),
+        ({"type": "array", "items": _NUMBERS}, [{"x": 1}, {"x": "a"}], "v[1].x must be an integer, got 'a'"),
+        (_NUMBERS, [], "v must be an object, got []"),
         ({"type": "array", "prefixItems": [_INTEGER, _STRING]}, [1], "v must have 2 entries, got [1]"),
-        (_POINT, {}, "v.x is missing, it must be an integer"),
-        (_POINT, {"x": 1, "y": 2}, "v has no entry 'y', only x"),
         (_STRING, ["a" * 200], "v must be a string, got ["),
     ],
 )  # fmt: skip

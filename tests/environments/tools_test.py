@@ -111,11 +111,15 @@ def test_several_calls_are_read_in_order_and_those_in_a_thought_are_none():
 @pytest.mark.parametrize(
     ("template", "text", "problem"),
     [
-        (_QWEN, '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "Expecting ',' delimiter"),
-        (_QWEN, "<tool_call>[1]</tool_call>", "a call needs the tool's name"),
-        (_QWEN, '<tool_call>{"name": 3, "arguments": {}}</tool_call>', "a call needs the tool's name, which is text"),
-        (_QWEN, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "its arguments, which are an object"),
-        (_QWEN35, "</think><tool_call>add(1)</tool_call>", "<parameter=argument>value</parameter></function>"),
+        (
+            _QWEN,
+            '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>',
+            'it is written {"name": "...", "arguments"',
+        ),
+        (_QWEN, "<tool_call>[1]</tool_call>", "it is written"),
+        (_QWEN, '<tool_call>{"name": 3, "arguments": {}}</tool_call>', "it is written"),
+        (_QWEN, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "it is written"),
+        (_QWEN35, "</think><tool_call>add(1)</tool_call>", "it is written <function=...>"),
     ],
 )
 def test_a_malformed_call_raises(template, text, problem):
@@ -202,7 +206,7 @@ def test_a_conversation_with_two_calls_in_a_turn_is_one_episode_and_results_are_
         (_qwen("add", a="3.5"), "error: a must be an integer, got '3.5'"),
         (_qwen("repeat", text="ab", times=True), "error: times must be an integer, got True"),
         (_qwen("add", a=3.0, b=None), "5"),
-        ("<tool_call>{'a': 1}</tool_call>", "error: this call can't be read: Expecting property name enclosed in"),
+        ("<tool_call>{'a': 1}</tool_call>", 'error: this call can\'t be read: it is written {"name"'),
     ],
 )
 def test_what_the_policy_reads(called, answer):
@@ -219,7 +223,7 @@ def test_good_calls_of_a_turn_are_answered_beside_one_that_cannot_be_read():
     assert said == [
         ("add", "3"),
         ("unknown", "error: there is no tool 'mul', only add"),
-        ("unknown", "error: this call can't be read: Expecting value: line 1 column 1 (char 0)"),
+        ("unknown", 'error: this call can\'t be read: it is written {"name": "...", "arguments": {...}}'),
     ]
 
 
