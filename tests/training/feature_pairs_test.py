@@ -58,7 +58,7 @@ _FEATURES = {
     "top_k": _LISTS | {"rollout.top_k": 4},
     "score_centering": _LISTS | {"algorithm.corrections": "score_centering"},
     "state_tv": _LISTS | {"algorithm.method": "state_tv"},
-    "teacher": {"rewards.functions": "teacher:TEACHER"},
+    "teacher": {"rewards.functions": "teacher:TEACHER,math"},
     "lora": {"model.lora_rank": 2},
     "lag": {"rollout.lag": 1},
     "moe": _MOE | {"algorithm.router_aux_loss": 0.001},
