@@ -64,7 +64,7 @@ _DERIVATIVE = re.compile(
 )
 _NUMBER_WITH_INDEX = re.compile(r"[0-9] ?_")
 # The parser takes `12 34` for a product or a sum and `0xFF` for zero times letters.
-_NO_NUMBER = re.compile(r"(?<![0-9_^])[0-9]++ [0-9]|(?<![0-9._^])(?<!_\{)0[ {]*+[xXbBoO]")
+_NO_NUMBER = re.compile(r"(?<![0-9_^])[0-9]++ [0-9]|(?<![0-9._^])(?<!_\{)0++[ {}]*+[xXbBoO]")
 _DEGREES = re.compile(r"([0-9]++(?:\.[0-9]++)?) ?\\degree")
 
 
