@@ -1,6 +1,7 @@
 """Input from users: JSON files and tokenizers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,22 @@ def json_object(text: str, name: str) -> dict[str, Any]:
 def has_tokenizer(directory: str | Path) -> bool:
     """Whether a Hugging Face directory holds a tokenizer: tokenizer.json or vocab.json."""
     return any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+
+
+_HOST_AND_PORT = re.compile(r"(\[[^\[\]\s/]+\]|[^\[\]\s/:]+)(?::([0-9]{1,5}))?")
+
+
+def is_address(text: str, *, port_needed: bool = True) -> bool:
+    """Whether a text is HOST:PORT: a port of 1 to 65535, and brackets around the colons of an IPv6 host."""
+    match = _HOST_AND_PORT.fullmatch(text)
+    if match is None:
+        return False
+    port = match[2]
+    return not port_needed if port is None else 0 < int(port) < 2**16
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is http(s)://HOST or http(s)://HOST:PORT, see `is_address`; what follows is not looked at."""
+    scheme, mark, rest = text.partition("://")
+    host = rest.partition("/")[0].partition("?")[0].rpartition("@")[2]
+    return scheme in ("http", "https") and bool(mark) and is_address(host, port_needed=False)

@@ -80,7 +80,8 @@ def connect(address: str, **own: Any) -> None:
 
 def reach(address: str) -> None:
     """Raise OSError if nobody takes a connection at HOST:PORT in time."""
-    socket.create_connection(address.rsplit(":", 1), _REACH_S).close()
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.removeprefix("[").removesuffix("]"), int(port)), _REACH_S).close()
 
 
 def disconnect() -> None:

@@ -103,12 +103,13 @@ def dc_grpo_loss(
 
     Raises:
         ValueError: in one line that names the argument. Always: shapes or ranks that disagree, log-probs that are no
-            floats, group ids that are no integers, unknown options, numbers out of range. Of values only where they are
-            known, so not of arguments traced by jit or vmap: a NaN or +inf in a log-prob under the mask, a reward that
-            is not finite or 1e18 and more, probabilities in place of log-probs, a mask with other values than 0 and 1,
-            a completion without a token, a group of one, a group id outside 0 .. N-1, a negative multiplier. Where
-            they are not known NaN, or a group id outside, makes the loss NaN, a completion without a token is left out
-            of it, and a group of one has A = 0.
+            floats, `train_logprobs` in float16, whose gradient would overflow, group ids that are no integers, unknown
+            options, numbers out of range. Of values only where they are known, so not of arguments traced by jit or
+            vmap: a NaN or +inf in a log-prob under the mask, a reward that is not finite or 1e18 and more,
+            probabilities in place of log-probs, a mask with other values than 0 and 1, a completion without a token, a
+            group of one, a group id outside 0 .. N-1, a negative multiplier. Where they are not known NaN, or a group
+            id outside, makes the loss NaN, a completion without a token is left out of it, and a group of one has A =
+            0.
     """
     given = {"train_logprobs": train_logprobs, "old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs}
     logprobs = {name: _numbers(name, value) for name, value in given.items()}
@@ -165,6 +166,7 @@ def _require_arrays(logprobs: dict[str, Array], completion_mask: Array, rewards:
     for name, array in logprobs.items():
         if not jnp.issubdtype(dtype := jnp.asarray(array).dtype, jnp.floating):
             raise ValueError(f"{name} has dtype {dtype}; must be floats, log-probs in nats")
+    require.require_gradient("train_logprobs", logprobs["train_logprobs"])
 
 
 def _require_values(logprobs: dict[str, Array], completion_mask: Array, rewards: Array, group_ids: Array) -> None:

@@ -16,7 +16,7 @@ from dcmdp_jax.algorithm import losses, masked, stats
 from dcmdp_jax.algorithm.corrections import Correction, chain
 from dcmdp_jax.algorithm.discrepancy import RATIO_LIMIT, Level, Measure, Sided, token_discrepancy
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, require_tokens, split
-from dcmdp_jax.algorithm.require import require_same_shape
+from dcmdp_jax.algorithm.require import require_gradient, require_same_shape
 from dcmdp_jax.types import Array
 
 LEAST_TAIL = 1e-6
@@ -47,7 +47,8 @@ class Head(NamedTuple):
 
 
 def require_head(head: Head, mask: Array) -> None:
-    """Raise ValueError unless the head's arrays have one shape, [R, L, k], for a mask [R, L]."""
+    """Raise ValueError unless the head's arrays have one shape, [R, L, k], for a mask [R, L], none in float16."""
+    require_gradient("train_logprobs", head.train_logprobs)
     require_same_shape(**head._asdict())
     require_same_shape(mask=mask, head=head.ids[..., 0])
 

@@ -37,9 +37,10 @@ def importance_ratio(train_logprobs: Float[Array, "*s"], old_logprobs: Float[Arr
         float32 (float64 for float64 with x64), finite for every input but NaN, which stays.
 
     Raises:
-        ValueError: if the shapes differ, or probabilities are given (not seen under jit).
+        ValueError: if the shapes differ, `train_logprobs` is float16, or probabilities are given (not seen under jit).
     """
     require.require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs)
+    require.require_gradient("train_logprobs", train_logprobs)
     require.require_logprobs("train_logprobs", train_logprobs)
     require.require_logprobs("old_logprobs", old_logprobs)
     return jnp.exp(stats.clamped_log_ratio(train_logprobs, lax.stop_gradient(stats.as_float(old_logprobs))))
@@ -170,6 +171,7 @@ def sequence_log_ratio(
 ) -> Float[jax.Array, "R L"]:
     """The mean log-ratio of each token's completion in value, that of the token alone in gradient; clamped."""
     require.require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs, completion_mask=where.mask)
+    require.require_gradient("train_logprobs", train_logprobs)
     mask = jnp.asarray(where.mask, bool)
     train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
     old = lax.stop_gradient(jnp.where(mask, jnp.asarray(old_logprobs, jnp.float32), 0.0))
@@ -268,8 +270,9 @@ def reference_kl(
         float32, finite for every input but NaN: k3 is at most e^20 - 21 = 4.85e8.
 
     Raises:
-        ValueError: if the shapes differ or `estimator` is unknown.
+        ValueError: if the shapes differ, `train_logprobs` is float16, or `estimator` is unknown.
     """
+    require.require_gradient("train_logprobs", train_logprobs)
     mask = jnp.ones(jnp.shape(train_logprobs), bool) if completion_mask is None else completion_mask
     require.require_same_shape(train_logprobs=train_logprobs, ref_logprobs=ref_logprobs, completion_mask=mask)
     mask = jnp.asarray(mask, bool)

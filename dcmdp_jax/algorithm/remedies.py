@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.algorithm.masked import CompletionIndex
-from dcmdp_jax.algorithm.require import require_rank, require_same_shape
+from dcmdp_jax.algorithm.require import require_gradient, require_rank, require_same_shape
 from dcmdp_jax.algorithm.stats import Statistic
 from dcmdp_jax.types import Array
 
@@ -81,8 +81,9 @@ def require_tokens(tokens: Tokens) -> None:
     """Raise unless all arrays of tokens that are there have one shape, and lambda and c are single numbers.
 
     Raises:
-        ValueError: naming every array with its shape.
+        ValueError: naming every array with its shape, or log-probs in float16, see `require_gradient`.
     """
+    require_gradient("train_logprobs", tokens.train_logprobs)
     arrays = tokens._asdict()
     for name in ("multiplier", "tolerance", "num_completions"):
         require_rank(name, arrays.pop(name), 0)

@@ -54,6 +54,21 @@ def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
         raise ValueError(f"{name} is nowhere below 0 on sampled tokens; must be log-probs, not probabilities")
 
 
+def require_gradient(name: str, logprobs: Any) -> None:
+    """Raise for log-probs in float16, whose gradient is lost: a ratio goes to e^20, float16 ends at 65,504.
+
+    Known under jit too. bfloat16 has float32's range.
+
+    Raises:
+        ValueError: naming the argument and the remedy.
+    """
+    if getattr(logprobs, "dtype", None) == np.float16:
+        raise ValueError(
+            f"{name} has dtype float16, in which a gradient above 65504 is inf; convert the logits to float32 before "
+            "the log-softmax"
+        )
+
+
 def require_rank(name: str, array: Any, rank: int) -> None:
     """Raise unless `array` has `rank` axes.
 

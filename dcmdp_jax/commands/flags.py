@@ -92,7 +92,7 @@ def load_config(given: str, overrides: Mapping[str, Any] = MappingProxyType({}))
     Raises:
         UserError: in one line, for a file that is missing or fails, an unknown setting, or a refused value.
     """
-    config = from_config_dict(load_values(given, overrides))
+    config = from_config_dict(load_values(given, overrides), overrides)
     if "run_dir" in overrides:
         return config
     return dataclasses.replace(config, run_dir=config.run_dir + name_suffix(overrides, config))

@@ -6,6 +6,7 @@ user knows settings.
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import ENGINES, find_engine, unknown_engine
 from dcmdp_jax.errors import ArgumentError, EngineError, UserError, shorten
 from dcmdp_jax.fields import INT32_MAX, build, check_choice, check_range, declared, get_value, is_place, nearest_name
-from dcmdp_jax.inputs import json_object
+from dcmdp_jax.inputs import is_address, is_url, json_object
 from dcmdp_jax.models.scheme import Scheme
 
 HOSTS = {name: f"hosts.{name}" for name in ("coordinator", "processes", "process", "timeout_s")}
@@ -202,19 +203,23 @@ Broken = Iterator[tuple[Any, ...]]
 """Broken rules, each a tuple: dotted name of the setting, what is wrong, the value where it is not the setting's."""
 
 
-def validate(config: Config) -> None:
+def validate(config: Config, overrides: Collection[str] = ()) -> None:
     """Check a config. No function of a user is imported.
+
+    Args:
+        config: the config.
+        overrides: settings that were changed after the config file: of two that do not fit, one of these is blamed.
 
     Raises:
         UserError: in one line, for the first rule that is broken, naming setting, value and what is allowed.
     """
     _check_each(config, find_trainable(config.rollout.engine), declared(Config))
-    _refuse(config, _task_rules(config))
+    _refuse(config, _task_rules(config), overrides)
     check_engine(config)
     forward_scheme(config)
     for rules in (_step_rules, _size_rules, _reward_rules, _teacher_rules, _host_rules):
-        _refuse(config, rules(config))
-    _refuse(config, algorithm_rules(config.algorithm, config.rollout.max_completion_tokens))
+        _refuse(config, rules(config), overrides)
+    _refuse(config, algorithm_rules(config.algorithm, config.rollout.max_completion_tokens), overrides)
 
 
 def validate_sampling(config: Config, names: Collection[str]) -> None:
@@ -226,16 +231,40 @@ def validate_sampling(config: Config, names: Collection[str]) -> None:
     with as_settings({"engine": "rollout.engine"}):
         engine = find_engine(config.rollout.engine)
     _check_each(config, engine, names)
-    _refuse(config, _task_rules(config))
+    _refuse(config, _task_rules(config), names)
     check_engine(config, engine)
-    _refuse(config, _reward_rules(config))
+    _refuse(config, _reward_rules(config), names)
 
 
-def _refuse(config: Config, broken: Broken) -> None:
+def _refuse(config: Config, broken: Broken, overrides: Collection[str]) -> None:
     """Raise for the first broken rule."""
     for name, said, *value in broken:
         found = value[0] if value else get_value(config, name)
-        raise UserError(f"config.{name}: " + ("empty; " if found == "" else f"got {shorten(found)}, ") + said)
+        if found == "":
+            raise UserError(f"config.{name}: empty; {said}")
+        blamed = _blamed(config, name, said, overrides)
+        if blamed == name:
+            raise UserError(f"config.{name}: got {shorten(found)}, {said}")
+        raise UserError(f"config.{blamed}: got {shorten(get_value(config, blamed))}; {name}={shorten(found)}: {said}")
+
+
+def _blamed(config: Config, name: str, said: str, overrides: Collection[str]) -> str:
+    """Of the settings in a broken rule the one that was changed: by an override, else from its default.
+
+    Args:
+        config: the config.
+        name: the setting that the rule is about, which is blamed if it was changed, or none was.
+        said: what is wrong; it names other settings of the rule in full.
+        overrides: see `validate`.
+    """
+    words = re.findall(r"[a-z][\w.]*\w", said)
+    settings = [name, *(word for word in words if word in declared(Config))]
+    defaults = Config()
+    changed = [
+        one for one in settings if one in declared(Config) and get_value(config, one) != get_value(defaults, one)
+    ]
+    overridden = [one for one in settings if one in overrides]
+    return next(iter(overridden or changed), name)
 
 
 def _check_each(config: Config, engine: EngineKind, names: Collection[str]) -> None:
@@ -278,7 +307,7 @@ def _step_rules(config: Config) -> Broken:
     if training.prompts_per_step % training.prompts_per_mini_batch:
         yield "training.prompts_per_mini_batch", f"must divide training.prompts_per_step={training.prompts_per_step}"
     if not 0 <= algorithm.multiplier <= algorithm.multiplier_max:
-        yield "algorithm.multiplier", f"must lie in [0, multiplier_max] = [0, {algorithm.multiplier_max}]"
+        yield "algorithm.multiplier", f"must lie in [0, algorithm.multiplier_max={algorithm.multiplier_max}]"
     lengths, longest = training.row_lengths, config.max_total_tokens
     if list(lengths) != sorted(set(lengths)):
         yield "training.row_lengths", "must rise"
@@ -335,9 +364,8 @@ def _host_rules(config: Config) -> Broken:
         yield "hosts.coordinator", f"with {hosts.processes} processes give host:port of process 0, or auto"
     if hosts.coordinator in ("", AUTO):
         return
-    name, _, port = hosts.coordinator.rpartition(":")
-    if not name or not port.isdecimal() or not port.isascii() or not 0 < int(port) < 65536:
-        yield "hosts.coordinator", "must be host:port, or auto"
+    if not is_address(hosts.coordinator):
+        yield "hosts.coordinator", "must be host:port (1 to 65535; an IPv6 host in brackets), or auto"
     if hosts.process >= hosts.processes:
         yield "hosts.process", f"must be below hosts.processes={hosts.processes}"
     if prompts < hosts.processes:
@@ -349,6 +377,8 @@ def _teacher_rules(config: Config) -> Broken:
     teacher, _ = config.teacher
     if teacher and config.algorithm.drop_equal_groups:
         yield "algorithm.drop_equal_groups", "must be False with a teacher, which teaches where rewards are equal too"
+    if teacher.startswith("http") and not config.loads_teacher and not is_url(teacher):
+        yield "rewards.functions", "must be teacher:http://host:port (1 to 65535) or https://host", teacher
     if teacher and not config.loads_teacher and (config.rollout.cuts or config.rollout.temperature != 1):
         yield "rollout.temperature", "must be 1, with top_p=1 and top_k=0: a teacher's server scores nothing else"
 

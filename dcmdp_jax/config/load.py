@@ -5,7 +5,7 @@ before. A setting that goes gets an entry in `REMOVED`, and `VERSION` is raised.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -40,8 +40,12 @@ class Removed(NamedTuple):
 REMOVED: dict[str, Removed] = {}
 
 
-def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
+def from_config_dict(config: ConfigDict | Mapping[str, Any], overrides: Collection[str] = ()) -> Config:
     """Make and check a `Config`. A setting that is not there has its default.
+
+    Args:
+        config: settings by section.
+        overrides: see `checks.validate`.
 
     Raises:
         UserError: in one line, naming the setting, its value and what is allowed: an unknown name (with the nearest
@@ -49,7 +53,7 @@ def from_config_dict(config: ConfigDict | Mapping[str, Any]) -> Config:
     """
     made = build(Config, config if isinstance(config, Mapping) else config.to_dict(), unknown_setting)
     made = dataclasses.replace(made, algorithm=canonical(made.algorithm))
-    validate(made)
+    validate(made, overrides)
     return made
 
 

@@ -33,6 +33,16 @@ def require_same_shape(**tensors: Tensor) -> None:
         raise ValueError(f"{shapes}: must be the same shape")
 
 
+def require_gradient(**logprobs: Tensor) -> None:
+    """Raise a ValueError for log-probs in float16: a ratio goes to e^20, a gradient above 65504 becomes inf."""
+    for name, tensor in logprobs.items():
+        if tensor.dtype == torch.float16:
+            raise ValueError(
+                f"{name} has dtype float16, in which a gradient above 65504 is inf; convert the logits to float32 "
+                "before the log-softmax"
+            )
+
+
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """log p - log q in float32, clamped to [-20, 20]; gradient 1 inside and at the limits, 0 outside. NaN stays NaN."""
     require_same_shape(numerator=numerator, denominator=denominator)
@@ -167,7 +177,11 @@ def clipped_surrogate(
 
     Returns:
         Same shape, float32; to be averaged over the sampled tokens as the trainer does.
+
+    Raises:
+        ValueError: if the shapes differ, or `train_logprobs` is float16.
     """
+    require_gradient(train_logprobs=train_logprobs)
     require_same_shape(train_logprobs=train_logprobs, old_logprobs=old_logprobs, advantages=advantages)
     advantages = advantages.detach().float()
     ratio = clamped_log_ratio(train_logprobs, old_logprobs.detach()).exp()

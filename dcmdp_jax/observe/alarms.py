@@ -25,6 +25,10 @@ _LEAST_SHARE, _WHOLE_ADVANTAGE = 0.01, 0.5
 """Guesses, not measured: a share that is worth a word, and a token's charge in advantages."""
 _PUSH_ROUNDING, _IDENTICAL = "mismatch/push_rounding", ("completion/identical_fraction", "completion/identical_chance")
 _MOSTLY_KEPT, _BEHIND, _STEADY_BEHIND, _ENGINE_MOVES, _AS_ROUNDING, _TWINS = 0.7, 10.0, 0.8, 0.2, 0.04, 0.1
+_CUT, _CUT_BEFORE, _CUT_STEPS = 0.9, 0.5, 2
+"""Shares of completions at the length limit, now and at best before, and steps: guesses."""
+_FLOAT32_ROUNDING, _ROUNDING_STEPS = 1e-6, 2
+"""A mean |p - q| between float32 programs is 1e-8 to 1e-6, of bfloat16 1e-3. One step alone may have no signal."""
 _LAMBDA_RISE, _STEADY, _REWARD_FALL = 1.5, 0.9, 0.5
 _NOTHING = np.zeros(0), np.zeros(0)
 
@@ -33,6 +37,7 @@ OF_A_BUDGET = ("noise", "mismatch", "staleness")
 WATCHED = (
     "discrepancy/mean", "discrepancy/broken_completions", "dual/tolerance", "mismatch/k1", "mismatch/k3",
     "mismatch/effective_sample_size", "mismatch/noise_floor", "rollout/staleness_max", "policy/entropy", _STALENESS,
+    "completion/truncated_fraction", "policy/kl", "policy/router_loss",
     "discrepancy/max", "dual/multiplier", "dual/charge_share", "reward/mean",
     "reward/all_equal_groups", "discrepancy/spent", "displacement/abs_p95", _PUSH_ROUNDING, *_IDENTICAL,
 )  # fmt: skip
@@ -69,6 +74,8 @@ def alarms(series: Series) -> list[Alarm]:
     | noise | delta is above c on most steps, and within 3 noise floors; c is not below the floor itself, of which the report warns anyway |
     | mismatch | delta is above 1.5 c and 3 noise floors, and no alarm above but charge says why |
     | collapse | over 20 steps delta at least doubles and the entropy changes by 40% or more, both steadily (rank correlation with the step of 0.6 or more), above 3 noise floors and without a weight_sync alarm |
+    | rounding | in each of the last 2 steps all prompts have equal rewards, no teacher, KL or load-balancing term has a gradient, and lambda charges a delta within 3 noise floors, or below 1e-6: the update is rounding alone |
+    | truncation | 90% or more of the completions are cut by the length limit in each of the last 2 steps, and half or fewer were in some step before |
     | displacement | over 20 steps the 95th percentile of |logit p - logit q| grows by half or more, steadily (rank correlation of 0.6 or more), while delta does not rise: confidence hides from delta that the engines diverge |
 
     The mean of p / q is 1 for tokens sampled from q, whatever p is; see `evidence.Evidence`. A run shorter than the
@@ -311,6 +318,31 @@ def _displacement(series: Series) -> Iterator[str]:
         )
 
 
+def _rounding(series: Series) -> Iterator[str]:
+    names = "reward/all_equal_groups", "dual/charge_share", "discrepancy/mean"
+    equal, share, delta = (_last(series, name, _ROUNDING_STEPS) for name in names)
+    others = [name for name in ("policy/kl", "policy/router_loss") if name in series]
+    floor = max(_FLOORS * _floor(series), _FLOAT32_ROUNDING)
+    # A charge of exactly 0, as without a mismatch, has a share of 0.
+    if not others and equal.min() >= 1 and share.min() >= 1 and delta.max() <= floor:
+        yield (
+            f"No prompt has unequal rewards, so the charge is the whole update, and its discrepancy, {delta[-1]:.2g}, "
+            "is the rounding of the engine: the optimizer makes full steps of it, however small. Take problems whose "
+            "rewards differ, or set algorithm.drop_equal_groups=true, or algorithm.method=grpo."
+        )
+
+
+def _truncation(series: Series) -> Iterator[str]:
+    cut = finite_values(series, "completion/truncated_fraction")
+    before, now = cut[:-_CUT_STEPS], cut[-_CUT_STEPS:]
+    if len(before) and before.min() <= _CUT_BEFORE and now.min() >= _CUT:
+        yield (
+            f"The length limit cuts {now[-1]:.0%} of the completions, where it cut {before.min():.0%} before. Compare "
+            "the end tokens of the policy, of its teacher and of its data (eos_token_id in generation_config.json); if "
+            "completions only need more room, raise rollout.max_completion_tokens."
+        )
+
+
 def _rank_correlation(values: np.ndarray) -> float:
     """Spearman's correlation with the step; 0 for a constant."""
     if values.min() == values.max():
@@ -331,6 +363,8 @@ _RULES: Mapping[str, tuple[Callable[[Series], Iterator[str]], tuple[str, ...]]] 
     "mismatch": (_mismatch, ("support", "retokenization", "staleness", "noise", "weight_sync", "unseen_updates")),
     "collapse": (_collapse, ("weight_sync", "unseen_updates")),
     "displacement": (_displacement, ("collapse",)),
+    "rounding": (_rounding, ()),
+    "truncation": (_truncation, ()),
 }
 """Alarm -> its rule, which yields what is wrong (the first counts), and the alarms before it that explain it."""
 

@@ -130,6 +130,7 @@ class Checkpoints:
         self.behind: dict[int, Params] = {}
         """Of the checkpoint that `restore` read: version -> parameters of the batches in flight."""
         if hosts.is_writer:
+            saved_steps(self._directory)
             _drop_unreadable_scores(self._directory)
             run_id(Path(run_dir))  # made by one host
         hosts.wait_for_all()
@@ -361,6 +362,28 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for pending saves and release the directory."""
         self._manager.close()
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """The steps of a directory of checkpoints, rising: its directories that are named by their number.
+
+    A file, and a number written otherwise (`007`), are none: Orbax passes over them. A warning names each.
+
+    Raises:
+        CheckpointError: in one line, if there are such, and no step.
+    """
+    numbered = [path for path in sorted(directory.glob("[0-9]*")) if path.name.isascii() and path.name.isdigit()]
+    checkpoints = [path for path in numbered if path.is_dir() and path.name == str(int(path.name))]
+    steps = sorted(int(path.name) for path in checkpoints)
+    for path in numbered:
+        if path in checkpoints:
+            continue
+        reason = f"its name is not {int(path.name)}" if path.is_dir() else "it is no directory"
+        line = f"{path} is no checkpoint, {reason}"
+        if not steps:
+            raise CheckpointError(f"{line}; there is no other: put the checkpoint back under its name, or move it away")
+        logger.warning("%s: move it away; the newest checkpoint here is that of step %d", line, steps[-1])
+    return steps
 
 
 def _read_score(checkpoint: Path) -> PolicyScore | None:

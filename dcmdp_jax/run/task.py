@@ -1,6 +1,7 @@
 """What a run learns, read from its settings and files: model shape, tokenizer, problems, rewards. No device starts."""
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
-from dcmdp_jax.errors import UserError, naming
+from dcmdp_jax.errors import UserError, naming, shorten
 from dcmdp_jax.evaluation.held_out import HeldOut, held_out_tasks
 from dcmdp_jax.models import families, hf_config, hf_hub, hf_manifest, hf_weights
 from dcmdp_jax.models.config import RECURRENT_SIZES, Lora, ModelConfig
 from dcmdp_jax.models.lora import Adapter, read_adapter, trained
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +114,7 @@ def read_task(config: Config) -> Task:
         solutions = [_load_prompts(config, tokenizer, tools, "warmup.task", place) for place in places]
         read = config, model, tokenizer, stop_token_ids, held, rewards, columns, config.task.max_prompt_tokens
         learned = join_prompts(solutions) if solutions else None
-        return Task(*read, train, stream, learned, adapter, lora, _teacher(config, model, tokenizer))
+        return Task(*read, train, stream, learned, adapter, lora, _teacher(config, model, tokenizer, stop_token_ids))
 
 
 def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
@@ -185,18 +188,60 @@ def _adapter(config: Config, model: ModelConfig) -> Adapter:
     return found
 
 
-def _teacher(config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> ModelConfig | None:
+def _teacher(
+    config: Config, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, stop_token_ids: tuple[int, ...]
+) -> ModelConfig | None:
     """The shape of the teacher, which must know each token and place that the policy does."""
     if not config.loads_teacher:
         return None
+    name = config.teacher[0]
     with naming("config.rewards.functions"):
-        found = hf_config.read_model_config(directory := hf_hub.model_directory(name := config.teacher[0]))
-        known = load_tokenizer(str(directory), vocab_size=found.vocab_size).get_vocab()
-    if known != tokenizer.get_vocab() or found.vocab_size < model.vocab_size:
-        raise UserError(f"config.rewards.functions: the teacher {name} has another vocabulary than the policy")
-    if found.max_position_embeddings < (longest := config.max_total_tokens):
-        raise UserError(f"config.rewards.functions: the teacher {name} reads fewer tokens than {longest}")
-    return found
+        directory = hf_hub.model_directory(name)
+        shape = hf_config.read_model_config(directory)
+        own_tokenizer = load_tokenizer(str(directory))
+        _check_vocabulary(name, own_tokenizer, tokenizer)
+        if shape.vocab_size < model.vocab_size:
+            raise UserError(
+                f"the teacher {name} has an embedding of {shape.vocab_size} rows, the policy samples from "
+                f"{model.vocab_size}; take a teacher with as many rows"
+            )
+        if shape.max_position_embeddings < (longest := config.max_total_tokens):
+            raise UserError(f"the teacher {name} reads fewer tokens than {longest}")
+        end_ids = end_token_ids(own_tokenizer, directory, vocab_size=shape.vocab_size)
+    if unknown := [token for token in end_ids if token not in stop_token_ids]:
+        remedy = "choose a teacher that ends as the policy does"
+        if config.model.path and max(unknown) < model.vocab_size:
+            ids = [*stop_token_ids, *unknown]
+            remedy = f"set eos_token_id to {ids} in generation_config.json of model.path, or {remedy}"
+        _LOG.warning(
+            "config.rewards.functions: the teacher %s ends with %s, at which a completion of the policy goes on (it "
+            "ends with %s): the policy may learn to write up to rollout.max_completion_tokens; %s",
+            name,
+            _named(own_tokenizer, unknown),
+            _named(tokenizer, stop_token_ids),
+            remedy,
+        )
+    return shape
+
+
+def _check_vocabulary(name: str, teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+    """Refuse a teacher that has not each token of the policy under its id; it may have more."""
+    known = teacher.get_vocab()
+    ids = policy.get_vocab()
+    for token in sorted(ids, key=ids.__getitem__):
+        if known.get(token) == ids[token]:
+            continue
+        other = next((text for text, number in known.items() if number == ids[token]), None)
+        its_own = "no token" if other is None else shorten(other)
+        raise UserError(
+            f"the teacher {name} has another vocabulary: token {ids[token]} of the policy is {shorten(token)}, the "
+            f"teacher has {its_own} there"
+        )
+
+
+def _named(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Tokens by text and id."""
+    return ", ".join(f"{shorten(tokenizer.convert_ids_to_tokens(token))} ({token})" for token in ids)
 
 
 def other_base(config: Config, base: Path) -> UserError:

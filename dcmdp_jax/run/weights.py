@@ -16,7 +16,15 @@ from dcmdp_jax.models.lora import SavedAdapters, adapter_declarations, base_chec
 from dcmdp_jax.models.params import declared_shapes, draw_params, init_params, logical_axes, param_shapes
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import param_shardings, to_global
-from dcmdp_jax.run.checkpoint import CheckpointError, check_digests, check_record, check_structure, digests, first_line
+from dcmdp_jax.run.checkpoint import (
+    CheckpointError,
+    check_digests,
+    check_record,
+    check_structure,
+    digests,
+    first_line,
+    saved_steps,
+)
 from dcmdp_jax.run.task import Task, other_base
 from dcmdp_jax.types import Params
 
@@ -95,13 +103,15 @@ def find_params(run_dir: str | Path, step: int | None = None) -> SavedParams:
     """
     directory = Path(run_dir).resolve()
     if directory.name.isdigit() and (directory / "params").is_dir():
+        if directory.name != str(int(directory.name)):
+            raise CheckpointError(f"{directory}: no checkpoint, its name is not {int(directory.name)}; rename it")
         step, directory = int(directory.name) if step is None else step, directory.parent
     elif (directory / "checkpoints").is_dir():
         directory /= "checkpoints"
-    steps = [int(path.name) for path in directory.glob("*") if path.name.isdigit() and path.is_dir()]
+    steps = saved_steps(directory)
     if not steps:
         raise CheckpointError(f"{run_dir}: no checkpoint there; give a run directory or one of its checkpoints")
-    path = directory / str(max(steps) if step is None else step)
+    path = directory / str(steps[-1] if step is None else step)
     if not path.is_dir():
         raise CheckpointError(f"{directory}: no checkpoint of step {step}")
     with _naming_damage(path):

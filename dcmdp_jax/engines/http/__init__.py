@@ -7,6 +7,7 @@ from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.vllm_common import VLLM_TEMPERATURES
 from dcmdp_jax.errors import ArgumentError
 from dcmdp_jax.fields import setting
+from dcmdp_jax.inputs import is_url
 
 if TYPE_CHECKING:
     from dcmdp_jax.engines.protocol import Engine
@@ -35,6 +36,10 @@ class HttpKind(EngineKind):
     def check(self, arguments: EngineArguments) -> None:
         if not arguments.settings.server:
             raise ArgumentError("server", "empty; give the engine's server, http(s)://HOST:PORT or a socket's path")
+        if arguments.settings.server.startswith("http") and not is_url(arguments.settings.server):
+            raise ArgumentError(
+                "server", f"got {arguments.settings.server!r}, must be http://host:port (1 to 65535) or https://host"
+            )
 
     def build(self, arguments: EngineArguments) -> "Engine":
         from dcmdp_jax.engines.http.engine import RemoteEngine

@@ -1,13 +1,13 @@
 """Stock vLLM in processes of its own."""
 
 import math
-import re
 from typing import TYPE_CHECKING
 
 from dcmdp_jax.engines.engine_kind import DeviceShare, EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.engines.vllm_common import FP8_CACHES, VLLM_TEMPERATURES, cache_rounding
 from dcmdp_jax.errors import ArgumentError
+from dcmdp_jax.inputs import is_address
 from dcmdp_jax.models.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ class VllmKind(EngineKind):
         other = "visible_devices" if settings.placement == "ray" else "address"
         if value := getattr(settings, other):
             raise ArgumentError(other, f"got {value!r} with `placement`={settings.placement}; leave it empty")
-        if not re.fullmatch(r"(auto|(ray://)?\S+:\d+)?", settings.address):
-            raise ArgumentError("address", f"got {settings.address!r}, must be auto, HOST:PORT or ray://HOST:PORT")
+        if settings.address not in ("", "auto") and not is_address(settings.address.removeprefix("ray://")):
+            allowed = "must be auto, HOST:PORT or ray://HOST:PORT (1 to 65535; an IPv6 host in brackets)"
+            raise ArgumentError("address", f"got {settings.address!r}, {allowed}")
         if settings.min_replicas > max(1, settings.replicas):
             raise ArgumentError("min_replicas", f"got {settings.min_replicas} of {settings.replicas} `replicas`")
         if arguments.model is not None and arguments.platform:
