@@ -1,11 +1,11 @@
-"""Quotes that stay short, JSON files that are none."""
+"""Quotes that stay short, JSON files that are none, addresses."""
 
 import os
 
 import pytest
 
 from dcmdp_jax.errors import shorten, shorten_name
-from dcmdp_jax.inputs import read_json_object
+from dcmdp_jax.inputs import is_address, is_url, read_json_object
 
 
 def test_a_quote_is_cut_and_says_how_long_it_was():
@@ -61,3 +61,28 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ValueError, match=r"config.json: is a FIFO, must be a file"):
         read_json_object(tmp_path / "config.json")
+
+
+def test_an_address_has_a_port_that_exists():
+    good = ["host:1", "10.0.0.1:65535", "[::1]:8000", "[fe80::1%eth0]:80", "a-b.example:00080"]
+    bad = [
+        "host",
+        "host:",
+        ":80",
+        "host:0",
+        "host:65536",
+        "host:-1",
+        "host:80a",
+        "::1:8000",
+        "[::1]",
+        "ho st:80",
+        "host:80 ",
+    ]
+    assert [one for one in good + bad if is_address(one)] == good
+    assert not is_address("host:\N{ARABIC-INDIC DIGIT SEVEN}") and not is_address("host:" + "1" * 5000)
+
+
+def test_a_url_may_leave_its_port_out():
+    good = ["http://host", "https://host/v1", "http://host:8000/v1", "http://[::1]:8000", "http://host?a=b:c"]
+    bad = ["http://", "http://:80", "http://host:70000", "http://host:0/v1", "http:host", "ftp://host", "http://::1:80"]
+    assert [one for one in good + bad if is_url(one)] == good

@@ -357,3 +357,26 @@ def test_the_first_update_is_reinforce_with_the_charge_and_without_it_grpo():
         np.testing.assert_allclose(gradient, -weight * aux.penalized_advantages, rtol=1e-6)
     mask = data["completion_mask"]
     np.testing.assert_array_equal(aux.penalized_advantages, np.where(mask, aux.advantages[:, None], 0))
+
+
+def test_log_probs_in_float16_whose_gradient_overflows_are_refused_and_in_bfloat16_are_not():
+    # One token, 12 nats likelier than it was, A = -1: the gradient is e^12 = 162,755, above float16's 65,504.
+    data = {"train_logprobs": [[-0.5]] * 2, "old_logprobs": [[-12.5]] * 2, "rollout_logprobs": [[-12.5]] * 2}
+    rest = {"completion_mask": [[1]] * 2, "rewards": [0.0, 1.0], "group_ids": [0, 0], "multiplier": 0, "tolerance": 0}
+
+    def loss(train, dtype, compiled=lambda function: function):
+        old = {name: jnp.asarray(data[name], dtype) for name in ("old_logprobs", "rollout_logprobs")}
+        return compiled(lambda x: dcmdp_jax.dc_grpo_loss(x, **old, **rest)[0])(train)
+
+    # The mean over two completions, each A is +-1 / sqrt(2) by the unbiased deviation.
+    expected = np.exp(12) / np.sqrt(2) / 2
+    for dtype in (jnp.bfloat16, jnp.float32):
+        gradient = jax.grad(loss)(jnp.asarray(data["train_logprobs"], dtype), dtype)
+        assert float(gradient[0, 0]) == pytest.approx(expected, rel=1e-2) and float(gradient[1, 0]) == 0
+    narrow = jnp.asarray(data["train_logprobs"], jnp.float16)
+    for compiled in (jax.jit, jax.grad, lambda function: function):
+        with pytest.raises(ValueError, match="^train_logprobs has dtype float16, .* convert the logits to float32"):
+            loss(narrow, jnp.float16, compiled)
+    # What no gradient reaches may be float16.
+    train = jnp.asarray(data["train_logprobs"], jnp.float32)
+    assert float(jax.grad(loss)(train, jnp.float16)[0, 0]) == pytest.approx(expected, rel=1e-5)

@@ -12,7 +12,7 @@ from configs.base import get_config
 from dcmdp_jax.config.load import from_config_dict, from_saved, to_saved, unknown_setting
 from dcmdp_jax.config.rollout import TRAINABLE
 from dcmdp_jax.config.settings import Config, setting_names, to_dict
-from dcmdp_jax.errors import shorten
+from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.fields import declared
 from tests.support.refusals import refused
 
@@ -280,3 +280,62 @@ def test_what_a_run_saves_says_every_number_of_its_method():
     assert saved["algorithm"]["trust_region"] == "clip(low=0.2,high=0.24,dual=0.0)"
     assert saved["algorithm"]["corrections"] == "tis(low=0.0,high=2.0),veto(floor=0.0001)"
     assert from_saved(saved) == config == from_config_dict(_with(**remedies | {"algorithm__trust_region": "clip"}))
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "x", ""])
+def test_every_setting_with_an_address_refuses_a_port_that_does_not_exist(port):
+    addresses = {
+        "hosts.coordinator": f"host:{port}",
+        "rollout.vllm.address": f"ray://host:{port}",
+        "rewards.functions": f"teacher:http://host:{port}/v1",
+    }
+    ray = {"rollout__engine": "vllm", "rollout__vllm__placement": "ray", "hosts__processes": 2}
+    for name, address in addresses.items():
+        line = _error(**ray | _set(name, address))
+        assert line.startswith(f"{name}: got ") and "1 to 65535" in line
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "line"),
+    [
+        # The multiplier is 0.1 unless it is set, its upper end 1.
+        (
+            {},
+            {"multiplier_max": 0.05},
+            "multiplier_max: got 0.05; algorithm.multiplier=0.1: must lie in [0, algorithm.",
+        ),
+        ({}, {"multiplier": 1.5}, "multiplier: got 1.5, must lie in [0, algorithm.multiplier_max=1.0]"),
+        (
+            {"multiplier": 0.5},
+            {"multiplier_max": 0.4},
+            "multiplier_max: got 0.4; algorithm.multiplier=0.5: must lie in",
+        ),
+        (
+            {"multiplier_max": 0.4},
+            {"multiplier": 0.5},
+            "multiplier: got 0.5, must lie in [0, algorithm.multiplier_max=0.4]",
+        ),
+        (
+            {"multiplier_max": 0.05},
+            {},
+            "multiplier_max: got 0.05; algorithm.multiplier=0.1: must lie in [0, algorithm.",
+        ),
+        (
+            {},
+            {"multiplier": 3, "multiplier_max": 2},
+            "multiplier: got 3.0, must lie in [0, algorithm.multiplier_max=2.0]",
+        ),
+    ],
+)
+def test_of_two_settings_that_do_not_fit_the_one_that_was_changed_is_blamed(file, overrides, line):
+    changed = {f"algorithm__{name}": value for name, value in (file | overrides).items()}
+    with pytest.raises(UserError) as error:
+        from_config_dict(_with(**changed), {f"algorithm.{name}": value for name, value in overrides.items()})
+    assert str(error.value).startswith(f"config.algorithm.{line}")
+
+
+def test_a_rule_of_other_settings_blames_the_override_too():
+    with pytest.raises(UserError) as error:
+        from_config_dict(_with(training__prompts_per_step=100), {"training.prompts_per_step": 100})
+    said = "training.prompts_per_mini_batch=16: must divide training.prompts_per_step=100"
+    assert str(error.value) == f"config.training.prompts_per_step: got 100; {said}"

@@ -171,3 +171,12 @@ def test_it_imports_neither_jax_nor_the_rest_of_the_package():
     ).stdout
     own = ["dcmdp_jax"] + [f"dcmdp_jax.{name}" for name in ("integrations", "integrations.dc_grpo_torch", "record")]
     assert said.splitlines() == ["[]", str([*own, "dcmdp_jax.version"])]
+
+
+def test_log_probs_in_float16_are_refused_and_in_bfloat16_have_a_finite_gradient():
+    old, advantages = torch.full((1, 1), -12.5), torch.full((1, 1), -1.0)
+    with pytest.raises(ValueError, match="^train_logprobs has dtype float16, .* convert the logits to float32"):
+        module.clipped_surrogate(torch.full((1, 1), -0.5, dtype=torch.float16), old, advantages)
+    train = torch.full((1, 1), -0.5, dtype=torch.bfloat16, requires_grad=True)
+    module.clipped_surrogate(train, old, advantages).sum().backward()
+    assert float(train.grad) == pytest.approx(np.exp(12), rel=1e-2)  # 162,755; float16 ends at 65,504

@@ -214,6 +214,39 @@ def test_a_budget_on_a_quantile_is_compared_with_that_quantile():
     assert _named(discrepancy__mean=1.6 * C, discrepancy__spent=0.5 * C) == []
 
 
+def _planted(length, **values):
+    """Alarms of a run of `length` steps that has these metrics alone."""
+    columns = {name.replace("__", "/"): np.broadcast_to(column, length) for name, column in values.items()}
+    return [alarm.name for alarm in alarms({name: (np.arange(1, length + 1), x) for name, x in columns.items()})]
+
+
+def test_a_charge_of_rounding_that_is_the_whole_update_is_said():
+    # Case trl#3452 as it was recorded: float32 on both sides, every reward equal, lambda 0.1.
+    found = {"reward__all_equal_groups": 1.0, "dual__charge_share": 1.0, "dual__multiplier": 0.1}
+    rounding = {"discrepancy__mean": [1.15e-8, 6.8e-9, 2.7e-9, 1.3e-9, 6.9e-10]}
+    assert _planted(5, **found, **rounding) == ["rounding"]
+    # One step may have no signal.
+    assert _planted(1, **found, discrepancy__mean=1e-8) == []
+    # bfloat16 against itself gives 1e-3: within three such floors it is rounding too, above them it is mismatch.
+    assert _planted(5, **found, discrepancy__mean=2e-3, mismatch__noise_floor=1e-3) == ["rounding"]
+    assert _planted(5, **found, discrepancy__mean=4e-3, mismatch__noise_floor=1e-3) == []
+    # GRPO and the exact engine charge nothing; a prompt with a signal, a teacher or a KL term is a gradient.
+    assert _planted(5, **found | {"dual__charge_share": 0.0}, **rounding) == []
+    assert _planted(5, **found | {"reward__all_equal_groups": [1, 1, 1, 1, 0.9]}, **rounding) == []
+    assert _planted(5, **found | {"dual__charge_share": 1e-9}, **rounding) == []
+    assert _planted(5, **found, **rounding, policy__kl=1e-4) == []
+
+
+def test_completions_that_reach_the_limit_and_did_not_before_are_said():
+    # Case ms-swift#9526 as it was recorded: a teacher that ends with another token.
+    name = "completion__truncated_fraction"
+    assert _planted(6, **{name: [0, 0.03, 0.19, 0.66, 0.97, 0.97]}) == ["truncation"]
+    assert _planted(5, **{name: [0, 0.03, 0.19, 0.66, 0.97]}) == []
+    # A policy that never ended, and one that ends again.
+    assert _planted(6, **{name: 1.0}) == []
+    assert _planted(6, **{name: [0, 0, 1, 1, 1, 0.2]}) == []
+
+
 def test_every_alarm_says_what_to_do():
     planted = {
         "noise": {"discrepancy/mean": 1.6 * C, "mismatch/noise_floor": C},

@@ -523,6 +523,32 @@ def test_a_checkpoint_that_is_not_there_is_an_error(opened, tmp_path):
         find_params(tmp_path, 7)
 
 
+def test_what_looks_like_a_checkpoint_and_is_none_is_named(opened, two, tmp_path, caplog):
+    shutil.copytree(two / "2", two / "002")
+    (two / "9").write_text("a file")
+    assert find_params(tmp_path).step == 2
+    lines = [record.message for record in caplog.records]
+    assert lines == [
+        f"{two}/002 is no checkpoint, its name is not 2: move it away; the newest checkpoint here is that of step 2",
+        f"{two}/9 is no checkpoint, it is no directory: move it away; the newest checkpoint here is that of step 2",
+    ]
+    caplog.clear()
+    _same_bits(opened().restore(_abstract(_state()), _MODEL), _state(2))
+    assert [record.message for record in caplog.records] == lines
+    with pytest.raises(CheckpointError, match=r"/002: no checkpoint, its name is not 2; rename it$"):
+        find_params(two / "002")
+    with pytest.raises(CheckpointError, match=r"checkpoints: no checkpoint of step 9$"):
+        find_params(tmp_path, 9)
+
+
+def test_a_run_does_not_begin_anew_beside_a_renamed_checkpoint(opened, two, tmp_path):
+    shutil.rmtree(two / "1")
+    (two / "2").rename(two / "02")
+    for reads in (opened, lambda: find_params(tmp_path)):
+        with pytest.raises(CheckpointError, match=r"/02 is no checkpoint, its name is not 2; there is no other: put "):
+            reads()
+
+
 def test_a_digest_sees_a_changed_bit_a_swap_and_a_sign():
     leaf = np.arange(12, dtype=np.float32).reshape(3, 4) - 5
     swapped, bit, sign = leaf.copy(), leaf.copy(), leaf.copy()

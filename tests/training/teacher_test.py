@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -233,6 +234,42 @@ def test_settings_that_do_not_fit_a_teacher_are_refused(changes, said):
         from_config_dict(config)
 
 
+def test_a_teacher_that_knows_more_is_taken_and_its_other_end_is_said_once(tmp_path, caplog):
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    _save_teacher(tmp_path / "more", tokenizer, vocab_size=112)  # rows beyond both vocabularies, too
+    assert _checked(tmp_path, f"teacher:{tmp_path / 'more'}").task.teacher.vocab_size == 112
+    assert "ends with" not in caplog.text
+    own, other = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<more>")
+    for ends in ([own, other], other):
+        caplog.clear()
+        path = tmp_path / "more" / "generation_config.json"
+        path.write_text(json.dumps({"eos_token_id": ends}))
+        _checked(tmp_path, f"teacher:{tmp_path / 'more'}")
+        (line,) = [record.message for record in caplog.records if "ends with" in record.message]
+        assert f"ends with '<more>' ({other}), at which a completion of the policy goes on" in line
+        assert f"(it ends with {tokenizer.eos_token!r} ({own}))" in line and line.endswith("ends as the policy does")
+
+
+def test_a_policy_that_ends_where_its_teacher_does_as_well_is_not_warned_of(tmp_path, caplog):
+    tokenizer = build_tokenizer()
+    _save_teacher(tmp_path / "policy", tokenizer)
+    _save_teacher(tmp_path / "teacher", tokenizer)
+    text = tokenizer.convert_ids_to_tokens(7)
+    policy = {"model.path": str(tmp_path / "policy")}
+    for directory, ends, warned in (("teacher", [7], True), ("policy", [7, tokenizer.eos_token_id], False)):
+        (tmp_path / directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        caplog.clear()
+        _checked(tmp_path, f"teacher:{tmp_path / 'teacher'}", **policy)
+        lines = [record.message for record in caplog.records if "ends with" in record.message]
+        assert len(lines) == warned
+        if warned:
+            assert f"ends with {text!r} (7), at which" in lines[0]
+            assert (
+                f"set eos_token_id to [{tokenizer.eos_token_id}, 7] in generation_config.json of model.path" in lines[0]
+            )
+
+
 def test_a_teacher_that_knows_other_tokens_or_fewer_places_is_refused(tmp_path):
     _save_teacher(tmp_path / "teacher")
     path = tmp_path / "teacher" / "config.json"
@@ -242,13 +279,16 @@ def test_a_teacher_that_knows_other_tokens_or_fewer_places_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^config.rewards.functions: the teacher .* reads fewer tokens than \d+$"):
         _checked(tmp_path, name)
     path.write_text(json.dumps({**config, "vocab_size": config["vocab_size"] - 1}))
-    with pytest.raises(ValueError, match="^config.rewards.functions: tokenizer .*: 104 tokens, but the model has 103"):
+    with pytest.raises(ValueError, match="^config.rewards.functions: the teacher .* has an embedding of 103 rows, the"):
         _checked(tmp_path, name)
     path.write_text(json.dumps(config))
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["<other>"])
-    _save_teacher(tmp_path / "other", tokenizer)
-    with pytest.raises(ValueError, match="^config.rewards.functions: the teacher .* has another vocabulary"):
-        _checked(tmp_path, f"teacher:{tmp_path / 'other'}")
+    written = json.loads((tmp_path / "teacher" / "tokenizer.json").read_text())
+    words = written["model"]["vocab"]
+    first, second = sorted(words, key=words.get)[50:52]
+    words[first], words[second] = words[second], words[first]
+    (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(written))
+    said = f"has another vocabulary: token {words[second]} of the policy is {first!r}, the teacher has {second!r} there"
+    with pytest.raises(ValueError, match=f"^config.rewards.functions: the teacher .* {re.escape(said)}$"):
+        _checked(tmp_path, name)
     with pytest.raises(ValueError, match="^config.rewards.functions: evaluation needs another reward than a teacher"):
         _checked(tmp_path, name, **{"evaluation.every_steps": 1})
