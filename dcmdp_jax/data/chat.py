@@ -30,7 +30,7 @@ _TEMPLATE_CHARACTERS = 1_000_000
 # Arguments of apply_chat_template, which a template's variables share.
 _OURS = (
     "messages conversation tokenize add_generation_prompt chat_template tools documents continue_final_message "
-    "return_dict return_tensors padding truncation max_length"
+    "return_dict return_tensors padding truncation max_length strftime_now"
 ).split()
 QUESTION = ({"role": "user", "content": "What is 2+3?"},)
 # A call to try a format with, whose argument gets its type from the tool.

@@ -8,6 +8,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,10 @@ _CHAT = tuple(
 _SAMPLE = (
     "Let f(x) = 12,345.67;\n\n\t    if a<=b: don't  \N{GREEK SMALL LETTER PI}, na\u00efve, \u6570\u5b66 \U0001f600\r\n "
 )
+
+
+# Two tokenizers are compared on one day.
+_SAMPLE_DATE = datetime(2000, 1, 1)
 
 
 def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
@@ -69,6 +74,7 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
         directory = Path(next(filter(None, known))).parent
     tokenizer = _as_written(tokenizer, directory)
     tokenizer.name_or_path = str(directory)
+    fix_date(tokenizer, datetime.now())
     if vocab_size is not None and len(tokenizer) > vocab_size:
         beyond = [token.content for place, token in tokenizer.added_tokens_decoder.items() if place >= vocab_size]
         # Yi-1.5's own tokenizer has three such tokens.
@@ -85,6 +91,13 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
         )
     _check_round_trip(tokenizer, path)
     return tokenizer
+
+
+def fix_date(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:
+    """Let the chat template write this date (`strftime_now`) whenever it is rendered; a time zone is ignored."""
+    render = functools.partial(type(tokenizer).apply_chat_template, tokenizer)
+    write_date = moment.replace(tzinfo=None).strftime
+    tokenizer.apply_chat_template = functools.partial(render, strftime_now=write_date)
 
 
 def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedTokenizerBase:
@@ -108,7 +121,9 @@ def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrain
 def _sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids of a chat's text with what tokenizers treat differently."""
     try:
-        text = render_chat(tokenizer, [{"role": "user", "content": _SAMPLE}])
+        text = render_chat(
+            tokenizer, [{"role": "user", "content": _SAMPLE}], strftime_now=_SAMPLE_DATE.strftime
+        )
     except Exception:  # What templates raise; `render_checked` words it.
         text = _SAMPLE
     return encode_texts(tokenizer, [text], "a chat of one question")[0]

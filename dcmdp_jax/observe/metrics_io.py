@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -34,20 +35,24 @@ from dcmdp_jax.observe.jsonl import HELD_OUT_FILE, METRICS_FILE, SAMPLES_FILE, S
 from dcmdp_jax.version import __version__
 
 
-def record_start(run_dir: Path, step: int, devices: int) -> None:
+def record_start(run_dir: Path, step: int, devices: int, started: datetime | None = None) -> None:
     """Append the command, the code, the machine and the date of a start to `starts.jsonl`.
 
     Args:
         run_dir: the run directory.
         step: finished training steps at this start.
         devices: number of training devices.
+        started: when the run was first started, which its first line says; None is now.
     """
+    moment = datetime.now().astimezone()
+    if started is not None and not jsonl.readable(run_dir / STARTS_FILE):
+        moment = started
     device, program = jax.devices()[0], Path(sys.argv[0])
     # `python -m bin.train` of a checkout is `dcmdp train`.
     name = f"dcmdp {program.stem}" if program.parent == Path(__file__).resolve().parents[2] / "bin" else program.name
     line = {
         "step": step,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": moment.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": f"{name} {shlex.join(sys.argv[1:])}".strip(),
         "commit": code_commit(),
         "version": __version__,
@@ -98,6 +103,7 @@ class MetricsWriter:
             lines of an earlier attempt without a checkpoint are moved to `metrics.jsonl.previous`.
         rollouts_every_steps: interval of `RolloutWriter`; 0 records nothing.
         devices: number of training devices; None for all of JAX's.
+        started: see `record_start`.
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
@@ -113,6 +119,7 @@ class MetricsWriter:
         listener: Callable[[int, Mapping[str, float]], None] | None = None,
         rollouts_every_steps: int = 0,
         devices: int | None = None,
+        started: datetime | None = None,
     ) -> None:
         projects = {kind: project for kind, project in projects.items() if project}
         for kind, project in projects.items():
@@ -129,7 +136,7 @@ class MetricsWriter:
             self._rollouts = rollouts.RolloutWriter(run_dir, every_steps=rollouts_every_steps, resume_step=resume_step)
         except OSError as error:
             raise UserError(f"run directory {run_dir} can't be written ({error.strerror}); choose another") from error
-        record_start(run_dir, resume_step or 0, devices or jax.device_count())
+        record_start(run_dir, resume_step or 0, devices or jax.device_count(), started)
         self._trackers = [trackers.Tracker(kind, project, run_dir) for kind, project in projects.items()]
         # Imported late: it imports torch wherever torch is installed, five seconds before every error message.
         from tensorboardX import SummaryWriter

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dcmdp_jax.config import checks, load
 from dcmdp_jax.config.settings import Config, setting_names, to_dict
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.fields import flatten
-from dcmdp_jax.observe.jsonl import CONFIG_FILE
+from dcmdp_jax.observe.jsonl import CONFIG_FILE, STARTS_FILE, readable
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 
 RUN_ID_FILE = "run_id"
@@ -203,6 +204,14 @@ def run_id(run_dir: Path) -> str:
     run_dir.mkdir(parents=True, exist_ok=True)
     atomic_write(path, f"{text or secrets.token_hex(6)}\n")
     return run_id(run_dir)
+
+
+def first_start(run_dir: Path) -> datetime:
+    """When the run was first started, by the clock of its first process; now for a new run."""
+    for start in readable(run_dir / STARTS_FILE)[:1]:
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return datetime.fromisoformat(start["time"])
+    return datetime.now().astimezone()
 
 
 def record_config(config: Config, rows: int = 0) -> None:

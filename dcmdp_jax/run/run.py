@@ -1,5 +1,6 @@
 """A run, as the top of a command has it: task, placement and weights, made and checked in the order of their cost."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.observe import jsonl, trackers
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
-from dcmdp_jax.run.directory import check_run_directory, fitted_rows
+from dcmdp_jax.run.directory import check_run_directory, first_start, fitted_rows
 from dcmdp_jax.run.placement import Placement, place, trainable_engine
 from dcmdp_jax.run.services import Services, start_services
 from dcmdp_jax.run.task import Task, read_task
@@ -45,7 +46,9 @@ class Run(NamedTuple):
                 trackers.require_tracker(kind, project)
         rows = fitted_rows(config)
         engine = (EngineKind(), "") if config.supervised else trainable_engine(config)
-        task = read_task(config)
+        # Hosts may be in several time zones, and start at midnight.
+        started = hosts.gather(first_start(Path(config.run_dir)).isoformat())[0]
+        task = read_task(config, datetime.fromisoformat(started))
         placement = place(task, *engine, hosts, fitted_rows=rows)
         placement.engine.memory.check()
         shardings = model_shardings(task.model, config.model.param_dtype, placement.mesh)

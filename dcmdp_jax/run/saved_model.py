@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
+from dcmdp_jax.data.tokenizer import end_token_ids, fix_date, load_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models import hf_config, hf_hub, hf_manifest
@@ -120,13 +120,15 @@ class Policy:
 
     @classmethod
     def of(cls, saved: SavedModel, config: Config) -> "Policy":
-        """Read a saved model's tokenizer.
+        """Read a saved model's tokenizer. A run's writes the date that the run's prompts have.
 
         Raises:
             UserError: in one line, for a tokenizer that can't be read.
         """
         prepare_jax(config.mesh.cpu_devices)
         tokenizer = load_tokenizer(str(saved.tokenizer.resolve()), vocab_size=saved.shape.vocab_size)
+        if saved.run_dir is not None:
+            fix_date(tokenizer, directory.first_start(saved.run_dir))
         stop = end_token_ids(tokenizer, saved.tokenizer, vocab_size=saved.shape.vocab_size)
         return cls(config, saved, saved.shape, tokenizer, stop)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from dcmdp_jax.data import arithmetic, chat
 from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, join_prompts
-from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
+from dcmdp_jax.data.tokenizer import end_token_ids, fix_date, load_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
@@ -49,6 +50,7 @@ class Task:
         adapter: the adapters of `model.adapter`; None without.
         lora: shape of the adapters that are trained; None trains all parameters.
         teacher: shape of the model of the reward `teacher:MODEL`; None without, or where a server has it.
+        started: when the run was first started, whose date the chat template writes; None in an evaluation.
     """
 
     config: Config
@@ -65,6 +67,7 @@ class Task:
     adapter: Adapter | None = None
     lora: Lora | None = None
     teacher: ModelConfig | None = None
+    started: datetime | None = None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -90,8 +93,12 @@ class Task:
         return lengths, max((len(prompts) * how.group_size for prompts, how in self.first_calls), default=0)
 
 
-def read_task(config: Config) -> Task:
+def read_task(config: Config, started: datetime) -> Task:
     """Read and check the files that the settings of a run name; reward functions and the environment are called.
+
+    Args:
+        config: the settings.
+        started: see `Task`.
 
     Raises:
         UserError: in one line naming setting or file, value and remedy.
@@ -99,6 +106,7 @@ def read_task(config: Config) -> Task:
     """
     with activity(f"reading {'model files, ' * bool(config.model.path)}tokenizer and data"):
         model, tokenizer = read_model(config)
+        fix_date(tokenizer, started)
         adapter = _adapter(config, model) if config.model.adapter else None
         lora = adapter.lora if adapter else config.model.lora
         with as_settings(LORA):
@@ -114,7 +122,8 @@ def read_task(config: Config) -> Task:
         solutions = [_load_prompts(config, tokenizer, tools, "warmup.task", place) for place in places]
         read = config, model, tokenizer, stop_token_ids, held, rewards, columns, config.task.max_prompt_tokens
         learned = join_prompts(solutions) if solutions else None
-        return Task(*read, train, stream, learned, adapter, lora, _teacher(config, model, tokenizer, stop_token_ids))
+        teacher = _teacher(config, model, tokenizer, stop_token_ids)
+        return Task(*read, train, stream, learned, adapter, lora, teacher, started)
 
 
 def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:

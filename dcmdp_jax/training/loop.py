@@ -328,6 +328,7 @@ def _open_records(
         projects={"wandb": config.observe.wandb_project, "trackio": config.observe.trackio_project},
         resume_step=step if resumed else None,
         devices=placement.mesh.size,
+        started=task.started,
         listener=progress.update,
         rollouts_every_steps=config.observe.rollouts_every_steps,
     )
