@@ -17,8 +17,9 @@ from dcmdp_jax.commands.cli import Parser
 from dcmdp_jax.data.tokenizer import end_token_ids, load_tokenizer
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.gguf_convert import convert_gguf
-from dcmdp_jax.models.hf_config import read_model_config
+from dcmdp_jax.models.hf_config import read_model_config, wrapping_class
 from dcmdp_jax.models.hf_hub import check_push, is_hub_name, push
 from dcmdp_jax.models.hf_manifest import check_manifest, check_values
 from dcmdp_jax.models.hf_weights import directory_digest, save_params
@@ -65,8 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser("hf-check", help="check a directory's config.json, tokenizer, tensors and values")
     check.add_argument("hf_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors, tokenizer")
+    families = ", ".join(family.gguf for family in FAMILIES.values() if family.gguf)
     gguf = commands.add_parser("from-gguf", help="dequantize a GGUF file (llama.cpp's format) into a directory")
-    gguf.add_argument("file", type=Path, metavar="FILE", help="a whole .gguf of Llama, Qwen2, Qwen3 or Qwen3-MoE")
+    gguf.add_argument("file", type=Path, metavar="FILE", help=f"a whole .gguf of {families}")
     export = commands.add_parser("export", help="write a training checkpoint as a directory transformers and vLLM load")
     export.add_argument("run_dir", type=Path, metavar="RUNDIR", help="a run directory, or a checkpoint in it")
     export.add_argument("--step", type=int, metavar="N", help="which checkpoint (default: the newest)")
@@ -113,9 +115,12 @@ def _export(arguments: argparse.Namespace) -> None:
         if (saved := found.adapters) is None:
             raise UserError(f"{found.path}: has no adapters, all parameters were trained (model.lora_rank=0)")
         base, model = Path(saved.base_path), found.model
+        if not base.is_dir():
+            raise UserError(f"{found.path}: the adapters' base {base} is not there; put it back to export them")
         save_adapter(
             found.trained(), model, saved.lora, out_dir, base_model=saved.base_path, overwrite=overwrite,
             checksum=base_checksum(load_base(base, model, "bfloat16")), digest=directory_digest(base, model),
+            base_class=wrapping_class(base),
         )  # fmt: skip
         print(f"wrote {out_dir}: adapters of rank {saved.rank} for {saved.base_path}, as PEFT reads them")
         return

@@ -11,6 +11,8 @@ from dcmdp_jax.models.families import FAMILIES, MISSING, WRAPPERS, Family
 from dcmdp_jax.models.hf_fields import Fields, in_range
 from dcmdp_jax.models.rope import FULL, LINEAR, SLIDING, read_ropes, rope_fields
 
+TEXT_PREFIX, WRAPPED_PREFIX = "model.", "model.language_model."
+"""How the names of a decoder begin: in a class of its own, in one that holds it beside an image tower."""
 _MOST_PARAMS = 10**13
 # transformers' values of fields that are absent, in families whose `defaults` have no others.
 _DEFAULTS = {"max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
@@ -230,19 +232,34 @@ def to_hf(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
     return fields
 
 
+def wrapping_class(directory: Path) -> str:
+    """The class of transformers for a directory of a decoder beside an image tower; "" for a decoder alone."""
+    inner = WRAPPERS.get(str(read_json_object(directory / "config.json").get("model_type")))
+    return "" if inner is None else FAMILIES[inner].architecture.replace("CausalLM", "ConditionalGeneration")
+
+
 def read_model_config(directory: str | Path) -> ModelConfig:
     """Read `directory`/config.json.
 
     Raises:
         FileNotFoundError: without a config.json.
-        UserError: naming the file, if it is not a JSON object, or as `from_hf`.
+        UserError: naming the file, if it is not a JSON object, or as `from_hf`; for a run's directory.
     """
     path = Path(directory) / "config.json"
+    fields = read_json_object(path) if path.is_file() else {}
+    # A run's config.json has its settings; a checkpoint has none.
+    if "run_dir" in fields or not path.is_file() and _is_of_a_run(path.parent.resolve()):
+        raise UserError(f"{directory}: is of a run; export it first: dcmdp convert export {directory} OUT_DIR")
     if not path.is_file():
         raise FileNotFoundError(f"{directory}: no config.json, not a Hugging Face model directory")
-    fields = read_json_object(path)
     try:
         return from_hf(fields)
     except ValueError as error:
         # The message begins with the file's name.
         raise UserError(f"{path.parent}/{error}") from None
+
+
+def _is_of_a_run(directory: Path) -> bool:
+    """Whether a directory without config.json is a run's, or a checkpoint in one."""
+    names = directory.name, directory.parent.name
+    return (directory / "checkpoints").is_dir() or "checkpoints" in names

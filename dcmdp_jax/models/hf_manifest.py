@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.inputs import read_json_object
-from dcmdp_jax.models import decoder, params
+from dcmdp_jax.models import decoder, hf_config, params
 from dcmdp_jax.models.config import ModelConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -96,8 +96,8 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
     directory = Path(directory)
     found, others = _locate(directory), config.family.left_out
     left_out = Counter(prefix for name in found for prefix in others if name.startswith(prefix))
-    wrapped = "model.language_model." if others else "model."
-    inside = {name.replace(wrapped, "model.", 1): name for name in found if not name.startswith(others)}
+    wrapped = hf_config.WRAPPED_PREFIX if others else hf_config.TEXT_PREFIX
+    inside = {name.replace(wrapped, hf_config.TEXT_PREFIX, 1): name for name in found if not name.startswith(others)}
     located = {own: found[name] for own, name in inside.items()}
     # Before names are made of a number of layers that may be anything.
     _check_counts(directory, config, located)
@@ -145,13 +145,35 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
     return Manifest(tensors, redundant, dict(dtypes), num_bytes, dict(left_out))
 
 
-def check_values(manifest: Manifest) -> None:
-    """Read every tensor once, part by part, and refuse values that are not finite.
+def check_redundant_head(manifest: Manifest, files: Files) -> None:
+    """A tied model may store its output layer again, but only the same one.
 
     Raises:
-        UserError: naming file, tensor, the first value that is not finite and where it is.
+        UserError: naming file and tensor.
+    """
+    if manifest.redundant_head is None:
+        return
+    head = files[manifest.redundant_head].get_slice(decoder.HF_OUTPUT)
+    path, name, _ = manifest.tensors[decoder.HF_EMBEDDING]
+    embedding = files[path].get_slice(name)
+    rows = head.get_shape()[0]
+    for start in range(0, rows, 8192):
+        part = slice(start, min(start + 8192, rows))
+        if not np.array_equal(head[part], embedding[part], equal_nan=True):
+            raise UserError(
+                f"{manifest.redundant_head}: tensor {decoder.HF_OUTPUT} differs from {decoder.HF_EMBEDDING}, but "
+                "config.json ties them; set tie_word_embeddings to false there to load it"
+            )
+
+
+def check_values(manifest: Manifest) -> None:
+    """Read every tensor once, part by part, and refuse what `hf_weights.load_params` refuses.
+
+    Raises:
+        UserError: see `check_redundant_head`; naming file, tensor, the first value that is not finite and where it is.
     """
     with Files() as files:
+        check_redundant_head(manifest, files)
         for path, name in dict.fromkeys((stored.path, stored.name) for stored in manifest.tensors.values()):
             check_tensor(files, path, name, jnp.dtype("float32"))
 

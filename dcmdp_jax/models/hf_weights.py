@@ -27,7 +27,6 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object
 from dcmdp_jax.models import hf_config, hf_manifest
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import HF_EMBEDDING, HF_OUTPUT
 from dcmdp_jax.models.params import check_params, hf_tensors, param_shapes
 from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Array, Params
@@ -64,8 +63,7 @@ def load_params(directory: str | Path, config: ModelConfig, *, dtype: str, shard
         names.setdefault(place.path, {})[place.index] = name
 
     with hf_manifest.Files() as files:
-        if manifest.redundant_head is not None:
-            _check_redundant_head(manifest, files)
+        hf_manifest.check_redundant_head(manifest, files)
 
         def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array:
             tensors = names[tuple(entry.key for entry in path)]
@@ -261,21 +259,6 @@ def _target_dtype(dtype: str) -> np.dtype:
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype: got {dtype!r}, allowed are float32, bfloat16")
     return jnp.dtype(dtype)
-
-
-def _check_redundant_head(manifest: hf_manifest.Manifest, files: hf_manifest.Files) -> None:
-    """A tied model may store its output layer again, but only the same one."""
-    head = files[manifest.redundant_head].get_slice(HF_OUTPUT)
-    path, name, _ = manifest.tensors[HF_EMBEDDING]
-    embedding = files[path].get_slice(name)
-    rows = head.get_shape()[0]
-    for start in range(0, rows, 8192):
-        part = slice(start, min(start + 8192, rows))
-        if not np.array_equal(head[part], embedding[part], equal_nan=True):
-            raise UserError(
-                f"{manifest.redundant_head}: tensor {HF_OUTPUT} differs from {HF_EMBEDDING}, but config.json ties "
-                "them; set tie_word_embeddings to false there to load it"
-            )
 
 
 def _read(files: hf_manifest.Files, stored: hf_manifest.Stored, index: tuple[slice, ...]) -> np.ndarray:

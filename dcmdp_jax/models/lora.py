@@ -21,7 +21,7 @@ from safetensors.flax import save_file
 
 from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.inputs import read_json_object
-from dcmdp_jax.models import hf_weights, products
+from dcmdp_jax.models import hf_config, hf_weights, products
 from dcmdp_jax.models.array_checksum import array_checksum
 from dcmdp_jax.models.config import ALL_LINEAR, Lora, ModelConfig
 from dcmdp_jax.models.declare import Declaration
@@ -61,10 +61,12 @@ def adapted_layers(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
     return chosen
 
 
-def adapter_declarations(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
+def adapter_declarations(
+    model: ModelConfig, lora: Lora, prefix: str = hf_config.TEXT_PREFIX
+) -> tuple[Declaration, ...]:
     """Declarations of A and B of every adapted matrix, named as PEFT names them.
 
-    A is drawn uniformly within +-1/sqrt(in), PEFT's default (Kaiming with a = sqrt 5); B is zero, so the policy begins
+    `prefix` is how the names of the decoder begin in the class of the base. A is drawn uniformly within +-1/sqrt(in), PEFT's default (Kaiming with a = sqrt 5); B is zero, so the policy begins
     as the base.
     """
     found = []
@@ -72,7 +74,8 @@ def adapter_declarations(model: ModelConfig, lora: Lora) -> tuple[Declaration, .
         *path, _ = one.path
         *stacked, rows, columns = one.shape
         *leading, inward, outward = one.axes
-        name = f"base_model.model.{one.hf_name.removesuffix('.weight')}"
+        layer = one.hf_name.removeprefix(hf_config.TEXT_PREFIX).removesuffix(".weight")
+        name = f"{_PREFIX}{prefix}{layer}"
         shared: dict[str, Any] = {"transposed": True, "quantized": False, "stacks": one.stacks, "fused": None}
         a = Declaration(
             (*path, "a"), (*stacked, rows, lora.rank), (*leading, inward, "rank"), _uniform,
@@ -225,6 +228,8 @@ def _module(declared: Declaration) -> str:
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _ALL = "base_model.model.", Lora(1, 1.0, (ALL_LINEAR,))
+# What the classes of transformers, also older ones, write before a decoder's layers: with a head, with an image tower.
+_LAYERS = re.compile(r"base_model\.model\.((?:model\.|language_model\.){0,2})layers\.")
 _BASE, _DIGEST = "base_checksum", "base_digest"
 
 # Fields that a plain LoRA adapter may have with any value: they name it, or act in training alone.
@@ -259,9 +264,11 @@ def base_checksum(base: Params) -> int:
 
 def save_adapter(
     adapters: Params, model: ModelConfig, lora: Lora, directory: Path, *, base_model: str, checksum: int,
-    digest: int, overwrite: bool = False,
+    digest: int, overwrite: bool = False, base_class: str = "",
 ) -> None:  # fmt: skip
     """Write adapters as PEFT reads them; the directory appears whole or not at all.
+
+    PEFT adds them by the names of the base's modules, so they fit one class alone of those that read the base.
 
     Args:
         adapters: tree of `lora.adapter_declarations`.
@@ -270,6 +277,7 @@ def save_adapter(
         base_model: directory or Hub name of the base, for people and for PEFT's `AutoPeftModel`.
         checksum, digest: `base_checksum`, and `hf_weights.directory_digest` of the base, kept in the file's metadata.
         overwrite: replace a directory that is not empty.
+        base_class: class of transformers of a base that holds a decoder beside others; "" is the decoder's own.
 
     Raises:
         FileExistsError, OSError: naming the directory, if it can't be written.
@@ -279,8 +287,13 @@ def save_adapter(
         "lora_alpha": lora.alpha, "lora_dropout": 0.0, "peft_type": "LORA", "r": lora.rank,
         "target_modules": target_modules(model, lora), "task_type": "CAUSAL_LM",
     }  # fmt: skip
+    prefix = hf_config.TEXT_PREFIX
+    if base_class:
+        # By a task's type PEFT would load the decoder's own class, which has other names.
+        prefix, mapping = hf_config.WRAPPED_PREFIX, {"base_model_class": base_class, "parent_library": "transformers"}
+        fields |= {"task_type": None, "auto_mapping": mapping}
     tensors = {}
-    for name, place in declared_tensors(adapter_declarations(model, lora)).items():
+    for name, place in declared_tensors(adapter_declarations(model, lora, prefix)).items():
         tensors[name] = np.ascontiguousarray(to_host(place.leaf(adapters)[place.index]).T)
     with whole_directory(directory, overwrite=overwrite) as partial:
         (partial / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
@@ -315,8 +328,10 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise UserError(f"{directory / TENSORS}: can't be read ({error})") from error
-    lora = _shape(directory, fields, sorted(found), model)
-    places = declared_tensors(adapter_declarations(model, lora))
+    prefix = next((match[1] for name in sorted(found) if (match := _LAYERS.match(name))), hf_config.TEXT_PREFIX)
+    lora = _shape(directory, fields, sorted(found), model, prefix)
+    declared = adapter_declarations(model, lora, prefix)
+    places = declared_tensors(declared)
     for name in sorted(places.keys() | found.keys()):
         have, want = (None if name not in each else each[name].shape for each in (found, places))
         if have != want:
@@ -326,15 +341,15 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
             )
         if not np.isfinite(found[name]).all():
             raise UserError(f"{directory / TENSORS}: {name} has values that are not finite; is the file damaged?")
-    tree = declared_tree(adapter_declarations(model, lora), lambda one: np.empty(one.shape, np.float32))
+    tree = declared_tree(declared, lambda one: np.empty(one.shape, np.float32))
     for name, place in places.items():
         place.leaf(tree)[place.index] = found[name].T
     return Adapter(lora, tree, *(int(metadata[key]) if key in metadata else None for key in (_BASE, _DIGEST)))
 
 
-def _shape(directory: Path, fields: Mapping[str, Any], found: list[str], model: ModelConfig) -> Lora:
+def _shape(directory: Path, fields: Mapping[str, Any], found: list[str], model: ModelConfig, prefix: str) -> Lora:
     """The adapter's shape; its tensors must belong to the layers that adapter_config.json names."""
-    linear = {one.rpartition(".lora_")[0] for one in declared_tensors(adapter_declarations(model, _ALL))}
+    linear = {one.rpartition(".lora_")[0] for one in declared_tensors(adapter_declarations(model, _ALL, prefix))}
     for name in found:
         if re.fullmatch(r".*\.lora_[AB]\.weight", name) is None or name.rpartition(".lora_")[0] not in linear:
             raise UserError(

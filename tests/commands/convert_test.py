@@ -1,7 +1,9 @@
 """The command: what it prints, what it writes, what bad input gets."""
 
 import dataclasses
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.commands.convert import main
+from dcmdp_jax.config import load
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.tokenizer import save_tokenizer
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_config import read_model_config
-from dcmdp_jax.models.hf_weights import iterate_hf_tensors, save_params
+from dcmdp_jax.models.hf_weights import iterate_hf_tensors, load_params, save_params
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.run import checkpoint
 from dcmdp_jax.run.weights import find_params
@@ -98,6 +102,65 @@ def test_hf_check_reads_the_values(source):
         ValueError, match=r"model.norm.weight has a value that is not finite: inf at \[0\]; the weights"
     ):
         main(["convert", "hf-check", str(source)])
+
+
+def _damaged(tensors, fields, damage):
+    """Change the tensors or config.json of a directory whose head is another matrix than its embedding."""
+    if damage == "tied":
+        fields["tie_word_embeddings"] = True
+    elif damage == "head without an embedding":
+        del tensors["model.embed_tokens.weight"]
+    elif damage == "half a head":
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:52]
+    elif damage == "integers":
+        tensors["model.norm.weight"] = np.ones(8, np.int32)
+    elif damage == "not a number in the last row":
+        tensors["lm_head.weight"][-1, -1] = np.nan
+    else:
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(16, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("tied", "tensor lm_head.weight differs from model.embed_tokens.weight, but config.json ties them"),
+        ("head without an embedding", "tensor model.embed_tokens.weight is missing"),
+        ("half a head", "tensor lm_head.weight is [52, 8], expected [104, 8]"),
+        ("integers", "tensor model.norm.weight is I32, readable are"),
+        ("not a number in the last row", "tensor lm_head.weight has a value that is not finite: nan at [103, 7]"),
+        ("a bias", "tensor model.layers.0.self_attn.q_proj.bias is unknown to qwen3"),
+    ],
+)
+def test_hf_check_refuses_what_loading_refuses_in_the_same_words(source, damage, message):
+    tensors, fields = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    _damaged(tensors, fields, damage)
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=re.escape(message)) as loading:
+        load_params(source, read_model_config(source), dtype="float32")
+    with pytest.raises(ValueError, match="^" + re.escape(str(loading.value)) + "$"):
+        main(["convert", "hf-check", str(source)])
+
+
+@pytest.mark.parametrize("inner", ["", "checkpoints", "checkpoints/3"])
+def test_a_run_is_to_be_exported_first(tmp_path, inner):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "3").mkdir(parents=True)
+    (run / "config.json").write_text(json.dumps(load.to_saved(Config())))
+    path = run / inner
+    message = f"{path}: is of a run; export it first: dcmdp convert export {path} OUT_DIR"
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        main(["convert", "hf-check", str(path)])
+    (run / "config.json").unlink()  # killed before its first step
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        main(["convert", "hf-check", str(path)])
+
+
+def test_the_help_names_the_families_that_gguf_files_are_read_of(capsys):
+    """As llama.cpp names them, in the file's general.architecture; tests/models/gguf_test.py reads one of each."""
+    with pytest.raises(SystemExit):
+        main(["convert", "from-gguf", "--help"])
+    assert "a whole .gguf of llama, qwen2, qwen3, qwen3moe, gemma3 OUT_DIR" in " ".join(capsys.readouterr().out.split())
 
 
 def test_hf_check_reads_the_tokenizer(source):

@@ -14,7 +14,7 @@ from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.hf_config import read_model_config
+from dcmdp_jax.models.hf_config import read_model_config, wrapping_class
 from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.layers import LoraKernel, kernel_matmul
 from dcmdp_jax.models.lora import (
@@ -289,3 +289,104 @@ def test_an_adapter_of_another_base_is_refused(base: Any, tmp_path: Path) -> Non
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"cut")
     with pytest.raises(UserError, match="can't be read"):
         read_adapter(tmp_path / "a", MODEL)
+
+
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3.5 as published: its decoder beside an image tower."""
+    torch = pytest.importorskip("torch", reason="torch is in the development extra")
+    qwen = pytest.importorskip("transformers.models.qwen3_5.configuration_qwen3_5")
+    transformers = pytest.importorskip("transformers")
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 16}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "eos_token_id": 1}
+    text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    text |= {"linear_value_head_dim": 8, "tie_word_embeddings": False}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = qwen.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    model = transformers.Qwen3_5ForConditionalGeneration(config).float()
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            torch.nn.init.normal_(parameter, 0, 0.08)
+    directory = tmp_path_factory.mktemp("wrapped")
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_adapters_of_a_wrapped_model_act_on_its_published_class(wrapped: Path, tmp_path: Path) -> None:
+    """By the names of the decoder's own class PEFT warns of missing keys, and no logit changes."""
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    model = read_model_config(wrapped)
+    base = load_params(wrapped, model, dtype="float32")
+    adapters = _adapters(model, LORA)
+    save_adapter(
+        adapters,
+        model,
+        LORA,
+        tmp_path / "mine",
+        base_model=str(wrapped),
+        checksum=7,
+        digest=5,
+        base_class=wrapping_class(wrapped),
+    )
+    loaded = peft.AutoPeftModel.from_pretrained(tmp_path / "mine")
+    assert type(loaded.get_base_model()).__name__ == "Qwen3_5ForConditionalGeneration"
+    ids = torch.tensor(np.asarray(IDS))
+    with torch.no_grad():
+        logits = loaded(input_ids=ids).logits
+        with loaded.disable_adapter():
+            before = loaded(input_ids=ids).logits
+    assert float((logits - before).abs().max()) > 0.5
+    np.testing.assert_allclose(_logits(base, model), before, atol=5e-5)
+    np.testing.assert_allclose(_logits(adapted(base, adapters, LORA), model), logits, atol=2e-4)
+    again = read_adapter(tmp_path / "mine", model)
+    for have, want in zip(jax.tree.leaves(again.params), jax.tree.leaves(adapters), strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+def test_pefts_adapters_of_a_wrapped_class_are_read(wrapped: Path, tmp_path: Path) -> None:
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.Qwen3_5ForConditionalGeneration.from_pretrained(wrapped)
+    targets = r"model\.language_model\.layers\.\d+\.mlp\.(up|down)_proj"
+    peft_model = peft.get_peft_model(theirs, peft.LoraConfig(r=3, lora_alpha=12, target_modules=targets)).eval()
+    with torch.no_grad():
+        for name, value in peft_model.named_parameters():
+            if "lora_B" in name:
+                value.copy_(torch.randn_like(value) * 0.1)
+        want = peft_model(input_ids=torch.tensor(np.asarray(IDS))).logits
+    peft_model.save_pretrained(tmp_path / "theirs")
+    model = read_model_config(wrapped)
+    adapter = read_adapter(tmp_path / "theirs", model)
+    assert adapter.lora == Lora(3, 12.0, ("down_proj", "up_proj"))
+    base = load_params(wrapped, model, dtype="float32")
+    np.testing.assert_allclose(_logits(adapted(base, adapter.params, adapter.lora), model), want, atol=2e-4)
+
+
+def _renamed(tmp_path: Path, prefixes: list[str]) -> Path:
+    """Adapters whose layers, in turn, have names that begin so."""
+    save_adapter(_adapters(MODEL, LORA), MODEL, LORA, tmp_path / "a", base_model="x", checksum=7, digest=5)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = {}
+    for name, value in load_file(file).items():
+        layer = name.removeprefix("base_model.model.model.layers.")
+        tensors[f"base_model.model.{prefixes[int(layer[0]) % len(prefixes)]}layers.{layer}"] = value
+    save_file(tensors, file)
+    return tmp_path / "a"
+
+
+@pytest.mark.parametrize(
+    # Of today's and of older classes with an image tower, and of a decoder without its head.
+    "prefix",
+    ["model.", "model.language_model.", "language_model.model.", "language_model.", ""],
+)
+def test_a_decoders_layers_are_read_whatever_class_held_it(tmp_path: Path, prefix: str) -> None:
+    adapter = read_adapter(_renamed(tmp_path, [prefix]), MODEL)
+    for have, want in zip(jax.tree.leaves(adapter.params), jax.tree.leaves(_adapters(MODEL, LORA)), strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+@pytest.mark.parametrize("prefixes", [["model.", "model.language_model."], ["vision_tower."], ["model.visual."]])
+def test_layers_of_two_classes_or_of_an_image_tower_are_refused(tmp_path: Path, prefixes: list[str]) -> None:
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors: base_model\.\S+ is no LoRA matrix of a linear"):
+        read_adapter(_renamed(tmp_path, prefixes), MODEL)
