@@ -1,8 +1,9 @@
 """Errors that are for the user to correct, and short quotes of bad values for their messages."""
 
 import contextlib
+import difflib
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 _QUOTED_CHARACTERS = 80
 
@@ -71,3 +72,11 @@ def shorten(value: object, limit: int = _QUOTED_CHARACTERS) -> str:
 def shorten_name(name: str, limit: int = 2 * _QUOTED_CHARACTERS) -> str:
     """A name from a file as it is, without quotes; cut like `shorten`."""
     return name if len(name) <= limit else f"{name[:limit]}... ({len(name):,} characters)"
+
+
+def suggestion(name: str, allowed: Collection[str]) -> str:
+    """The end of an error about a name that is none of `allowed`: the nearest one, whatever its case; "" without."""
+    lowered = {other.lower(): other for other in allowed}
+    near = [other for other in lowered if name and other.startswith(name.lower())]
+    near = near or difflib.get_close_matches(name.lower(), lowered, n=1)
+    return f"; did you mean {lowered[near[0]]!r}?" if near else ""

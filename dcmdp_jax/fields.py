@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.errors import UserError, one_line, shorten
+from dcmdp_jax.errors import UserError, one_line, shorten, suggestion
 
 INT32_MAX = 2**31 - 1
 _WEEK_S = 604800
@@ -207,11 +207,8 @@ def check_range(one: Declared, value: Any, name: str) -> None:
 def check_choice(name: str, value: object, allowed: tuple[str, ...], why: str = "", when: str = "") -> None:
     """Refuse a value that is none of `allowed`; empty allows any."""
     if allowed and value not in allowed:
-        near = [choice for choice in allowed if str(value) and choice.startswith(str(value))]
-        near = near or difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        reason = f" ({why})" if why else ""
-        raise UserError(f"config.{name}: got {shorten(value)}, allowed{when} are {', '.join(allowed)}{reason}{hint}")
+        end = (f" ({why})" if why else "") + suggestion(str(value), allowed)
+        raise UserError(f"config.{name}: got {shorten(value)}, allowed{when} are {', '.join(allowed)}{end}")
 
 
 _WORDS = {"true": True, "t": True, "1": True, "yes": True, "false": False, "f": False, "0": False, "no": False}

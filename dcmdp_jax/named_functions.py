@@ -9,6 +9,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dcmdp_jax.errors import UserError, shorten
@@ -48,8 +49,12 @@ class Call(NamedTuple):
         return f"{self.function}({written})" if written else self.function
 
 
-def parse_calls(text: str) -> list[Call]:
+def parse_calls(text: str, built_in: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> list[Call]:
     """`tis(high=2),veto` as [Call("tis", {"high": 2.0}), Call("veto", {})].
+
+    Args:
+        text: the setting.
+        built_in: the functions of ours, for the example in an error.
 
     Raises:
         UserError: in one line that begins with "got", for text of another form, or a function that is named twice (ours
@@ -62,26 +67,41 @@ def parse_calls(text: str) -> list[Call]:
             hint = "write name, or name(parameter=value,...), joined by commas; a function of yours is path.py:function"
             raise UserError(f"got {shorten(text[position:])}; {hint}")
         position = part.end()
-        found.append(Call(part[1], _parse_parameters(part[1], part[2] or "")))
+        found.append(Call(part[1], _parse_parameters(part[1], part[2] or "", built_in.get(part[1]))))
     kinds = [(call.name, *(value for value in call.parameters.values() if isinstance(value, str))) for call in found]
     if twice := [name for name, *words in kinds if kinds.count((name, *words)) > 1]:
         raise UserError(f"got {twice[0]} twice; name it once")
     return found
 
 
-def _parse_parameters(name: str, text: str) -> dict[str, Parameter]:
+def _parse_parameters(name: str, text: str, function: Callable[..., Any] | None) -> dict[str, Parameter]:
     parameters: dict[str, Parameter] = {}
     for word in text.split(",") if text.strip() else []:
         key, equals, value = (piece.strip() for piece in word.partition("="))
         try:
             # float() takes the digits of every script.
-            if not (equals and word.isascii()) or key in parameters:
+            if not (equals and key.isidentifier() and word.isascii()) or key in parameters:
                 raise ValueError
             parameters[key] = _WORDS[value] if value in _WORDS else _number_or_word(value)
         except ValueError:
-            hint = f"parameters are name=number (or true, false, a word), each once, as in {name}(size=2)"
+            example = "" if function is None else f", as in {_example(name, function)}"
+            hint = f"parameters are name=number (or true, false, a word), each once{example}"
             raise UserError(f"got {name}({shorten(text)}); {hint}") from None
     return parameters
+
+
+def _example(name: str, function: Callable[..., Any]) -> Call:
+    """A call that is accepted: each parameter with its default, or 0.1 without one."""
+    values = {one.name: 0.1 if one.default is one.empty else one.default for one in _parameters(function)}
+    return Call(name, {key: value for key, value in values.items() if isinstance(value, int | float | str)})
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters behind the tokens that a call may name, without those that are bound."""
+    fixed = function.keywords if isinstance(function, functools.partial) else {}
+    known = list(inspect.signature(function).parameters.values())[1:]
+    by_name = [one for one in known if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return [one for one in by_name if one.name not in fixed]
 
 
 def _number_or_word(text: str) -> float | str:
@@ -96,8 +116,9 @@ def check_call(call: Call, built_in: Mapping[str, Callable[..., Any]]) -> None:
     """
     if not call.own:
         if call.function not in built_in:
-            near = [name for name in built_in if name.startswith(call.function)]
-            near = near or difflib.get_close_matches(call.function, built_in, n=3)
+            word = call.function.lower()
+            near = [name for name in built_in if name.startswith(word)]
+            near = near or difflib.get_close_matches(word, built_in, n=3)
             hint = f"did you mean {' or '.join(near[:3])}? " if near else ""
             allowed = f"allowed are {', '.join(built_in)}, and functions of yours as path.py:function"
             raise UserError(f"got {shorten(call.function)}; {hint}{allowed}")
@@ -119,9 +140,7 @@ def check_parameters(call: Call, function: Callable[..., Any]) -> None:
     first, *known = signature.parameters.values() or [None]
     if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
         raise UserError(f"{call.function}{signature} takes no token arrays; its first argument must be `tokens`")
-    fixed = function.keywords if isinstance(function, functools.partial) else {}
-    names = [one.name for one in known if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    names = [name for name in names if name not in fixed]
+    names = [one.name for one in _parameters(function)]
     anything = any(one.kind is one.VAR_KEYWORD for one in known)
     if unknown := [name for name in call.parameters if name not in names and not anything]:
         said = f"it has {', '.join(names)}" if names else "it has none"
@@ -133,4 +152,4 @@ def check_parameters(call: Call, function: Callable[..., Any]) -> None:
             raise UserError(f"{call}: {name} must be a number")
     needed = [one.name for one in known if one.name in names and one.default is one.empty]
     if missing := [name for name in needed if name not in call.parameters]:
-        raise UserError(f"{call.function} needs {missing[0]}, such as {call.function}({missing[0]}=0.1)")
+        raise UserError(f"{call.function} needs {missing[0]}, such as {_example(call.function, function)}")

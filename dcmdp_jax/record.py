@@ -167,8 +167,9 @@ def record_trl(
     """
     old = output.get("old_per_token_logps") if old_logprobs is None else old_logprobs
     for name, values, setting in (
-        ("old_per_token_logps", old, "vllm_importance_sampling_correction=True"),
+        # TRL computes the other log-probs on its own only with vLLM.
         ("sampling_per_token_logps", output.get("sampling_per_token_logps"), "use_vllm=True"),
+        ("old_per_token_logps", old, "vllm_importance_sampling_correction=True"),
     ):
         if values is None:
             raise ValueError(f"the batch has no {name}: set {setting}")

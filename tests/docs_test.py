@@ -8,6 +8,7 @@ import pytest
 
 from configs import base
 from dcmdp_jax.commands.main import COMMANDS
+from dcmdp_jax.config.checks import BUILT_IN_REWARDS
 from dcmdp_jax.observe.metric_names import METRICS
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +33,12 @@ def test_named_settings_exist():
         named = re.findall(r"--config\.([\w.]+\w)", text)
         named += re.findall(rf"`((?:{_SECTIONS})\.[\w.]*\w)(?:=[^`]*)?`", text)
         assert set(named) - _SETTINGS - {"section.name"} == set(), page
+
+
+def test_the_pages_name_every_reward():
+    text = " ".join(text for page, text in _TEXTS.items() if page.name != "settings.md")
+    assert [name for name in BUILT_IN_REWARDS if not re.search(rf"(?<![\w.])`{name}`", text)] == []
+    assert all(re.search(rf"\b{name}\b", _TEXTS[_ROOT / "docs" / "settings.md"]) for name in BUILT_IN_REWARDS)
 
 
 def test_named_files_modules_and_links_exist():

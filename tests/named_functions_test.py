@@ -1,11 +1,16 @@
 """The syntax of functions that settings name, and the import of a user's."""
 
+import functools
 import sys
 
 import pytest
 
+from dcmdp_jax.algorithm.corrections import CORRECTIONS
+from dcmdp_jax.algorithm.remedies import check_terms
+from dcmdp_jax.config.algorithm import _REMEDIES, AlgorithmSettings
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import load_object
-from dcmdp_jax.named_functions import Call, parse_calls
+from dcmdp_jax.named_functions import Call, check_call, parse_calls
 
 
 @pytest.mark.parametrize(
@@ -55,3 +60,28 @@ def test_a_file_named_as_a_module_does_not_replace_it(tmp_path):
 
     assert load_object(f"{tmp_path / 'json.py'}:dumps")() == "mine"
     assert sys.modules["json"] is json and json.dumps(1) == "1"
+
+
+_OURS = [(setting, name) for setting, (_, built_in) in _REMEDIES.items() for name in built_in]
+
+
+@pytest.mark.parametrize("positional", ["2", "2,3", "high=2,5", "=2", "high=2,high=3", "size= "])
+@pytest.mark.parametrize(("setting", "name"), _OURS, ids=[name for _, name in _OURS])
+def test_the_advice_of_a_refusal_is_accepted(setting, name, positional):
+    """The refusal of `tis(2)` says what to write for this very function: the checks take it."""
+    with pytest.raises(UserError) as refused:
+        AlgorithmSettings(**{setting: f"{name}({positional})"}).calls(setting)
+    advice = str(refused.value).partition("each once, as in ")[2]
+    (call,) = parse_calls(advice)
+    assert call.function == name
+    built_in = _REMEDIES[setting][1]
+    check_call(call, built_in)
+    if setting != "loss":  # its trust region is bound later
+        check_terms(_REMEDIES[setting][0], functools.partial(built_in[name], **call.parameters))
+
+
+def test_a_missing_parameter_and_a_users_function_are_advised_of_what_they_take():
+    with pytest.raises(UserError, match=r"^kl_rejection needs high, such as kl_rejection\(high=0\.1,estimator=k3,over"):
+        check_call(Call("kl_rejection", {}), CORRECTIONS)
+    with pytest.raises(UserError, match=r"^got a\.py:f\('2'\); parameters are name=number .*, each once$"):
+        parse_calls("a.py:f(2)")

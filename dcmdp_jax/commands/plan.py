@@ -17,7 +17,7 @@ import json
 from dcmdp_jax.atomic_write import atomic_write
 from dcmdp_jax.commands import cli, flags
 from dcmdp_jax.config import load, settings
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, suggestion
 from dcmdp_jax.plan.plan_text import at_lengths, describe_lengths, describe_plan, lengths_asked, plan_record
 from dcmdp_jax.plan.run_plan import PROGRAMS, check_run, compile_run, search, search_record, table
 from dcmdp_jax.plan.topologies import chip_and_count, known_topologies, load_topology, platform_of, set_environment
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     lengths = lengths_asked(arguments.lengths, config)
     only = tuple(name for name in arguments.programs.split(",") if name)
     if unknown := [name for name in only if name not in PROGRAMS]:
-        raise UserError(f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}")
+        raise UserError(f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}{suggestion(unknown[0], PROGRAMS)}")
     _, devices = chip_and_count(arguments.topology)
     # A search tries meshes of its own.
     searched = dataclasses.replace(config, mesh=settings.MeshSettings()) if arguments.search else config

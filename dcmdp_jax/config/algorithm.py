@@ -150,7 +150,7 @@ class AlgorithmSettings:
             UserError: in one line, for text of another form.
         """
         with naming(f"config.algorithm.{name}"):
-            calls = parse_calls(getattr(self, name))
+            calls = parse_calls(getattr(self, name), _REMEDIES[name][1])
             if name != "corrections" and len(calls) != 1:
                 raise UserError(f"got {getattr(self, name)!r}, must name one function")
         return calls

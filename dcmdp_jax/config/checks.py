@@ -16,7 +16,7 @@ from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE, RolloutSetti
 from dcmdp_jax.config.settings import TEACHER, Config
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import ENGINES, find_engine, unknown_engine
-from dcmdp_jax.errors import ArgumentError, EngineError, UserError, shorten
+from dcmdp_jax.errors import ArgumentError, EngineError, UserError, shorten, suggestion
 from dcmdp_jax.fields import INT32_MAX, build, check_choice, check_range, declared, get_value, is_place, nearest_name
 from dcmdp_jax.inputs import is_address, is_url, json_object
 from dcmdp_jax.models.scheme import Scheme
@@ -391,7 +391,7 @@ def _reward_rules(config: Config) -> Broken:
         if name in BUILT_IN_REWARDS or (place and (function.isidentifier() or name.startswith(TEACHER) and function)):
             continue
         allowed = f"{', '.join(BUILT_IN_REWARDS)}, teacher:MODEL, module:function and path.py:function"
-        yield "rewards.functions", f"allowed are {allowed}", name
+        yield "rewards.functions", f"allowed are {allowed}{suggestion(name, BUILT_IN_REWARDS)}", name
     if len(set(names)) < len(names):
         yield "rewards.functions", "must name each once; raise its weight instead"
     if sum(name.startswith(TEACHER) for name in names) > 1:

@@ -19,8 +19,9 @@ class RolloutSettings:
     """The inference engine and the distribution it samples from.
 
     Attributes:
-        engine: Inference engine. local: in JAX, in the trainer's process. vllm: stock vLLM in its own process. Or
-            one of yours, package.module:NAME or path.py:NAME (docs/extending.md).
+        engine: Inference engine. local: in JAX, in the trainer's process. vllm: stock vLLM in its own process. http:
+            a server of yours, for `dcmdp probe` and `dcmdp evaluate` alone (docs/vllm.md). Or one of yours,
+            package.module:NAME or path.py:NAME (docs/extending.md).
         engine_args: Settings of an engine of yours as a JSON object, such as {"server": "http://..."}.
         precision: Weights of the engine. float32, bfloat16, float16: rounded to it. exact (local): the training stack
             recomputes the log-probs, so the discrepancy is 0. int8, int4, int3, int2 (in a byte), fp8 of the local

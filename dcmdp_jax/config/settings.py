@@ -173,9 +173,9 @@ class RewardSettings:
 
     Attributes:
         functions: Rewards, joined by commas: math (the answer, judged by task.verifier_*), math_verify (the plain
-            library), environment (what task.environment gives), teacher:MODEL (docs/sft.md), or functions of yours as
-            module:function or path.py:function, with TRL's signature or verl's (docs/extending.md). Source: paper: a
-            verifier of answers.
+            library), last_number (the last number of the text), environment (what task.environment gives),
+            teacher:MODEL (docs/sft.md), or functions of yours as module:function or path.py:function, with TRL's
+            signature or verl's (docs/extending.md). Source: paper: a verifier of answers.
         weights: Factor of each function in the sum, such as (1,0.1). Empty: 1 for each. Source: ours: as TRL.
         timeout: Time that one call of a function may take, for all completions of one call of the engine; and one
             of an environment, for those of a turn. Source: ours.

@@ -1,11 +1,10 @@
 """The inference engines by name, and one that a user brings."""
 
-import difflib
 import functools
 import inspect
 
 from dcmdp_jax.engines import engine_kind, http, local, vllm
-from dcmdp_jax.errors import ArgumentError, UserError, shorten
+from dcmdp_jax.errors import ArgumentError, UserError, shorten, suggestion
 from dcmdp_jax.fields import declared, is_place, load_object
 
 ENGINES: dict[str, engine_kind.EngineKind] = {"local": local.ENGINE, "vllm": vllm.ENGINE, "http": http.ENGINE}
@@ -50,8 +49,6 @@ def find_engine(name: str) -> engine_kind.EngineKind:
 
 def unknown_engine(name: str, allowed: tuple[str, ...]) -> UserError:
     """The error for an unknown engine."""
-    near = [one for one in allowed if name and one.startswith(name)] or difflib.get_close_matches(name, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ArgumentError(
-        "engine", f"got {shorten(name)}, allowed are {', '.join(allowed)}, module:NAME and path.py:NAME{hint}"
-    )
+    servers = "" if "http" in allowed else "; http, a server of yours, is for `dcmdp probe` and `dcmdp evaluate` alone"
+    said = f"got {shorten(name)}, allowed are {', '.join(allowed)}, module:NAME and path.py:NAME"
+    return ArgumentError("engine", f"{said}{servers}{suggestion(name, allowed)}")

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from dcmdp_jax.errors import ArgumentError, UserError
+from dcmdp_jax.errors import ArgumentError, UserError, suggestion
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.models import hf_config, hf_weights, products
 from dcmdp_jax.models.array_checksum import array_checksum
@@ -49,9 +49,8 @@ def adapted_layers(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
         if name not in allowed:
             experts = name in {_module(one) for one in linear}
             why = "adapters of experts are not supported" if experts else "no linear layer has that name"
-            raise ArgumentError(
-                "lora_targets", f"got {name!r}, {why}; allowed are {', '.join(allowed)}, or {ALL_LINEAR}"
-            )
+            said = f"got {name!r}, {why}; allowed are {', '.join(allowed)}, or {ALL_LINEAR}"
+            raise ArgumentError("lora_targets", said + suggestion(name, (*allowed, ALL_LINEAR)))
     chosen = tuple(one for one in dense if _module(one) in names)
     for one in chosen:
         if lora.rank > (most := min(one.shape[-2:])):

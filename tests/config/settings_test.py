@@ -183,6 +183,30 @@ def test_a_choice_outside_the_list_is_refused_with_the_list():
         assert line.endswith(f"did you mean {allowed[-1]!r}?")
 
 
+# Choices that engines share, and of vLLM alone.
+_ELSEWHERE = ("auto", "fp8_per_block", "fp8_e5m2")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "nearest"),
+    [(name, one.upper(), one) for name, each in (_CHOICES | _OF_ANY_ENGINE).items() for one in each if one not in _ELSEWHERE]
+    + [("rewards.functions", wrong, one) for wrong, one in (("math-verify", "math_verify"), ("MATH", "math"))]
+    + [("rewards.functions", wrong, "last_number") for wrong in ("last-number", "lastnumber", "last")]
+    + [("rollout.engine", wrong, "vllm") for wrong in ("vLLM", "vlm")]
+    + [("rollout.engine", "Local", "local")],
+)
+def test_a_choice_in_another_spelling_is_told_the_right_one(name, value, nearest):
+    assert _error(**_set(name, value)).endswith(f"; did you mean {nearest!r}?")
+
+
+@pytest.mark.parametrize("name", ["sglang", "http", "openai"])
+def test_a_server_is_said_to_be_for_measuring_alone(name):
+    assert _error(rollout__engine=name) == (
+        f"rollout.engine: got {name!r}, allowed are local, vllm, module:NAME and path.py:NAME; http, a server of "
+        "yours, is for `dcmdp probe` and `dcmdp evaluate` alone"
+    )
+
+
 def test_every_choice_is_allowed():
     """With the engine that has it; vLLM wants one dtype for weights and activations, a matched forward its engine."""
     for name, choice in [(name, one) for name, each in (_CHOICES | _OF_ANY_ENGINE).items() for one in each]:

@@ -20,7 +20,7 @@ from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
 from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.engines import engine_kind, process_memory, protocol
 from dcmdp_jax.engines.registry import ENGINES, find_engine
-from dcmdp_jax.errors import UserError, shorten
+from dcmdp_jax.errors import UserError, shorten, suggestion
 from dcmdp_jax.models import decoder, hf_weights
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.row_logprobs import make_probe, make_row_logprobs
@@ -129,7 +129,8 @@ def _default_compute(kind: str, precision: str) -> str:
 
 def _one_of(what: str, value: str, allowed: tuple[str, ...], text: str) -> None:
     if value not in allowed:
-        raise UserError(f"engine {shorten(text)}: {what} {shorten(value)}, allowed are {', '.join(allowed)}")
+        near = suggestion(value, allowed)
+        raise UserError(f"engine {shorten(text)}: {what} {shorten(value)}, allowed are {', '.join(allowed)}{near}")
 
 
 LOGPROB_CHUNK = 256

@@ -307,6 +307,11 @@ def test_what_a_framework_lacks_is_said_with_the_setting_that_gives_it(tmp_path)
     recorder, ids = Recorder(tmp_path, "trl"), np.zeros((1, 2), int)
     with pytest.raises(ValueError, match="no sampling_per_token_logps: set use_vllm=True"):
         record_trl(recorder, 0, {"completion_ids": ids, "old_per_token_logps": ids})
+    # TRL's default, use_vllm=False, computes neither: the other setting is True already.
+    with pytest.raises(ValueError, match="no sampling_per_token_logps: set use_vllm=True"):
+        record_trl(recorder, 0, {"completion_ids": ids, "completion_mask": ids})
+    with pytest.raises(ValueError, match="no old_per_token_logps: set vllm_importance_sampling_correction=True"):
+        record_trl(recorder, 0, {"completion_ids": ids, "sampling_per_token_logps": ids})
     with pytest.raises(ValueError, match="calculate_log_probs=True"):
         record_verl(recorder, 0, {"responses": ids})
     with pytest.raises(ValueError, match="no rollout_logprobs"):
