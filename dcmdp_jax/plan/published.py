@@ -1,4 +1,4 @@
-"""Shapes of the models that the configs train, as their publishers' config.json has them.
+"""Shapes of published models, as their publishers' config.json has them.
 
 A plan needs no weights: where `model.path` is not a directory, its last part names one of these.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, suggestion
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.hf_config import from_hf, read_model_config
 from dcmdp_jax.run.task import fresh_model
@@ -58,6 +58,27 @@ PUBLISHED = {
 }
 """Name of the model's directory -> fields of its config.json."""
 
+# Size -> its numbers, and the context of the base model.
+_QWEN25 = {
+    "0.5B": (896, 4864, 24, 14, 2, 32768),
+    "1.5B": (1536, 8960, 28, 12, 2, 131072),
+    "3B": (2048, 11008, 36, 16, 2, 32768),
+    "7B": (3584, 18944, 28, 28, 4, 131072),
+    "14B": (5120, 13824, 48, 40, 8, 131072),
+    "32B": (5120, 27648, 64, 40, 8, 131072),
+    "72B": (8192, 29568, 80, 64, 8, 131072),
+}
+for _size, (*_numbers, _context) in _QWEN25.items():
+    _small = _size in ("0.5B", "1.5B", "3B")
+    _shape = _config(_QWEN2, *_numbers, tie_word_embeddings=_small, vocab_size=151936 if _small else 152064)
+    _shape["rope_theta"] = 1000000
+    PUBLISHED[f"Qwen2.5-{_size}"] = _shape | {"max_position_embeddings": _context}
+    PUBLISHED[f"Qwen2.5-{_size}-Instruct"] = _shape | {"max_position_embeddings": 32768}
+    if _size != "72B":
+        PUBLISHED[f"Qwen2.5-Coder-{_size}"] = _shape | {"max_position_embeddings": 32768}
+    if _size in ("1.5B", "7B", "72B"):
+        PUBLISHED[f"Qwen2.5-Math-{_size}"] = _shape | {"max_position_embeddings": 4096, "rope_theta": 10000}
+
 
 def model_of(config: Config) -> ModelConfig:
     """The model of a config: its directory's, a published one of the directory's name, or a fresh one.
@@ -70,10 +91,12 @@ def model_of(config: Config) -> ModelConfig:
         return fresh_model(config, build_tokenizer())
     if Path(path).is_dir():
         return read_model_config(path)
-    fields = PUBLISHED.get(Path(path.partition("@")[0]).name)
+    name = Path(path.partition("@")[0]).name
+    # An instruction-tuned model has the shape of its base, where it is not listed.
+    fields = PUBLISHED.get(name, PUBLISHED.get(name.removesuffix("-Instruct")))
     if fields is None:
         raise UserError(
             f"config.model.path: no directory {path}, and no published shape of that name; known are "
-            f"{', '.join(PUBLISHED)}"
+            f"{', '.join(PUBLISHED)}{suggestion(name, PUBLISHED)}"
         )
     return from_hf(fields)

@@ -68,5 +68,48 @@ def test_a_model_that_nobody_knows():
         "config.model.path: no directory models/Qwen9-8B, and no published shape of that name; known are "
         "Qwen3-0.6B, Qwen3-1.7B, Qwen3-8B, Qwen3-30B-A3B, Qwen3.5-0.8B, DeepSeek-R1-Distill-Qwen-1.5B, "
         "Llama-3.1-8B-Instruct, Mistral-7B-Instruct-v0.1, SmolLM3-3B, Olmo-3-7B-Instruct, gemma-3-270m-it, "
-        "gemma-3-1b-it"
+        "gemma-3-1b-it, "
+        + ", ".join(
+            f"Qwen2.5-{name}"
+            for name in (
+                "0.5B, Qwen2.5-0.5B-Instruct, Qwen2.5-Coder-0.5B",
+                "1.5B, Qwen2.5-1.5B-Instruct, Qwen2.5-Coder-1.5B, Qwen2.5-Math-1.5B",
+                "3B, Qwen2.5-3B-Instruct, Qwen2.5-Coder-3B",
+                "7B, Qwen2.5-7B-Instruct, Qwen2.5-Coder-7B, Qwen2.5-Math-7B",
+                "14B, Qwen2.5-14B-Instruct, Qwen2.5-Coder-14B",
+                "32B, Qwen2.5-32B-Instruct, Qwen2.5-Coder-32B",
+                "72B, Qwen2.5-72B-Instruct, Qwen2.5-Math-72B",
+            )
+        )
+        + "; did you mean 'Qwen3-8B'?"
     )
+
+
+# Numbers of parameters in the published files.
+_QWEN25 = {
+    "0.5B": 494_032_768,
+    "1.5B": 1_543_714_304,
+    "3B": 3_085_938_688,
+    "7B": 7_615_616_512,
+    "14B": 14_770_033_664,
+    "32B": 32_763_876_352,
+    "72B": 72_706_203_648,
+}
+
+
+@pytest.mark.parametrize(("size", "parameters"), _QWEN25.items())
+def test_qwen25_has_its_published_parameters_context_and_rotary_base(size, parameters):
+    for kind, context, base in (
+        ("Qwen2.5-", 131072 if size not in ("0.5B", "3B") else 32768, 1e6),
+        ("Qwen2.5-Coder-", 32768, 1e6),
+        ("Qwen2.5-Math-", 4096, 1e4),
+    ):
+        if f"{kind}{size}" not in PUBLISHED:
+            assert (kind, size) == ("Qwen2.5-Coder-", "72B") or kind == "Qwen2.5-Math-"
+            continue
+        for suffix in ("", "-Instruct"):
+            model = model_of(_config("qwen3_8b", model__path=f"Qwen/{kind}{size}{suffix}@main"))
+            assert num_params(model) == parameters and model.attention_bias and model.rope_theta == base
+            assert model.head_dim == (64 if size == "0.5B" else 128)
+            instructed = kind == "Qwen2.5-" and suffix
+            assert model.max_position_embeddings == (32768 if instructed else context)
