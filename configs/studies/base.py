@@ -47,7 +47,11 @@ def make_study(arg: str, title: str, *, demo: Mapping[str, Arm], paper: Mapping[
     if arg not in ("", "paper"):
         raise ValueError(f"study argument {arg!r}: allowed is paper")
     if arg == "paper":
-        evaluation = (f"--config.evaluation.task={SIX_BENCHMARKS}",)
+        evaluation = (
+            f"--config.evaluation.task={SIX_BENCHMARKS}",
+            "--config.rollout.max_completion_tokens=32768",
+            "--config.evaluation.temperature=0.7",
+        )
         return Study(f"{title} (the paper's constants)", paper, baseline, PAPER_SEEDS, evaluation)
     return Study(f"{title} (demo size)", demo, baseline, SEEDS)
 

@@ -6,8 +6,8 @@
         --config.rollout.engine_args='{"server": "http://HOST:PORT"}'                                a server of yours
 
 MODEL is a Hugging Face directory, or a run directory of training, or a checkpoint in it. Settings are a run's own, and
-each may be given: docs/settings.md. But an evaluation is the paper's whatever the run had: temperature 0.7, 32768
-tokens, avg@32 on AIME24, AIME25 and AMC23, avg@4 on MATH-500, Minerva and OlympiadBench, known by their file names:
+each may be given: docs/settings.md. A run is asked as in training: with its limit, temperature and nucleus, about its
+own tasks if no other is named. A Hugging Face directory is asked as in the paper: temperature 0.7, 32768 tokens. avg@32 on AIME24, AIME25 and AMC23, avg@4 on MATH-500, Minerva and OlympiadBench, known by their file names:
 aime24, aime25, amc23, math500, minerva, olympiadbench.
 
 The same command continues a killed evaluation; it ends with the same files as an uninterrupted one.
@@ -54,22 +54,28 @@ def main(argv: list[str]) -> None:
     saved = saved_model.find_model(arguments.model, arguments.step)
     if saved.run_dir is not None:
         cli.keep_tracebacks_in(saved.run_dir)
-    config = load.for_sampling(saved.settings, evaluation_setup.PAPERS_EVALUATION | overrides)
+    of_a_run = saved.run_dir is not None
+    config = load.for_sampling(saved.settings, evaluation_setup.asked_settings(overrides, of_a_run=of_a_run))
     policy = saved_model.Policy.of(saved, config)
     task, overlaps = read_tasks(policy, arguments.overlap)
     values = flatten(to_dict(config))
     settings = {name: value for name, value in values.items() if _changes_a_score(name, config)}
-    settings |= {"top_p": arguments.top_p, "overlap": arguments.overlap}
+    top_p = config.rollout.top_p if arguments.top_p is None else arguments.top_p
+    settings |= {"top_p": top_p, "overlap": arguments.overlap}
     header = evaluation_header(settings, task.held_out, model=saved.name, step=saved.step, files=saved.files)
     stem = f"evaluation-{saved.name if saved.step is None else saved.step}"
     out, log = open_output(arguments.out, saved.run_dir or Path.cwd(), stem, header)
     method, seed = arguments.method or saved.name, config.training.seed
     with log:
         setup = evaluation_setup.place_evaluation(task, saved, out)
-        results = _evaluate(task, saved, setup, arguments.top_p, log)
+        results = _evaluate(task, saved, setup, top_p, log)
         write_json(out, evaluation_record(method, header, results, task.held_out, overlaps, seed=seed))
         log.close_finished()
     print(format_table(method, results, seed=seed))
+    print(
+        f"at most {config.rollout.max_completion_tokens} tokens, temperature {config.evaluation.temperature:g}, top_p "
+        f"{top_p:g}, top_k {config.rollout.top_k}: the {'run' if of_a_run else 'paper'}'s where they are not given"
+    )
     if dropped := [f"{prompts.dropped} of {each.name}" for each, prompts in task.held_out if prompts.dropped]:
         print(f"left out, prompt over task.max_prompt_tokens: {', '.join(dropped)}")
     for line in describe_overlaps(results, overlaps, config.task.train, dropped=arguments.overlap == "drop"):
@@ -157,6 +163,7 @@ def _evaluate_task(
         max_completion_tokens=config.rollout.max_completion_tokens,
         temperature=config.evaluation.temperature,
         top_p=top_p,
+        top_k=config.rollout.top_k,
         stop_token_ids=task.stop_token_ids,
     )
     size, results = max(1, _ROUNDS * config.rollout.max_rows // one.samples), []
@@ -199,7 +206,7 @@ def _parser() -> cli.Parser:
         "model", nargs="?", metavar="MODEL", type=Path, help="model directory, OWNER/NAME on the Hub, run or checkpoint"
     )
     add("--step", type=cli.whole(0), metavar="N", help="which checkpoint of a run (default: the newest)")
-    add("--top_p", type=cli.real(0, 1), default=1.0, help="nucleus mass, default %(default)s, as the paper")
+    add("--top_p", type=cli.real(0, 1), help="nucleus mass (default: the run's, else the paper's, 1)")
     add("--overlap", choices=("report", "drop"), help="report problems that task.train has too, or leave them out")
     add("--method", metavar="NAME", help="label of the table's row (default: MODEL's name)")
     about = "JSON of the scores; FILE.problems.jsonl has all completions (default: in the run directory, or here)"

@@ -171,7 +171,7 @@ def check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[s
         return
     # transformers takes a while to import; a study without an evaluation does not need it.
     from dcmdp_jax.commands.evaluate import parse, read_tasks
-    from dcmdp_jax.run.evaluation_setup import PAPERS_EVALUATION
+    from dcmdp_jax.run.evaluation_setup import asked_settings
     from dcmdp_jax.run.saved_model import Policy
     from dcmdp_jax.run.task import read_model
 
@@ -183,7 +183,7 @@ def check_evaluation(study: Study, runs: Sequence[StudyRun], configs: Sequence[s
             arguments, overrides = parse([str(run.directory), *evaluation_words(study, run)])
             if arguments.step is not None and arguments.step > config.training.steps:
                 raise UserError(f"--step: got {arguments.step}, the run has training.steps={config.training.steps}")
-            one = load.for_sampling(config, PAPERS_EVALUATION | overrides)
+            one = load.for_sampling(config, asked_settings(overrides, of_a_run=True))
             # Seeds, and most arms, are asked the same by the same kind of model.
             asked = one.task, one.rewards, one.rollout, one.evaluation, arguments.overlap
             if (key := repr((config.model, config.max_total_tokens, asked))) in seen:

@@ -322,8 +322,8 @@ class EvaluationSettings:
     """Held-out evaluation by the inference engine's policy while training.
 
     Attributes:
-        task: Held-out problems, as `task.train`; several tasks are joined by commas. The paper's own evaluation,
-            with 32,768 tokens: dcmdp evaluate.
+        task: Held-out problems, as `task.train`; several tasks are joined by commas. The paper's own evaluation
+            of a model, with 32,768 tokens: dcmdp evaluate.
         every_steps: Steps between evaluations. 0: none.
         samples: K of avg@K, completions of each problem: one number for each task, or one for all. Empty: the
             paper's for its six benchmarks, 8 for others. Source: paper [6.1]: 32 or 4.

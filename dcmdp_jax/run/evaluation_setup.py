@@ -1,7 +1,9 @@
 """An evaluation: its tasks, and an engine that has all devices to itself."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dcmdp_jax.config.checks import as_settings, engine_arguments, of_engine
 from dcmdp_jax.config.settings import Config
@@ -33,9 +35,27 @@ PAPERS_EVALUATION = {
     "rewards.on_error": "error",
     "training.seed": 0,
 }
-"""Settings of an evaluation, whatever the run had: the paper's, all problems, every answer judged."""
+"""Settings of an evaluation of a model: the paper's, all problems, every answer judged."""
+_OF_A_RUN = ("rollout.max_completion_tokens", "evaluation.temperature")
+_OF_ITS_TASKS = ("evaluation.samples", "evaluation.max_problems", "task.max_prompt_tokens", "task.on_bad_row")
 _COMPLETION_BYTES, _TOKEN_BYTES = 1000, 8
 """A few Python objects; an int32 id and a float32 log-prob."""
+
+
+def asked_settings(overrides: Mapping[str, Any], *, of_a_run: bool) -> dict[str, Any]:
+    """The settings that an evaluation changes: dotted name -> value.
+
+    A run is asked as by its own held-out evaluations: with its limit and temperature, and about its own tasks with
+    their sizes. All else is `PAPERS_EVALUATION`.
+
+    Args:
+        overrides: values that are given.
+        of_a_run: the model is a run's checkpoint.
+    """
+    own = _OF_A_RUN if of_a_run else ()
+    if of_a_run and "evaluation.task" not in overrides:
+        own += _OF_ITS_TASKS
+    return {name: value for name, value in PAPERS_EVALUATION.items() if name not in own} | dict(overrides)
 
 
 def evaluation_task(policy: Policy, held_out: HeldOut) -> Task:

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from configs.base import get_config
 from dcmdp_jax.algorithm.dual import dual_init
+from dcmdp_jax.commands import evaluate
 from dcmdp_jax.commands.evaluate import main
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.config.settings import to_dict
@@ -149,6 +150,51 @@ def test_a_run_gives_its_newest_checkpoint_its_task_suffix_and_precision(run_dir
     settings = record["settings"]
     assert (settings["task.prompt_suffix"], settings["rollout.precision"]) == (" Go.", "int8")
     assert (settings["evaluation.temperature"], settings["top_p"]) == (0.7, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked", "said"),
+    [
+        ((), (4, 0.5, 0.9, 2, (3,), 1, 30), "at most 4 tokens, temperature 0.5, top_p 0.9, top_k 2: the run's where"),
+        ((TEMPERATURE, 0, "--top_p", 1), (4, 0, 1, 2, (3,), 1, 30), "at most 4 tokens, temperature 0, top_p 1, top_k"),
+        ((TOKENS, 3), (3, 0.5, 0.9, 2, (3,), 1, 30), "at most 3 tokens, temperature 0.5"),
+        # Another task than the run's is asked whole.
+        ((TASK, "{tasks}", SAMPLES, 2), (4, 0.5, 0.9, 2, (2,), 0, 2**20), "at most 4 tokens, temperature 0.5"),
+    ],
+)
+def test_a_run_is_asked_as_by_its_own_held_out_evaluations(
+    run_dir, tasks, tmp_path, capsys, arguments, asked, said
+):
+    shutil.copytree(run_dir, tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["rollout"] |= {"max_completion_tokens": 4, "top_p": 0.9, "top_k": 2}
+    config["evaluation"] |= {"temperature": 0.5, "samples": [3], "max_problems": 1}
+    config["task"]["max_prompt_tokens"] = 30
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    given = [str(word).format(tasks=tasks) for word in arguments]
+    drawn = []
+    evaluate_with = evaluate.evaluate
+
+    def note(services, prompts, sampling, **options):
+        drawn.append(sampling)
+        return evaluate_with(services, prompts, sampling, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "evaluate", note)
+        settings = _evaluate(tmp_path / "out.json", tmp_path / "run", *given)["settings"]
+    *_, samples, problems, prompt = asked
+    [sampling] = drawn
+    assert (sampling.max_completion_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == asked[:4]
+    assert sampling.group_size == samples[0]
+    assert (settings["evaluation.max_problems"], settings["task.max_prompt_tokens"]) == (problems, prompt)
+    assert said in capsys.readouterr().out
+
+
+def test_a_model_is_asked_as_in_the_paper(hf_dir, tasks, tmp_path, capsys):
+    settings = _evaluate(tmp_path / "out.json", hf_dir, TASK, tasks, SAMPLES, 1, TOKENS, 5)["settings"]
+    assert (settings["evaluation.temperature"], settings["top_p"], settings["rollout.top_k"]) == (0.7, 1.0, 0)
+    said = "at most 5 tokens, temperature 0.7, top_p 1, top_k 0: the paper's where they are not given"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("how", ["--step", "directory"])

@@ -297,7 +297,7 @@ def _evaluated(*evaluation):
         ),
         # The debug model has room for its own completions.
         (
-            _evaluated(f"{_TASK}{{good}}"),
+            _evaluated(f"{_TASK}{{good}}", "--config.rollout.max_completion_tokens=32768"),
             "study: evaluation of a, seed 0: config.rollout.max_completion_tokens: got 32768, with the",
         ),
         (_evaluated(f"{_TASK}{{good}}", "--out=x"), "--study: {file}: evaluation has --out=x, which the study gives"),
