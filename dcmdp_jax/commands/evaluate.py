@@ -7,7 +7,8 @@
 
 MODEL is a Hugging Face directory, or a run directory of training, or a checkpoint in it. Settings are a run's own, and
 each may be given: docs/settings.md. A run is asked as in training: with its limit, temperature and nucleus, about its
-own tasks if no other is named. A Hugging Face directory is asked as in the paper: temperature 0.7, 32768 tokens. avg@32 on AIME24, AIME25 and AMC23, avg@4 on MATH-500, Minerva and OlympiadBench, known by their file names:
+own tasks if no other is named. A directory is asked as in the paper: temperature 0.7, 32768 tokens. Benchmarks have the
+paper's K, avg@32 on AIME24, AIME25 and AMC23, avg@4 on MATH-500, Minerva and OlympiadBench, known by their file names:
 aime24, aime25, amc23, math500, minerva, olympiadbench.
 
 The same command continues a killed evaluation; it ends with the same files as an uninterrupted one.

@@ -41,7 +41,9 @@ def main(argv: list[str]) -> int:
     lengths = lengths_asked(arguments.lengths, config)
     only = tuple(name for name in arguments.programs.split(",") if name)
     if unknown := [name for name in only if name not in PROGRAMS]:
-        raise UserError(f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}{suggestion(unknown[0], PROGRAMS)}")
+        raise UserError(
+            f"--programs: got {unknown[0]!r}, allowed are {', '.join(PROGRAMS)}{suggestion(unknown[0], PROGRAMS)}"
+        )
     _, devices = chip_and_count(arguments.topology)
     # A search tries meshes of its own.
     searched = dataclasses.replace(config, mesh=settings.MeshSettings()) if arguments.search else config

@@ -121,9 +121,7 @@ def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrain
 def _sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids of a chat's text with what tokenizers treat differently."""
     try:
-        text = render_chat(
-            tokenizer, [{"role": "user", "content": _SAMPLE}], strftime_now=_SAMPLE_DATE.strftime
-        )
+        text = render_chat(tokenizer, [{"role": "user", "content": _SAMPLE}], strftime_now=_SAMPLE_DATE.strftime)
     except Exception:  # What templates raise; `render_checked` words it.
         text = _SAMPLE
     return encode_texts(tokenizer, [text], "a chat of one question")[0]

@@ -65,8 +65,8 @@ def adapter_declarations(
 ) -> tuple[Declaration, ...]:
     """Declarations of A and B of every adapted matrix, named as PEFT names them.
 
-    `prefix` is how the names of the decoder begin in the class of the base. A is drawn uniformly within +-1/sqrt(in), PEFT's default (Kaiming with a = sqrt 5); B is zero, so the policy begins
-    as the base.
+    `prefix` is how the names of the decoder begin in the class of the base. A is drawn uniformly within +-1/sqrt(in),
+    PEFT's default (Kaiming with a = sqrt 5); B is zero, so the policy begins as the base.
     """
     found = []
     for one in adapted_layers(model, lora):

@@ -162,9 +162,7 @@ def test_a_run_gives_its_newest_checkpoint_its_task_suffix_and_precision(run_dir
         ((TASK, "{tasks}", SAMPLES, 2), (4, 0.5, 0.9, 2, (2,), 0, 2**20), "at most 4 tokens, temperature 0.5"),
     ],
 )
-def test_a_run_is_asked_as_by_its_own_held_out_evaluations(
-    run_dir, tasks, tmp_path, capsys, arguments, asked, said
-):
+def test_a_run_is_asked_as_by_its_own_held_out_evaluations(run_dir, tasks, tmp_path, capsys, arguments, asked, said):
     shutil.copytree(run_dir, tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     config["rollout"] |= {"max_completion_tokens": 4, "top_p": 0.9, "top_k": 2}

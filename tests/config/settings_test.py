@@ -189,7 +189,12 @@ _ELSEWHERE = ("auto", "fp8_per_block", "fp8_e5m2")
 
 @pytest.mark.parametrize(
     ("name", "value", "nearest"),
-    [(name, one.upper(), one) for name, each in (_CHOICES | _OF_ANY_ENGINE).items() for one in each if one not in _ELSEWHERE]
+    [
+        (name, one.upper(), one)
+        for name, each in (_CHOICES | _OF_ANY_ENGINE).items()
+        for one in each
+        if one not in _ELSEWHERE
+    ]
     + [("rewards.functions", wrong, one) for wrong, one in (("math-verify", "math_verify"), ("MATH", "math"))]
     + [("rewards.functions", wrong, "last_number") for wrong in ("last-number", "lastnumber", "last")]
     + [("rollout.engine", wrong, "vllm") for wrong in ("vLLM", "vlm")]
