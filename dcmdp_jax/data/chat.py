@@ -176,7 +176,8 @@ class CallFormat(NamedTuple):
     def find(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
         """Find the calls in a turn, and what is wrong with those that can't be read; see `find_calls`."""
         if "syntax" in self.template:
-            return find_calls(self.prefix + text, tools, self.template)
+            thought = "<think>" if self.prefix.rstrip().endswith("<think>") else ""
+            return find_calls(thought + text, tools, self.template)
         from transformers.utils.chat_parsing import parse_response
 
         try:
@@ -215,7 +216,8 @@ def find_call_format(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[st
         for template in filter(None, (getattr(tokenizer, "response_template", None), *CALL_FORMATS.values())):
             with contextlib.suppress(Exception):
                 is_marked = template.get("open", "") in text
-                if is_marked and CallFormat(template).read(text, [_TOOL]) == [_CALL]:
+                # The last one: where the prompt is no prefix, its description of the tool may look like a call.
+                if is_marked and CallFormat(template).find(text, [_TOOL])[0][-1:] == [_CALL]:
                     return CallFormat(template, begun.removeprefix(before))
     raise UserError(
         f"the chat template writes calls of tools in no format that is known: {', '.join(CALL_FORMATS)}, or the "

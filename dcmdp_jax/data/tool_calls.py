@@ -59,7 +59,7 @@ def find_calls(
     is the answer. Nothing in a thought is a call.
 
     Args:
-        text: the turn, with what its prompt begins it with.
+        text: the turn, with the mark of a thought that its prompt begins.
         tools: the tools' JSON schemas, which give arguments their types where these can be read so.
         call_format: one of `CALL_FORMATS`.
 

@@ -98,6 +98,16 @@ def test_hermes_writes_the_name_behind_and_the_tools_name_before_its_result():
     assert answer_text(own, messages, {}) == f"{result}<|im_start|>assistant\n"
 
 
+def test_the_tools_of_a_prompt_that_is_no_prefix_of_its_chat_are_no_calls():
+    own = build_tokenizer()
+    start = "{% if not add_generation_prompt %}.{% endif %}{{ tools[0].function | tojson }}"
+    own.chat_template = start + _LLAMA
+    found = find_call_format(own, {})
+    assert '"name": "double"' in found.prefix
+    double = {"function": {"name": "double", "parameters": {"properties": {"number": {"type": "integer"}}}}}
+    assert found.read("It is 4.", [double]) == []
+
+
 def test_several_calls_are_read_in_order_and_those_in_a_thought_are_none():
     calls = f"{_qwen('add', a='1')}\nand {_qwen('add', a=2.5, b=True)}"
     # A number that was written as text gets the type of its schema.
