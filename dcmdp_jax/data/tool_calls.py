@@ -154,7 +154,7 @@ def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
     for reading in readings:
         with contextlib.suppress(ValueError):
             return checked_value(reading, schema, "")
-    return value
+    return None if None in readings else value
 
 
 def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[str, Any]:
@@ -170,7 +170,8 @@ def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[st
     schemas, required = _properties(function), (function.get("parameters") or {}).get("required") or ()
     for name in arguments:
         if name not in schemas:
-            raise ValueError(f"{function['name']} has no argument {shorten(name)}, only {', '.join(schemas) or 'none'}")
+            others = f", only {', '.join(schemas)}" if schemas else ""
+            raise ValueError(f"{function['name']} has no argument {shorten(name)}{others}")
     for name in required:
         if name not in arguments:
             described = _described(schemas.get(name, {}))

@@ -197,6 +197,8 @@ def test_null_leaves_out_an_argument_that_may_be_left_out():
     assert checked_arguments({"a": 1, "b": None}, tool) == {"a": 1}
     with pytest.raises(ValueError, match="^a is missing, it must be an integer$"):
         checked_arguments({"b": 1}, tool)
+    with pytest.raises(ValueError, match="^tool has no argument 'c'$"):
+        checked_arguments({"c": 1}, _tool())
     with pytest.raises(ValueError, match="^tool has no argument 'c', only a, b$"):
         checked_arguments({"a": 1, "c": None}, tool)
 
@@ -204,13 +206,14 @@ def test_null_leaves_out_an_argument_that_may_be_left_out():
 def test_text_gets_the_type_of_its_schema_where_it_can_be_read_so():
     optional = {"type": "string", "nullable": True}
     properties = {"flag": {"type": "boolean"}, "items": {"type": "array"}, "free": {}, "name": optional}
-    properties |= {"either": {"type": ["integer", "string"]}}
+    properties |= {"either": {"type": ["integer", "string"]}, "count": _INTEGER}
     tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
-    values = {"flag": "True", "items": '["a", 1]', "free": "5", "name": "null", "either": "5"}
+    values = {"flag": "True", "items": '["a", 1]', "free": "5", "name": "null", "either": "5", "count": "None"}
     parts = [f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items()]
     [call], _ = find_calls(f"<function=f>\n{''.join(parts)}</function>", tools, CALL_FORMATS[_QWEN35])
-    typed = {"flag": True, "items": ["a", 1], "free": "5", "name": None, "either": 5}
+    typed = {"flag": True, "items": ["a", 1], "free": "5", "name": None, "either": 5, "count": None}
     assert call["arguments"] == typed
+    assert checked_arguments({"count": None}, tools[0]["function"]) == {}
     # JSON's own text stays text where that is allowed.
     text = json.dumps({"name": "f", "arguments": {"either": "5", "flag": "true", "name": "null"}})
     [call], _ = find_calls(text, tools, CALL_FORMATS[_LLAMA])
