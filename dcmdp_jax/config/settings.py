@@ -435,6 +435,11 @@ class Config:
         return bool(self.teacher[0]) and not self.teacher[0].startswith(SERVERS)
 
     @property
+    def teacher_dtype(self) -> str:
+        """Dtype of a teacher's weights, which the trainer holds: that of its products, or float32 for float16."""
+        return "bfloat16" if self.model.compute_dtype == "bfloat16" else "float32"
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """Names of the per-token columns of `data.episode.COLUMNS` that every batch has."""
         lags, top = self.rollout.lag > 0, self.rollout.top_logprobs > 0

@@ -256,7 +256,7 @@ def training_memory(
         teacher: shape of the teacher that is held too; None without.
     """
     part = functools.partial(_part, machine, mesh.size)
-    item = jnp.dtype(config.model.compute_dtype).itemsize
+    item = jnp.dtype(config.teacher_dtype).itemsize
     taught = item * _values(model_declarations(teacher), mesh) if teacher else 0
     parts = [
         *_state_parts(part, config, model, mesh, machine, lora),

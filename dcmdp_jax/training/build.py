@@ -152,7 +152,7 @@ def make_step_programs(
 
 def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
     """Load the model of the reward `teacher:MODEL`; return batch -> batch with its log-probs of the tokens."""
-    config, mesh, dtype = task.config, placement.mesh, task.config.model.compute_dtype
+    config, mesh, dtype = task.config, placement.mesh, task.config.teacher_dtype
     how = {"head_dtype": config.model.head_dtype, "cut": config.rollout.cuts, "mesh": mesh}
     own = make_row_logprobs(task.teacher, placement.compute, temperature=config.rollout.temperature, **how)
     with activity("loading the teacher"):

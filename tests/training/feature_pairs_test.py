@@ -81,6 +81,17 @@ _FEATURES = {
         "rollout.compute_dtype": "bfloat16",
         "rollout.precision": "bfloat16",
     },
+    "forward_cache": {
+        "rollout.precision": "fp8",
+        "rollout.kv_cache_dtype": "fp8",
+        "model.forward_precision": "fp8",
+        "model.forward_cache": "fp8",
+    },
+    "float16": {"model.compute_dtype": "float16"},
+    "mixture": {"task.train": "arithmetic:difficulty=1,count=8@3,arithmetic:difficulty=2,count=8"},
+    "prefix_correction": {"algorithm.corrections": "minpro"},
+    "log_ratio_squared": {"algorithm.loss": "log_ratio_squared"},
+    "vespo": {"algorithm.trust_region": "vespo", "algorithm.ratio_denominator": "rollout"},
     "kl": {"algorithm.kl_coefficient": 0.1},
     "gspo": {"algorithm.ratio_level": "sequence"},
     "sequence_level": {"algorithm.level": "sequence"},
@@ -187,7 +198,7 @@ def test_a_pair_that_is_refused_is_refused_in_one_line_that_names_a_setting():
     assert ("environment", "top_logprobs") not in refusals
 
 
-@pytest.mark.parametrize("features", _runs(_COLUMNS), ids="-".join)
+@pytest.mark.parametrize("features", [*_runs(_COLUMNS), ("teacher", "float16")], ids="-".join)
 def test_each_pair_of_what_concerns_sampled_tokens_trains(features, tmp_path, teacher):
     _train(features, tmp_path / "run", teacher)
 
