@@ -10,6 +10,7 @@ from dcmdp_jax import __version__
 from dcmdp_jax.commands import env, settings
 from dcmdp_jax.config.text import settings_page
 from dcmdp_jax.errors import UserError
+from tests.support.waiting import HANGS_S
 
 
 def test_env_has_versions_devices_and_variables(capsys, monkeypatch):
@@ -29,7 +30,7 @@ def test_completion_completes_commands_presets_and_settings(capsys):
     script = capsys.readouterr().out
     for word, found in (("pro", "probe"), ("--config=demo_m", "--config=demo_moe")):
         ask = f'eval "$(complete -p dcmdp | sed "s/^complete/compgen/; s/ -o [a-z]*//g; s/ dcmdp$//")" -- {word}'
-        done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, timeout=HANGS_S)
         assert done.stdout.split() == [found], done.stderr
     assert "--config.training.steps= " in script and 'COMP_WORDBREAKS="${COMP_WORDBREAKS//=}"' in script
 

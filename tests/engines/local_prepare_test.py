@@ -18,6 +18,7 @@ from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params
 from tests.support.sampling import local_engine, sample
+from tests.support.waiting import HANGS_S
 
 # Widths of no other test, whose programs would be found compiled.
 MODEL = ModelConfig("qwen3", 37, 24, 40, 1, 2, 1, 8, tie_word_embeddings=True, initializer_range=0.3)
@@ -63,7 +64,7 @@ def test_no_call_after_the_first_compiles_a_decode(compiled):
 
 def test_unexpected_programs_are_compiled_side_by_side(compiled, monkeypatch):
     """Of a call that nobody announced, each in a thread of its own; the call waits, and compiles none of them again."""
-    threads, both = {}, threading.Barrier(3, timeout=60)
+    threads, both = {}, threading.Barrier(3, timeout=HANGS_S)
 
     def beside(program, name):
         def run():
@@ -86,7 +87,7 @@ def test_unexpected_programs_are_compiled_side_by_side(compiled, monkeypatch):
 
 def test_lengths_that_are_scored_are_compiled_side_by_side(compiled, monkeypatch):
     """Rows of 4, 5 and 20 tokens: two padded to 16, in one pass, and one padded to 32."""
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=HANGS_S)
     beside = engine_module.compile_beside
     monkeypatch.setattr(engine_module, "compile_beside", lambda of, name: beside(lambda: (both.wait(), of()), name))
     engine = local_engine(MODEL, precision="float32", max_total_tokens=24, max_rows=4, prepare=True)
@@ -133,9 +134,9 @@ def test_what_is_not_begun_is_dropped_and_a_failure_stops_nothing(monkeypatch):
 
     failed, compiled = preparation.add(failing, "score"), preparation.add(lambda: done.append(1), "decode")
     assert "no such program" in str(failed()) and compiled() is None and done == [1]
-    preparation.add(lambda: began.set() or held.wait(60), "prefill")
+    preparation.add(lambda: began.set() or held.wait(HANGS_S), "prefill")
     preparation.add(lambda: done.append(2), "decode")
-    began.wait(60)
+    began.wait(HANGS_S)
     assert [each.name for each in threading.enumerate() if each.name.startswith(COMPILING)] == ["compiling prefill (2)"]
     preparation.stop()
     held.set()

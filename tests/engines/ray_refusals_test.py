@@ -6,7 +6,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -291,10 +290,7 @@ def test_nothing_outlives_a_killed_trainer_and_nothing_listens_beyond_loopback(n
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
-    ended = time.monotonic()
     wait_until(lambda: not processes_with(mark), "Ray's processes to go")
-    # Within ten seconds, of which three are a pause; a loaded machine takes longer to end them.
-    assert time.monotonic() - ended < 30
     wait_until(lambda: not left_behind() - files, "files to go")
 
 

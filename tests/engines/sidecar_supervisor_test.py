@@ -9,12 +9,12 @@ import pytest
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.engines.sidecar.process import SidecarBroken, Stopped
 from dcmdp_jax.engines.sidecar.supervisor import Calls, Fleet, Member
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANGS_S, wait_until
 
 
 def test_calls_run_at_the_same_time_and_results_keep_their_order():
     """Each waits for the other: one after the other they would never end."""
-    meeting = threading.Barrier(2, timeout=30)
+    meeting = threading.Barrier(2, timeout=HANGS_S)
 
     def call(name):
         return lambda calls: (meeting.wait(), calls.put(name), name)[-1]
@@ -28,11 +28,11 @@ def test_calls_begin_before_they_are_waited_for_and_tell_of_a_failure():
 
     def fails(calls):
         met.set()
-        going.wait(30)
+        going.wait(HANGS_S)
         raise ZeroDivisionError
 
     calls = Calls([fails]).begin()
-    assert met.wait(30) and not calls.failed
+    assert met.wait(HANGS_S) and not calls.failed
     going.set()
     wait_until(lambda: calls.failed, "the failure")
     with pytest.raises(ZeroDivisionError):

@@ -1,7 +1,6 @@
 """The order of sleeping and waking, in vLLM's own words: its log. In the CPU build the calls free nothing."""
 
 import re
-import time
 
 import numpy as np
 import pytest
@@ -9,19 +8,20 @@ import pytest
 from dcmdp_jax.engines.protocol import SamplingParams
 from tests.support.sampling import sample
 from tests.support.vllm_tools import STOP, prompts, random_params, small_model
+from tests.support.waiting import wait_until
 
 SAMPLED = SamplingParams(group_size=2, max_completion_tokens=24, stop_token_ids=(STOP,))
 
 
 def _order(directory, count):
     """The log: "asleep", or the tag that woke up. It arrives by a pipe: `count` of them are waited for."""
-    deadline = time.monotonic() + 10
-    while True:
+
+    def lines():
         log = (directory / "sidecar.log").read_text(encoding="utf-8")
-        found = re.findall(r"seconds to (?:fall (asleep)|wake up tags \['(\w+)'\])", log)
-        if len(found) >= count or time.monotonic() > deadline:
-            return [asleep or tag for asleep, tag in found]
-        time.sleep(0.02)
+        return re.findall(r"seconds to (?:fall (asleep)|wake up tags \['(\w+)'\])", log)
+
+    wait_until(lambda: len(lines()) >= count, f"{count} lines of the log")
+    return [asleep or tag for asleep, tag in lines()]
 
 
 @pytest.mark.long

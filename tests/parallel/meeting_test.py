@@ -52,9 +52,8 @@ def _together(*calls):
 
 
 def test_all_go_on_when_the_last_has_come(address):
-    started = time.monotonic()
     found = _together(*((address, 4, number, 1000.0) for number in (3, 1, 0, 2)))
-    assert found == [(None, [])] * 4 and time.monotonic() - started < 500
+    assert found == [(None, [])] * 4
     # The port is free for JAX at once.
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -96,10 +95,8 @@ def test_process_0_is_missing(address, monkeypatch):
     ],
 )
 def test_an_address_that_process_0_does_not_have_is_told_at_once(wrong, reason):
-    started = time.monotonic()
     with pytest.raises(UserError, match=re.escape(f"coordinator: got {wrong!r}, {reason}")):
         meet(wrong, 2, 0, 1000.0)
-    assert time.monotonic() - started < 500
 
 
 @pytest.mark.parametrize(("name", "warns"), [("thishost", True), ("localhost", False), ("127.0.0.1", False)])

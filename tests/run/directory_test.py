@@ -18,6 +18,7 @@ from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.run.directory import check_run_directory, claimed, read_config, record_config
 from tests.support.refusals import refused
+from tests.support.waiting import HANGS_S
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -303,5 +304,5 @@ def test_a_config_that_is_a_fifo_is_refused_and_not_waited_for(tmp_path):
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(HANGS_S)
     assert said == [f"{tmp_path}/config.json: can't be read (a FIFO)"]

@@ -11,6 +11,8 @@ import sys
 import termios
 import time
 
+from tests.support.waiting import HANGS_S
+
 _SEQUENCE = re.compile(r"\x1b(?:([78D])|\[\??([0-9;]*)([A-Za-z]))")
 
 
@@ -88,7 +90,7 @@ class Screen:
             raise AssertionError(f"the terminal does not know {single or numbers} {final}")
 
 
-def run_in_terminal(program, *, lines=24, columns=100, seconds=60.0, at=None, environment=()):
+def run_in_terminal(program, *, lines=24, columns=100, at=None, environment=()):
     """Run Python code in a terminal until it ends.
 
     Args:
@@ -106,7 +108,7 @@ def run_in_terminal(program, *, lines=24, columns=100, seconds=60.0, at=None, en
         [sys.executable, "-c", program], stdin=child, stdout=child, stderr=child, env=env, start_new_session=True
     )
     os.close(child)
-    screen, waiting, ends = Screen(lines, columns), dict(at or {}), time.monotonic() + seconds
+    screen, waiting, ends = Screen(lines, columns), dict(at or {}), time.monotonic() + HANGS_S
     try:
         while time.monotonic() < ends:
             if select.select([main], [], [], 0.1)[0]:
