@@ -114,15 +114,13 @@ def _export(arguments: argparse.Namespace) -> None:
     if arguments.adapter:
         if (saved := found.adapters) is None:
             raise UserError(f"{found.path}: has no adapters, all parameters were trained (model.lora_rank=0)")
-        base, model = Path(saved.base_path), found.model
-        if not base.is_dir():
-            raise UserError(f"{found.path}: the adapters' base {base} is not there; put it back to export them")
+        base, model = found.base_directory(saved), found.model
         save_adapter(
-            found.trained(), model, saved.lora, out_dir, base_model=saved.base_path, overwrite=overwrite,
+            found.trained(), model, saved.lora, out_dir, base_model=str(base), overwrite=overwrite,
             checksum=base_checksum(load_base(base, model, "bfloat16")), digest=directory_digest(base, model),
             base_class=wrapping_class(base),
         )  # fmt: skip
-        print(f"wrote {out_dir}: adapters of rank {saved.rank} for {saved.base_path}, as PEFT reads them")
+        print(f"wrote {out_dir}: adapters of rank {saved.rank} for {base}, as PEFT reads them")
         return
     save_params(found.load(), found.model, out_dir, dtype=dtype, tokenizer_dir=found.tokenizer, overwrite=overwrite)
     print(f"checkpoint of step {found.step}\n{_describe(found.model)}")

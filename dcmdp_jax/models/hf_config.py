@@ -249,7 +249,7 @@ def read_model_config(directory: str | Path) -> ModelConfig:
     fields = read_json_object(path) if path.is_file() else {}
     # A run's config.json has its settings; a checkpoint has none.
     if "run_dir" in fields or not path.is_file() and _is_of_a_run(path.parent.resolve()):
-        raise UserError(f"{directory}: is of a run; export it first: dcmdp convert export {directory} OUT_DIR")
+        raise UserError(f"{directory}: belongs to a run; export it first: dcmdp convert export {directory} OUT_DIR")
     if not path.is_file():
         raise FileNotFoundError(f"{directory}: no config.json, not a Hugging Face model directory")
     try:

@@ -80,9 +80,23 @@ class SavedParams:
         merge = jax.jit(merged, static_argnums=(2, 3))
         return merge(self._base(self.adapters), params, self.adapters.lora, rounded_to)
 
+    def base_directory(self, adapters: SavedAdapters) -> Path:
+        """The directory of the adapters' base. One that the run made itself is moved and copied with it.
+
+        Raises:
+            CheckpointError: if it is not there.
+        """
+        directory = Path(adapters.base_path)
+        own = self.path.parent.parent / directory.name
+        if directory.name == "reference" and own.is_dir():
+            return own
+        if not directory.is_dir():
+            raise CheckpointError(f"{self.path}: the base of its adapters, {directory}, is not there; put it back")
+        return directory
+
     def _base(self, adapters: SavedAdapters) -> Params:
         """The base of the adapters, which must be the one that they were trained on."""
-        base = load_base(Path(adapters.base_path), self.model, adapters.base_dtype)
+        base = load_base(self.base_directory(adapters), self.model, adapters.base_dtype)
         if changed := [name for name, value in digests(base).items() if self.digests["reference"].get(name) != value]:
             raise CheckpointError(
                 f"{adapters.base_path}: {changed[0]} is not what the adapters of {self.path} were trained on; put the "

@@ -148,7 +148,7 @@ def test_a_run_is_to_be_exported_first(tmp_path, inner):
     (run / "checkpoints" / "3").mkdir(parents=True)
     (run / "config.json").write_text(json.dumps(load.to_saved(Config())))
     path = run / inner
-    message = f"{path}: is of a run; export it first: dcmdp convert export {path} OUT_DIR"
+    message = f"{path}: belongs to a run; export it first: dcmdp convert export {path} OUT_DIR"
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
         main(["convert", "hf-check", str(path)])
     (run / "config.json").unlink()  # killed before its first step

@@ -1,13 +1,18 @@
 """Whole runs that train adapters: resumed, exported merged and for PEFT, gone on with, and refused on another base."""
 
+import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from dcmdp_jax.models.lora import SavedAdapters
+from dcmdp_jax.run.checkpoint import CheckpointError
+from dcmdp_jax.run.weights import find_params
 from tests.support.runs import ROOT, finish, read_digests, read_metadata, read_records, start
 from tests.support.waiting import HANGS_S
 
@@ -93,6 +98,21 @@ def test_the_export_is_the_base_and_the_product_of_the_adapters(run_environment,
         else:
             np.testing.assert_array_equal(whole[name], value)
     assert moved == 3 * len(MODULES)
+
+
+def test_a_base_goes_with_its_run_and_a_lost_one_is_named(run_environment, tmp_path, run_dir):
+    copied = tmp_path / "copied"
+    shutil.copytree(run_dir, copied)
+    _convert(run_environment, run_dir, tmp_path / "a", "--adapter")
+    _convert(run_environment, copied, tmp_path / "b", "--adapter")
+    names = [json.loads((tmp_path / each / "adapter_config.json").read_text()) for each in ("a", "b")]
+    bases = [Path(fields["base_model_name_or_path"]) for fields in names]
+    assert bases == [run_dir.resolve() / "reference", copied.resolve() / "reference"]
+    (copied / "reference").rename(tmp_path / "away")
+    meta = SavedAdapters(4, 6.0, ("q_proj",), "float32", str(tmp_path / "gone" / "base"))
+    for adapters in (meta, meta._replace(base_path=str(tmp_path / "gone" / "reference"))):
+        with pytest.raises(CheckpointError, match=f"the base of its adapters, {adapters.base_path}, is not there; put"):
+            find_params(copied).base_directory(adapters)
 
 
 def test_a_run_begins_with_the_adapters_of_peft_and_refuses_those_of_another_base(run_environment, tmp_path, run_dir):
