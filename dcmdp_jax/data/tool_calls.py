@@ -66,11 +66,18 @@ def find_calls(
     Returns:
         The calls in order, each with `name` and `arguments`; for each mark without a call how one is written.
     """
-    text, functions = _THOUGHT.sub("", text), tool_functions(tools)
-    is_xml, marks = call_format["syntax"] == "xml", (call_format["open"], call_format["close"])
+    text = _THOUGHT.sub("", text)
+    functions = tool_functions(tools)
+    is_xml = call_format["syntax"] == "xml"
+    marks = (call_format["open"], call_format["close"])
     patterns = [*(re.escape(mark) for mark in marks if mark), _START[call_format["syntax"]]]
-    calls, problems, written = [], [], f"it is written {call_format.get('example')}"
-    call_end, unclosed_objects, is_marked, unread = 0, 0, False, None
+    written = f"it is written {call_format.get('example')}"
+
+    calls: list[dict[str, Any]] = []
+    problems: list[str] = []
+    call_end = unclosed_objects = 0
+    is_marked = False
+    unread = None  # where the text of an opening mark begins, until a call is read there
 
     for event in re.finditer("|".join(patterns), text):
         if event.start() < call_end:
@@ -91,7 +98,8 @@ def find_calls(
         arguments = (call["arguments"] or {}).items()
         typed = {name: _typed(value, schemas.get(name, {}), is_text=is_xml) for name, value in arguments}
         calls.append({"name": call["name"], "arguments": typed})
-        call_end, unread = end, None
+        call_end = end
+        unread = None
 
     # A mark that nothing closes and no call begins behind is a mention in the answer.
     if unread is not None and re.search(r"\{|<function", text[unread:]):
@@ -127,10 +135,13 @@ def _read_object(text: str, start: int) -> tuple[dict[str, Any] | None, int]:
 
 def _read_function(text: str, start: re.Match[str]) -> tuple[dict[str, Any], int]:
     """The call that begins with `<function=name>`, and its end. Models forget closing tags."""
-    arguments, end = {}, start.end()
-    while parameter := _PARAMETER.match(text, end):
+    arguments = {}
+    end = start.end()
+    parameter = _PARAMETER.match(text, end)
+    while parameter:
         arguments[parameter[1].strip()] = parameter[2].removesuffix("\n")
         end = parameter.end()
+        parameter = _PARAMETER.match(text, end)
     closing = _FUNCTION_END.match(text, end)
     end = closing.end() if closing else end
     return {"name": start["name"].strip(), "arguments": arguments if arguments or closing else None}, end
@@ -167,7 +178,8 @@ def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[st
     Raises:
         ValueError: in one line that names the argument, what it must be, and its value.
     """
-    schemas, required = _properties(function), (function.get("parameters") or {}).get("required") or ()
+    schemas = _properties(function)
+    required = (function.get("parameters") or {}).get("required") or ()
     for name in arguments:
         if name not in schemas:
             others = f", only {', '.join(schemas)}" if schemas else ""
@@ -198,7 +210,9 @@ def checked_value(value: Any, schema: Schema, name: str) -> Any:
         with contextlib.suppress(ValueError):
             return checked_value(value, choice, name)
 
-    types, listed, first = _type_names(schema), schema.get("enum"), schema.get("prefixItems", ())
+    types = _type_names(schema)
+    listed = schema.get("enum")
+    first = schema.get("prefixItems", ())
     if "integer" in types and isinstance(value, float) and value.is_integer():
         value = int(value)
     is_bool = isinstance(value, bool)

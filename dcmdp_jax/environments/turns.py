@@ -203,7 +203,9 @@ class TurnSampler:
                     episodes.append(group)
                     yield []
             for row, episode in zip(live, collect(episodes), strict=True):
-                play, ids, start = plays[row], episode.completion_ids, episode.prompt_length
+                play = plays[row]
+                ids = episode.completion_ids
+                start = episode.prompt_length
                 play.add(ids, {name: column[start:] for name, column in episode.columns.items()})
                 is_ended = episode.finish_reason == "stop"
                 play.messages.append({"role": "assistant", "content": self._text(ids[:-1] if is_ended else ids)})
@@ -299,7 +301,8 @@ class TurnSampler:
 
         What a tool gives comes from anywhere. An environment's text is its author's: it stays, and is told.
         """
-        pattern, name = self._control_tokens, message.get("name")
+        pattern = self._control_tokens
+        name = message.get("name")
         for token in sorted(set(pattern.findall(message["content"]))):
             source = f"the tool {name}" if name else f"environment {self.pool.name}"
             if (source, token) not in self._warned:
