@@ -257,13 +257,12 @@ def _blamed(config: Config, name: str, said: str, overrides: Collection[str]) ->
         said: what is wrong; it names other settings of the rule in full.
         overrides: see `validate`.
     """
+    known = declared(Config)
     words = re.findall(r"[a-z][\w.]*\w", said)
-    settings = [name, *(word for word in words if word in declared(Config))]
+    settings = [setting for setting in (name, *words) if setting in known]
     defaults = Config()
-    changed = [
-        one for one in settings if one in declared(Config) and get_value(config, one) != get_value(defaults, one)
-    ]
-    overridden = [one for one in settings if one in overrides]
+    overridden = [setting for setting in settings if setting in overrides]
+    changed = [setting for setting in settings if get_value(config, setting) != get_value(defaults, setting)]
     return next(iter(overridden or changed), name)
 
 

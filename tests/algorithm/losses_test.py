@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.algorithm import losses, stats
+from dcmdp_jax.algorithm.distribution import Head, centering_loss
+from dcmdp_jax.algorithm.penalties import charge_loss
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.algorithm.stats import Mean
 from tests.support.surrogate import policy_surrogate
@@ -504,18 +506,30 @@ def test_small_dual_clip_is_refused():
 
 def test_no_loss_takes_float16_where_its_gradient_flows():
     narrow, wide = np.full((1, 2), -1, np.float16), np.full((1, 2), -1, np.float32)
-    ids = np.zeros((1, 2), np.int32)
-    mask = np.ones((1, 2), bool)
-    tokens = Tokens(train_logprobs=narrow, old_logprobs=wide, anchor_logprobs=wide, rollout_logprobs=wide)
-    tokens = tokens._replace(advantages=wide, discrepancy=wide, completion_mask=mask, completion_index=ids)
-    tokens = tokens._replace(num_completions=1, multiplier=0.1, tolerance=0.1)
-    calls = {
-        "importance_ratio": lambda: losses.importance_ratio(narrow, wide),
-        "reference_kl": lambda: losses.reference_kl(narrow, wide, estimator="k3"),
-        "policy_loss": lambda: losses.policy_loss(tokens, np.ones((1, 2))),
-        "surrogate": lambda: losses.likelihood(tokens),
-    }
-    for name, call in calls.items():
-        with pytest.raises(ValueError, match="train_logprobs has dtype float16"):
-            call()
-            pytest.fail(name)
+    tokens = Tokens(
+        train_logprobs=narrow,
+        old_logprobs=wide,
+        anchor_logprobs=wide,
+        rollout_logprobs=wide,
+        advantages=wide,
+        discrepancy=-wide,
+        completion_mask=np.ones((1, 2), bool),
+        completion_index=np.zeros((1, 2), np.int32),
+        num_completions=1,
+        multiplier=0.1,
+        tolerance=0.1,
+    )
+    head = Head(np.zeros((1, 2, 1), np.int32), wide[..., None], narrow[..., None], wide[..., None], wide[..., None])
+    weights = np.ones((1, 2), np.float32)
+    with pytest.raises(ValueError, match="^train_logprobs has dtype float16"):
+        losses.importance_ratio(narrow, wide)
+    with pytest.raises(ValueError, match="^train_logprobs has dtype float16"):
+        losses.reference_kl(narrow, wide, estimator="k3")
+    with pytest.raises(ValueError, match="^train_logprobs has dtype float16"):
+        losses.policy_loss(tokens, weights)
+    with pytest.raises(ValueError, match="^train_logprobs has dtype float16"):
+        losses.policy_loss(tokens, weights, ratio_level="sequence")
+    with pytest.raises(ValueError, match="^train_logprobs has dtype float16"):
+        charge_loss(tokens._replace(train_logprobs=wide), weights, head, "state_tv")
+    with pytest.raises(ValueError, match="^train_logprobs has dtype float16"):
+        centering_loss(tokens._replace(train_logprobs=wide), weights, head, loss=losses.surrogate)
