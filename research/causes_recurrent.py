@@ -23,15 +23,16 @@ class Fault:
         noise: standard deviation of Gaussian noise on the engine's logits.
         heavy: the noise has Student's t distribution with 3 degrees of freedom.
         rounding: of the reported log-probs, standard deviation in nats.
-        temperature, top_p, top_k: of the sampling, unknown to the training stack.
-        raw: "engine" reports log-probs at temperature 1 without the cut while the training stack knows both; "both"
-            report so.
+        temperature, top_p, top_k, min_p: of the sampling, unknown to the training stack.
+        raw: "engine" reports log-probs at temperature 1 without cut or penalty while the training stack knows
+            temperature and cut; "both" report so.
         retokenized: share of the completions, at least one, whose tokens are shifted by one from their middle on; those
             of 16 tokens or more.
         prompts: the engine's completions begin in another state of the net.
         flat: the first 4 tokens are nearly uniform, on both sides.
-        penalty: repetition penalty of the sampling, unknown to the training stack.
-        shifted: places by which the training stack's column is late.
+        penalty, presence: repetition and presence penalty of the sampling, unknown to the training stack.
+        shifted: places by which the training stack's column is late; early if negative.
+        shifted_share: share of the completions, the last ones, where it is.
         padded: last tokens of each completion whose log-prob in the engine's column is 0.
         exchanged: share of the completions, two at least, whose rows in the engine's column are rotated.
         lags: age of the weights -> their relative noise, a like share of the completions each.
@@ -45,12 +46,15 @@ class Fault:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     raw: str = ""
     retokenized: float = 0.0
     prompts: bool = False
     flat: bool = False
     penalty: float = 1.0
+    presence: float = 0.0
     shifted: int = 0
+    shifted_share: float = 1.0
     padded: int = 0
     exchanged: float = 0.0
     lags: tuple[tuple[int, float], ...] = ()
@@ -113,7 +117,10 @@ def recording(fault: Fault, completions: int, *, seed: int, entropies: bool = Tr
 def _misplaced(fault: Fault, train: np.ndarray, rollout: np.ndarray, lengths: np.ndarray) -> tuple:
     """Both columns [N, T], as a wrong recorder leaves them."""
     if fault.shifted:
-        train = np.concatenate([train[:, :1]] * fault.shifted + [train[:, : -fault.shifted]], axis=1)
+        source = np.arange(LONGEST)[None] - fault.shifted
+        moved = np.take_along_axis(train, np.clip(source, 0, lengths[:, None] - 1), axis=1)
+        last = np.arange(len(lengths))[:, None] >= (1 - fault.shifted_share) * len(lengths)
+        train = np.where(last, moved, train)
     if fault.padded:
         rollout = np.where(np.arange(LONGEST) >= lengths[:, None] - fault.padded, 0.0, rollout)
     if fault.exchanged:
@@ -147,12 +154,14 @@ def _sample(fault: Fault, net: _Net, engine: _Net, start: np.ndarray, rng: np.ra
         if fault.noise:
             drawn = rng.standard_t(3, logits.shape) / np.sqrt(3) if fault.heavy else rng.normal(0, 1, logits.shape)
             logits = logits + fault.noise * drawn
+        raw = logits
         if fault.penalty != 1:
             logits = np.where(had, np.where(logits > 0, logits / fault.penalty, logits * fault.penalty), logits)
+        logits = logits - fault.presence * had
         sampled = _processed(logits, fault)
         token = (sampled + rng.gumbel(size=sampled.shape)).argmax(axis=1)
         had[rows, token] = True
-        reported = _log_softmax(logits) if fault.raw else sampled
+        reported = _log_softmax(raw) if fault.raw else sampled
         tokens.append(token)
         logprobs.append(reported[rows, token] + fault.rounding * rng.normal(0, 1, len(rows)))
     return np.stack(tokens, 1), np.stack(logprobs, 1), first
@@ -175,8 +184,13 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _processed(logits: np.ndarray, fault: Fault) -> np.ndarray:
-    """Log-probs at the temperature, over the fewest tokens that hold `top_p`, at most `top_k` of them."""
+    """Log-probs at the temperature, over the fewest tokens that hold `top_p`, at most `top_k` of them.
+
+    None of a probability below `min_p` times the largest.
+    """
     found = _log_softmax(logits / fault.temperature)
+    if fault.min_p:
+        found = _log_softmax(np.where(found >= found.max(axis=1, keepdims=True) + np.log(fault.min_p), found, -np.inf))
     if fault.top_p == 1 and not fault.top_k:
         return found
     order = np.argsort(-found, axis=1)

@@ -59,6 +59,14 @@ CAUSES = {
         "columns that are not aligned token by token",
         "A log-prob stands at the token that it describes, in the row of its completion: look at the recorder.",
     ),
+    "unrelated": Cause(
+        "columns that are not of the same tokens",
+        "Compare the recorder's rows with the engine's: order of completions and tokens, mask, length of the prompt.",
+    ),
+    "random_weights": Cause(
+        "random weights of the engine, or columns that are not of the same tokens",
+        "Check that the engine loaded the checkpoint and got the push; then compare the recorder's rows with its own.",
+    ),
     "unsampled": Cause(
         "engine log-probs that did not sample the tokens",
         "Record what the engine reported while sampling (vLLM: logprobs_mode=processed_logprobs), in its order.",

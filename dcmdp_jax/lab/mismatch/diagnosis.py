@@ -6,7 +6,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from dcmdp_jax.lab.mismatch.causes import CAUSES, Finding, setting_of
-from dcmdp_jax.lab.mismatch.evidence import LARGE_LOG_RATIO, RELATED, Evidence, Lifted, least_unrelated, outliers
+from dcmdp_jax.lab.mismatch.evidence import (
+    ALL_SHIFTED,
+    CERTAIN,
+    LARGE_LOG_RATIO,
+    RELATED,
+    Evidence,
+    Lifted,
+    least_unrelated,
+    outliers,
+)
 from dcmdp_jax.observe.legs import DECODING
 
 FEWEST_TOKENS, FEWEST_COMPLETIONS = 200, 8
@@ -24,6 +33,9 @@ _FLATTER_ALIGNED, _FLATTEST = -0.96, -0.6
 _LEAST_POWER, _LEAST_LOWERED, _FEWEST_UNCERTAIN = 0.02, 0.01, 32
 _CORRELATED, _LEAST_SPREAD, _SPREAD_TIMES = 0.97, 0.03, 5.0
 _LEAST_SURPRISE, _SURPRISE_TIMES = 0.01, 3.0
+# Columns of really other weights: 0.97 for a policy 32 steps older, 0.8 at 3 bits, 0.4 to 0.6 with noise of half the
+# weights' size, 0.1 to 0.2 with as much noise as weights (research/causes.md).
+_NO_RELATION = 0.3
 _PENALTY_SHARE, _LEAST_PENALTY = 0.08, 0.005
 _VARIANCE_FALLS, _OLDER_TIMES = 1.6, 2.0
 
@@ -42,19 +54,20 @@ def diagnose(evidence: Evidence) -> list[Finding]:
        unchecked, where no entropy was recorded to look at.
     3. A re-scoring that explains at least 90% of the mismatch.
     4. What the columns show alone: a discrepancy that grows while the engine stands still, values filled in, misaligned
-       columns, support, breaks within completions, age of the weights, first tokens, a power, a penalty. Of columns
-       that are shifted against each other nothing else is asked.
+       or unrelated columns, support, breaks within completions, age of the weights, first tokens, a power, a penalty.
+       Of columns that are shifted or unrelated in nearly all completions nothing else is asked.
     5. A setting of the engine without which at least 50% of the mismatch is gone: quantized weights or cache.
     6. A re-scoring that explains at least 50%.
     7. A mean p / q above 1, which no weights give: raw_logprobs where the tokens fit p, else unsampled.
-    8. raw log-probs on both sides, or tokens from a sharper distribution.
+    8. raw log-probs on both sides (a temperature, a cut, a penalty, a bias), or tokens from a sharper distribution.
     9. An operator that stands out on the same input, where no setting has it as its price.
     10. rounding: within 3 times the noise floor, or 3 times the measured rounding of the engine's dtype.
     11. decoding, where that leg is 90% of the gap, and the other is more than float32's rounding or that of the dtype
        is known.
     12. rounding, where it was not measured and no setting of the engine has a price: median |d| within 0.04 nats.
     13. What the engine's settings cost, if nothing above is found; not one without which 90% or more remains.
-    14. undetermined.
+    14. unrelated where log p has nothing in common with log q and the tokens fit p, else random_weights.
+    15. undetermined.
 
     Where no defect is found the last line says the least of each that would have been, and what could not be checked.
     Identical completions are named in addition to any other cause.
@@ -77,14 +90,16 @@ def _causes(e: Evidence) -> list[Finding]:
                 f"{FEWEST_COMPLETIONS} are.",
             )
         ]
-    if e.mean <= max(e.floor or 0.0, FLOAT32_ROUNDING):
+    # Over a large vocabulary an engine of random weights has p and q near 0.
+    rounded = FLOAT32_ROUNDING if e.median_log_ratio <= LARGE_LOG_RATIO else 0.0
+    if e.mean <= max(e.floor or 0.0, rounded):
         return [_agreeing(e)]
     by_columns = () if few else (_by_columns,)
     found: dict[str, Finding] = {}
     for rule in (functools.partial(_explained, least=_EXPLAINED_ALONE), *by_columns, _lifted, _explained):
         for finding in rule(e):
             found.setdefault(finding.cause, finding)
-    for rule in (_unsampled, _others_tokens, _operator, _rounding, _decoding, _small, _settings):
+    for rule in (_unsampled, _others_tokens, _operator, _rounding, _decoding, _small, _settings, _nothing_in_common):
         if not found:
             found = {finding.cause: finding for finding in rule(e)}
     if not found:
@@ -173,21 +188,25 @@ def _by_columns(e: Evidence) -> Iterator[Finding]:
             f"The {found.column}'s log-prob is exactly {found.value:g} on {found.tokens:,} tokens where the other's is "
             f"not near: {found.last} completions end with such a token, {found.first} completions begin with one.",
         )
-    if shift := e.columns.shift:
-        said = ", ".join(f"{by:+d}: {value:.2f}" for by, value in sorted(e.columns.correlations.items()))
-        places = f"{abs(shift)} place{'s' * (abs(shift) > 1)} {'earlier' if shift > 0 else 'later'}"
-        yield _say(
-            "misaligned",
-            f"The training stack's column is shifted: it fits the engine's {places}.",
-            f"Correlation of log p with log q of the same token (+0) and others: {said}.",
-        )
-        return
+    if e.columns.shifts:
+        yield _shifted(e)
+        if sum(e.columns.shifts.values()) > ALL_SHIFTED * e.completions:
+            return
     if e.columns.exchanged:
         yield _say(
             "misaligned",
             f"{e.columns.exchanged} of {e.completions} completions or more have another one's log-probs: unrelated to "
             "their own, correlated with the other's.",
         )
+    if e.columns.unrelated:
+        yield _say(
+            "unrelated",
+            f"In {e.columns.unrelated} of {e.completions} completions the columns have nothing in common, and the "
+            "engine's did not sample the tokens: mean min(p / q, 4) is above 1 in these, which no weights give.",
+            f"Correlation of log p with log q over all completions: {e.columns.correlations[0]:.2f}.",
+        )
+        if e.columns.unrelated + e.columns.exchanged > ALL_SHIFTED * e.completions:
+            return
     yield from _support(e)
     if e.broken > 0:
         yield _say(
@@ -216,9 +235,25 @@ def _by_columns(e: Evidence) -> Iterator[Finding]:
         )
 
 
+def _shifted(e: Evidence) -> Finding:
+    """Which completions are shifted, and where to."""
+    shifted, places = sum(e.columns.shifts.values()), []
+    for by, count in e.columns.shifts.items():
+        place = f"{abs(by)} place{'s' * (abs(by) > 1)} {'earlier' if by > 0 else 'later'}"
+        places.append(place if len(e.columns.shifts) == 1 else f"{place} in {count}")
+    share = f"in {shifted} of {e.completions} completions ({shifted / e.completions:.0%})"
+    some = "" if shifted > ALL_SHIFTED * e.completions else f" {share}"
+    correlations = ", ".join(f"{by:+d}: {value:.2f}" for by, value in sorted(e.columns.correlations.items()))
+    return _say(
+        "misaligned",
+        f"The training stack's column is shifted{some}: it fits the engine's {', '.join(places)}.",
+        f"Correlation of log p with log q of the same token (+0) and others there: {correlations}.",
+    )
+
+
 def _unsampled(e: Evidence) -> Iterator[Finding]:
     """Tokens from q have E[p / q] = sum of q p / q over q > 0 = p(q > 0) <= 1, whatever p is."""
-    if not e.ratio.above(1):
+    if not (e.ratio.above(1) or e.capped_ratio.above(1)):
         return
     if np.isnan(e.surprise.mean):
         fits, said = not (e.inverse_ratio.below(1) or e.inverse_ratio.above(1)), f"Mean q / p: {e.inverse_ratio}"
@@ -307,6 +342,13 @@ def _others_tokens(e: Evidence) -> Iterator[Finding]:
         yield _say(
             "raw_logprobs", f"{_sampled_elsewhere(e)[:-1]}, and not from the engine's own, which is too near for that."
         )
+    elif e.uncertain >= _FEWEST_UNCERTAIN and _more_surprising_than_either(e):
+        yield _say(
+            "raw_logprobs",
+            f"{_sampled_elsewhere(e)[:-1]}, and not from the engine's own: weighted by p / q they are still "
+            f"{e.weighted_surprise} nats more surprising, tokens sampled from q have 0.",
+            "A penalty of repetitions, a bias or a temperature above 1 changes what is sampled, and not the log-probs.",
+        )
     elif e.surprise.below(0, _LEAST_SURPRISE):
         yield _say(
             "sharper",
@@ -314,6 +356,24 @@ def _others_tokens(e: Evidence) -> Iterator[Finding]:
             "Noise of any kind makes them more surprising. A temperature below 1 with other differences, or sharper "
             "weights: the columns can't tell.",
         )
+
+
+def _more_surprising_than_either(e: Evidence) -> bool:
+    """Tokens from q have E[p / q (-log p - H)] = 0 whatever p is, and less if q is cut: cuts take surprising tokens."""
+    surprises = e.surprise, e.weighted_surprise
+    return _support_checked(e) and all(surprise.above(0, _LEAST_SURPRISE) for surprise in surprises)
+
+
+def _nothing_in_common(e: Evidence) -> Iterator[Finding]:
+    """Columns without any relation: weights that were never loaded, or log-probs of other tokens."""
+    most = np.tanh(np.arctanh(min(e.correlation, 0.999)) + CERTAIN / np.sqrt(max(e.ratio_tokens - 3, 1)))
+    if most > _NO_RELATION or e.median_log_ratio <= LARGE_LOG_RATIO:
+        return
+    line = f"Correlation of log p with log q: {e.correlation:.2f}, median |log-ratio| {e.median_log_ratio:.2g} nats."
+    if e.surprise.below(e.median_log_ratio / 2, 0):
+        yield _say("unrelated", line, f"The tokens fit p alone: surprise less entropy {e.surprise} nats.")
+    else:
+        yield _say("random_weights", line, "Weights that know the language agree on which tokens are likely.")
 
 
 def _reach(e: Evidence) -> float:
@@ -328,7 +388,8 @@ def _power_of_tests(e: Evidence) -> list[str]:
         unseen.append("what neither column contains, as raw log-probs on both sides do (no entropies)")
     elif e.variance > 0:
         raw = _SURPRISE_TIMES * np.sqrt(e.variance * e.square) + _LEAST_SURPRISE + _reach(e)
-        seen.append(f"raw log-probs on both sides that make tokens {raw:.2g} nats more or less surprising")
+        more = min(raw, e.weighted_surprise.margin + _LEAST_SURPRISE + _reach(e)) if _support_checked(e) else raw
+        seen.append(f"raw log-probs on both sides that make tokens {more:.2g} nats more or {raw:.2g} less surprising")
     if e.uncertain < _FEWEST_UNCERTAIN:
         unseen.append(f"a temperature ({e.uncertain} tokens with p and q below 0.9)")
     elif _temperature(e)[1]:

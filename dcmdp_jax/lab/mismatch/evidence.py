@@ -22,9 +22,12 @@ _SHORTEST_PART, _TIMES_BEFORE = 4, 5.0
 RELATED, _UNRELATED, _FEWEST_UNRELATED = 0.8, 0.5, 8
 _START_TOKENS, _SETTLED_FROM, _START_TIMES, _FEWEST_ALIKE = 4, 16, 3.0, 16
 _LOG_Q_EDGES = (-6.0, -4.0, -3.0, -2.2, -1.5, -1.0, -0.6, -0.3, -0.1, -0.02)
-_ERRORS, _LOWERED = 3.5, 0.02
+CERTAIN, _LOWERED = 3.5, 0.02
 _FAR, _NEAR, _FEWEST_FILLED, _FEWEST_FILLED_ROWS, _TIMES_NEAR = 0.7, 0.05, 8, 4, 5
+_RATIO_CAP = 4.0
+_CUT_SURPRISE, _CUT_FAR, _AT_EDGES = 0.1, 0.7, 0.9
 _SHIFTS, _FEWEST_LAGGED, _LEAST_GAIN = (-2, -1, 1, 2), 16, 0.1
+_NEARER, _FIRST_TOKENS, ALL_SHIFTED = 0.7, 8, 0.9
 _COMPARED, _MOST_SUSPECTS = 64, 16
 
 
@@ -116,14 +119,17 @@ class Alignment(NamedTuple):
     """Correlations of log p with log q of other tokens.
 
     Attributes:
-        correlations: shift s -> correlation of log p of a token with log q of the s-th one after it.
-        shift: the shift of the largest, if it is significantly above that of shift 0; else 0.
+        correlations: shift s -> correlation of log p of a token with log q of the s-th one after it, in the shifted
+            completions; in all where none is.
+        shifts: shift -> completions whose log p fits log q so.
         exchanged: completions found whose log p belongs to the log q of another completion.
+        unrelated: other completions whose columns have nothing in common and whose tokens q did not sample.
     """
 
     correlations: Mapping[int, float]
-    shift: int
+    shifts: Mapping[int, int]
     exchanged: int
+    unrelated: int
 
 
 class TokenMean(NamedTuple):
@@ -142,7 +148,7 @@ class TokenMean(NamedTuple):
     @property
     def margin(self) -> float:
         """3.5 standard errors; for few completions the quantile of Student's t that is as rare (1 in 4,300)."""
-        z, df = _ERRORS, max(self.completions - 1, 1)
+        z, df = CERTAIN, max(self.completions - 1, 1)
         first, second = (z**2 + 1) / 4, (5 * z**4 + 16 * z**2 + 3) / 96
         third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384
         return z * self.error * (1 + first / df + second / df**2 + third / df**3)
@@ -203,9 +209,12 @@ class Evidence(Known):
         ratio: mean of p / q.
         inner_ratio: 1 + (p / q - 1), the tokens with |d| above 1.5 counted as 0: a few tokens that one side finds
             impossible do not move it.
+        capped_ratio: mean of min(p / q, 4): like that of p / q at most 1 for tokens sampled from q, but no few tokens
+            move it.
         inverse_ratio: mean of q / p.
         sample_size: effective number of tokens under weights p / q, of `ratio_tokens`.
-        surprise: mean of -log p - H; NaN without entropies, as are the next three.
+        surprise: mean of -log p - H; NaN without entropies, as are the next four.
+        weighted_surprise: mean of p / q (-log p - H): 0 for tokens sampled from q, whatever p is, unless q is cut.
         variance: mean of (log p + H)^2.
         power: b, the slope of log q - log p over log p + H.
         power_margin: two standard errors of b, and what the line leaves unexplained: |b| sqrt(1 - alignment^2).
@@ -241,10 +250,12 @@ class Evidence(Known):
     square: float
     ratio: TokenMean
     inner_ratio: TokenMean
+    capped_ratio: TokenMean
     inverse_ratio: TokenMean
     sample_size: float
     ratio_tokens: int
     surprise: TokenMean
+    weighted_surprise: TokenMean
     variance: float
     power: float
     power_margin: float
@@ -275,9 +286,9 @@ def collect(pairs: TokenPairs, **known: Any) -> Evidence:
     size = {"tokens": len(pairs.token_ids), "completions": len(pairs.lengths), "mean": float(pairs.discrepancy.mean())}
     lags, identical = _lag_means(pairs), _identical(pairs)
     filled, pairs = _filled(pairs)
-    exchanged, alignment = _alignment(pairs)
-    broken, correlations = _breaks(pairs, exchanged)
-    kept = ~(broken | exchanged)[pairs.completion]
+    misplaced, alignment = _alignment(pairs)
+    broken, correlations = _breaks(pairs, misplaced)
+    kept = ~(broken | misplaced)[pairs.completion]
     start = _start(pairs, kept)
     if start["start"] > LARGE_LOG_RATIO and start["start_excess"].above(0):
         kept &= pairs.position >= _SETTLED_FROM
@@ -326,16 +337,18 @@ def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMea
         "square": float(np.mean(d**2)),
         "ratio": _estimate(weight, rows),
         "inner_ratio": _estimate(1 + (weight - 1) * inner, rows),
+        "capped_ratio": _estimate(np.minimum(weight, _RATIO_CAP), rows),
         "inverse_ratio": _estimate(np.exp(-d), rows),
         "sample_size": float(weight.sum() ** 2 / np.sum(weight**2)), "ratio_tokens": len(d),
-        "surprise": UNKNOWN, "variance": np.nan, "power": np.nan, "power_margin": np.nan, "alignment": np.nan,
+        "surprise": UNKNOWN, "weighted_surprise": UNKNOWN, "variance": np.nan, "power": np.nan, "power_margin": np.nan, "alignment": np.nan,
         "spread": TokenMean(0.0, np.inf), "correlation": _correlation(log_p, log_q),
         "lowered": float(np.mean(d > _LOWERED)),
         "uncertain": int(np.sum(np.maximum(log_p, log_q) < np.log(_UNCERTAIN))),
     }  # fmt: skip
     if pairs.entropies is not None:
         x = log_p + pairs.entropies[kept]
-        found |= {"surprise": _estimate(-x, rows), "variance": float(np.mean(x**2))}
+        found |= {"surprise": _estimate(-x, rows), "weighted_surprise": _estimate(-x * weight, rows)}
+        found["variance"] = float(np.mean(x**2))
         slope, aligned = _slope(x, -d, rows), _correlation(-d, x)
         unexplained = abs(slope.mean) * np.sqrt(max(1 - aligned**2, 0.0))
         found |= {"power": slope.mean, "power_margin": 2 * slope.error + unexplained, "alignment": aligned}
@@ -376,7 +389,7 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
 
     Where a column is far from the other one, its values are spread out; even rounded ones have neighbors as frequent.
     A value that 8 tokens of 4 completions there share, five times as many as there are within 5% of it, was filled in.
-    The exact zeros of a cut by top-p are where p is large, not far; near temperature 0 most values are zeros.
+    Near temperature 0 most values are zeros; where a cut leaves one token, so is that token's, see `_left_by_a_cut`.
     """
     columns = {"engine": pairs.rollout_logprobs, "training stack": pairs.train_logprobs}
     far = np.abs(pairs.train_logprobs - pairs.rollout_logprobs) > _FAR
@@ -387,29 +400,136 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
         exact = far & same
         near = far & ~same & (np.abs(column - value) < _NEAR * (abs(value) + 1))
         spread_out = len(np.unique(pairs.completion[exact])) >= _FEWEST_FILLED_ROWS and same.mean() <= 0.5
-        if spread_out and exact.sum() >= max(_FEWEST_FILLED, _TIMES_NEAR * near.sum()):
+        enough = exact.sum() >= max(_FEWEST_FILLED, _TIMES_NEAR * near.sum())
+        if spread_out and enough and not (value == 0 and _left_by_a_cut(pairs, same, column)):
             last, first = exact[pairs.starts + pairs.lengths - 1].sum(), exact[pairs.starts].sum()
             return Filled(name, float(value), int(exact.sum()), int(last), int(first)), pairs.where(~exact)
     return None, pairs
 
 
+def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, column: np.ndarray) -> bool:
+    """Whether log-probs of exactly 0 are those of tokens that a cut (min-p, top-k of 1) leaves alone.
+
+    The engine was all but sure of such a token, so the other column finds it likelier than the average token: by its
+    entropy, or without entropies by the share of tokens below one half. What was filled in stands on any token, or in
+    a row at the beginning or the end of completions.
+    """
+    other = pairs.train_logprobs if column is pairs.rollout_logprobs else pairs.rollout_logprobs
+    if pairs.entropies is not None:
+        surprise = _estimate(-(pairs.train_logprobs + pairs.entropies)[zeros], pairs.completion[zeros])
+        return surprise.below(0, _CUT_SURPRISE)
+    at_edges = 0
+    for row in np.split(zeros, pairs.starts[1:]):
+        if not row.all():
+            at_edges += int(np.argmin(row)) + int(np.argmin(row[::-1]))
+    far = other < -_FAR
+    return at_edges < _AT_EDGES * zeros.sum() and mean_of(far[zeros]) < _CUT_FAR * mean_of(far[~zeros])
+
+
 def _alignment(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
-    """[N] bool, completions whose two columns belong to different ones; and how the columns are aligned."""
-    log_p, log_q = (x.astype(np.float64) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
-    rows, found, shift = pairs.completion, {0: _correlation(log_p, log_q)}, 0
-    for by in _SHIFTS if found[0] < _UNRELATED else ():
-        late, both = np.roll(log_q, -by), rows == np.roll(rows, -by)
-        if both.sum() < _FEWEST_LAGGED:
+    """[N] bool, completions whose columns are not of the same tokens; and how the columns are aligned."""
+    shifts = _shifts(pairs)
+    shifted = shifts != 0
+    counts = {int(by): int(count) for by, count in zip(*np.unique(shifts[shifted], return_counts=True), strict=True)}
+    own = shifted[pairs.completion] if shifted.any() else np.ones(len(pairs.token_ids), bool)
+    correlations = {0: _correlation(pairs.train_logprobs[own], pairs.rollout_logprobs[own])}
+    for by in _SHIFTS:
+        early, late = _lagged(pairs, own, by)
+        correlations[by] = _correlation(pairs.train_logprobs[early], pairs.rollout_logprobs[late])
+
+    if shifted.mean() > ALL_SHIFTED:
+        return shifted, Alignment(correlations, counts, exchanged=0, unrelated=0)
+    exchanged, unrelated = _exchanged(pairs, shifted), _unrelated(pairs, shifted)
+    # A few of many unrelated ones resemble another completion by chance; of exchanged ones most are found.
+    if 2 * exchanged.sum() < unrelated.sum():
+        exchanged = np.zeros_like(exchanged)
+    else:
+        unrelated = np.zeros_like(unrelated)
+    alignment = Alignment(correlations, counts, int(exchanged.sum()), int(unrelated.sum()))
+    return shifted | exchanged | unrelated, alignment
+
+
+def _lagged(pairs: TokenPairs, own: np.ndarray, by: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the tokens of `own`, [n] bool, that have one `by` places later in their completion, and of these."""
+    position, length = pairs.position, pairs.lengths[pairs.completion]
+    early = np.flatnonzero(own & (position + by >= 0) & (position + by < length))
+    return early, early + by
+
+
+def _shifts(pairs: TokenPairs) -> np.ndarray:
+    """[N] int, the places by which log p of a completion is shifted against its log q; 0 for none.
+
+    A completion is a candidate for a shift that brings its first 8 tokens nearer to each other. Over the other tokens of
+    the candidates, which had no part in the choice, the shift must take 30% of the mean |d|, significantly. A completion
+    that was re-tokenized is shifted too, from its break on: at least half of the completions whose later tokens are
+    nearer must be candidates.
+    """
+    rows, count = pairs.completion, len(pairs.lengths)
+    everything = np.ones(len(rows), bool)
+    shifts, best = np.zeros(count, np.int64), np.zeros(count)
+    for by in _SHIFTS:
+        early, late = _lagged(pairs, everything, by)
+        if len(early) < _FEWEST_LAGGED:
             continue
-        x, y, z = ((each[both] - each[both].mean()) / (each[both].std() or 1.0) for each in (log_p, log_q, late))
-        found[by] = float(np.mean(x * z))
-        if found[by] > max(_UNRELATED, found[shift]) and _estimate(x * (z - y), rows[both]).above(0, _LEAST_GAIN):
-            shift = by
-    exchanged = np.zeros(len(pairs.lengths), bool) if shift else _exchanged(pairs)
-    return exchanged, Alignment(found, shift, int(exchanged.sum()))
+        shifted_ratio = pairs.train_logprobs[early] - pairs.rollout_logprobs[late].astype(np.float64)
+        gap, before = np.abs(shifted_ratio), np.abs(pairs.log_ratio[early])
+        gain, row = before - gap, rows[early]
+        place = pairs.position[early] - max(-by, 0)
+        first = place < np.minimum(_FIRST_TOKENS, (pairs.lengths[row] - abs(by)) // 2)
+
+        candidates = np.bincount(row[first], gain[first], count) > 0
+        nearer = np.bincount(row[~first], gain[~first], count) > 0
+        tested = ~first & candidates[row]
+        if candidates.sum() < 2 or not tested.any() or 2 * (candidates & nearer).sum() < nearer.sum():
+            continue
+        # Tokens as independent: few completions may be shifted, and neighbors' gains hardly depend on each other.
+        relative = gain / np.maximum(gap + before, 1e-9)
+        estimate = _estimate(relative[tested], np.arange(tested.sum()))
+        if estimate.above(0, _LEAST_GAIN) and gap[tested].mean() < _NEARER * before[tested].mean():
+            total = np.bincount(row, gain, count)
+            better = total > best
+            shifts[better], best[better] = by, total[better]
+    return shifts
 
 
-def _exchanged(pairs: TokenPairs) -> np.ndarray:
+def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
+    """[N] bool, completions whose columns have nothing in common, though q did not sample their tokens either.
+
+    Other weights lower the correlation too, but what q samples has a mean min(p / q, 4) of at most 1. Either all
+    completions that are not shifted are unrelated, or some whose correlation is far below that of the others. Those
+    that were re-tokenized agree in their 5th to 8th token: the unrelated ones must not.
+    """
+    log_p, log_q = pairs.train_logprobs, pairs.rollout_logprobs
+    rows, position, none = pairs.completion, pairs.position, np.zeros(len(shifted), bool)
+    # Other prompts make the first tokens unrelated too; that is told apart by `_start`.
+    first = (position >= _START_TOKENS) & (position < _FIRST_TOKENS)
+    chosen = ~shifted
+
+    def related(tokens: np.ndarray, least: float = _UNRELATED) -> bool:
+        return _correlation(log_p[tokens], log_q[tokens]) >= least
+
+    if related(chosen[rows]):
+        columns = zip(*(np.split(x, pairs.starts[1:]) for x in (log_p, log_q)), strict=True)
+        own = np.array([_correlation(p, q) for p, q in columns])
+        error = 1 / np.sqrt(np.maximum(pairs.lengths - 3, 1))
+        low = np.arctanh(np.clip(own, -0.999, 0.999)) + CERTAIN * error < np.arctanh(RELATED)
+        chosen &= low & (pairs.lengths > _FIRST_TOKENS)
+        if chosen.sum() < 2 or not related(~(chosen | shifted)[rows], RELATED):
+            return none
+        size = np.abs(pairs.log_ratio)
+        later = position >= _FIRST_TOKENS
+        start_mean = np.bincount(rows[first], size[first], len(chosen)) / (_FIRST_TOKENS - _START_TOKENS)
+        later_mean = np.bincount(rows[later], size[later], len(chosen)) / np.maximum(pairs.lengths - _FIRST_TOKENS, 1)
+        if (start_mean > later_mean / 2)[chosen].mean() < 0.5 or related(chosen[rows]):
+            return none
+    elif related(chosen[rows] & first):
+        return none
+    tokens = chosen[rows]
+    capped = np.minimum(np.exp(pairs.log_ratio[tokens]), _RATIO_CAP)
+    return chosen if len(capped) and _estimate(capped, rows[tokens]).above(1) else none
+
+
+def _exchanged(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
     """[N] bool, completions whose log p is related to the log q of another one and not to their own.
 
     The first 64 tokens of up to 16 completions whose columns are unrelated are correlated with all that are as
@@ -418,7 +538,8 @@ def _exchanged(pairs: TokenPairs) -> np.ndarray:
     """
     log_p, log_q = (np.split(x, pairs.starts[1:]) for x in (pairs.train_logprobs, pairs.rollout_logprobs))
     wild = np.add.reduceat(np.abs(pairs.log_ratio), pairs.starts) / pairs.lengths > LARGE_LOG_RATIO
-    found, chance = np.zeros(len(wild), bool), _ERRORS**2 + 2 * np.log(len(wild))
+    wild &= ~shifted
+    found, chance = np.zeros(len(wild), bool), CERTAIN**2 + 2 * np.log(len(wild))
     suspects = [row for row in np.flatnonzero(wild) if _correlation(log_p[row], log_q[row]) < _UNRELATED]
     for row in suspects[:_MOST_SUSPECTS]:
         n = min(len(log_p[row]), _COMPARED)
@@ -453,10 +574,10 @@ def break_at(log_ratio: np.ndarray) -> int | None:
 
 def least_unrelated(correlation: float) -> int:
     """Tokens without any correlation that stand out where the others have this one (Fisher's z)."""
-    return max(_FEWEST_UNRELATED, 3 + int(np.ceil((_ERRORS / np.arctanh(min(correlation, 0.999))) ** 2)))
+    return max(_FEWEST_UNRELATED, 3 + int(np.ceil((CERTAIN / np.arctanh(min(correlation, 0.999))) ** 2)))
 
 
-def _breaks(pairs: TokenPairs, exchanged: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
+def _breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, tuple[float, float]]:
     """[N] bool, broken completions; and the columns' correlation after their breaks and elsewhere.
 
     A copied beginning followed by free text looks like a break where weights differ: there the columns go on to agree
@@ -464,7 +585,7 @@ def _breaks(pairs: TokenPairs, exchanged: np.ndarray) -> tuple[np.ndarray, tuple
     """
     d, starts = pairs.log_ratio, pairs.starts
     # A break needs a token above the level; most recordings are done here.
-    wild = (np.maximum.reduceat(np.abs(d), starts) > LARGE_LOG_RATIO) & ~exchanged
+    wild = (np.maximum.reduceat(np.abs(d), starts) > LARGE_LOG_RATIO) & ~misplaced
     places = [break_at(d[at : at + n]) if w else None for at, n, w in zip(starts, pairs.lengths, wild, strict=True)]
     after = np.zeros(len(d), bool)
     for place, at, n in zip(places, starts, pairs.lengths, strict=True):
@@ -473,11 +594,11 @@ def _breaks(pairs: TokenPairs, exchanged: np.ndarray) -> tuple[np.ndarray, tuple
     broken = np.array([place is not None for place in places])
     log_p, log_q = pairs.train_logprobs.astype(np.float64), pairs.rollout_logprobs.astype(np.float64)
     # Other prompts make first tokens unrelated too; that is told apart by `_start`.
-    before = ~after & (pairs.position >= _START_TOKENS) & ~exchanged[pairs.completion]
+    before = ~after & (pairs.position >= _START_TOKENS) & ~misplaced[pairs.completion]
     correlations = _correlation(log_p[after], log_q[after]), _correlation(log_p[before], log_q[before])
     if after.sum() >= _FEWEST_UNRELATED and correlations[0] < _UNRELATED and correlations[1] > RELATED:
         low, high = (np.arctanh(np.clip(each, -0.999, 0.999)) for each in correlations)
-        if high - low > _ERRORS / np.sqrt(after.sum() - 3):
+        if high - low > CERTAIN / np.sqrt(after.sum() - 3):
             # Where one is broken, shorter or noisier breaks than `break_at` sees are too.
             tails = [slice(at + n // 2, at + n) for at, n in zip(starts, pairs.lengths, strict=True)]
             unrelated = [
@@ -507,7 +628,8 @@ def _start(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMean]:
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and x.std() > 0 and y.std() > 0 else 0.0
+    varied = len(x) > 2 and x.min() < x.max() and y.min() < y.max()
+    return float(np.corrcoef(x.astype(np.float64), y.astype(np.float64))[0, 1]) if varied else 0.0
 
 
 def _estimate(values: np.ndarray, rows: np.ndarray) -> TokenMean:

@@ -222,7 +222,9 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
     from dcmdp_jax.algorithm.dual import BUDGET_ROOM
 
     if defect is not None:
-        return Recommendation(math.nan, f"None before this is settled: {defect}. Then measure again.")
+        return Recommendation(
+            math.nan, f"No tolerance c is recommended until this is fixed: {defect}. Fix it and measure again."
+        )
     if mean == 0 and not floor:
         return Recommendation(math.nan, "None: the two agree to the last bit, there is nothing to bound.")
     wanted, least = BUDGET_ROOM * mean, _FLOORS * (floor or 0.0)

@@ -368,7 +368,7 @@ def test_settings_speak_only_where_nothing_was_measured():
 
 def test_every_cause_has_a_title_and_a_remedy_and_can_be_named():
     reached = {cause for _, expected in _PLANTED.values() for cause in expected} | {"too_few", "unchecked", "sharper"}
-    reached |= {"misaligned", "filled", "unsampled", "penalty"}
+    reached |= {"misaligned", "filled", "unsampled", "penalty", "unrelated", "random_weights"}
     for name in CAUSES.keys() - reached:
         found = _decide(explanations=[Explanation("x", name, 0.95)])[0]
         assert found.cause == name
@@ -386,3 +386,66 @@ def test_of_a_part_of_the_benchmark_at_most_2_percent_are_false_defects_and_larg
             expected = {"sharper"} if name == "int4, temperature 0.9" else planted
             pairs = causes_recurrent.recording(fault, 300, seed=5)
             assert causes.judge(causes.Case("recurrent", name, planted, pairs)).defects == expected, name
+
+
+def _with_rollout(pairs, rows):
+    return dataclasses.replace(pairs, rollout_logprobs=np.concatenate(rows).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["exact", "bfloat16", "int8"])
+@pytest.mark.parametrize("order", ["within", "over"])
+@pytest.mark.parametrize("entropies", [True, False])
+def test_columns_that_have_nothing_in_common_are_not_called_other_weights(name, order, entropies):
+    rng, pairs = np.random.default_rng(0), _REAL[name]
+    rows = np.split(pairs.rollout_logprobs, pairs.starts[1:])
+    shuffled = [rng.permutation(row) for row in rows] if order == "within" else [rng.permutation(np.concatenate(rows))]
+    pairs = _with_rollout(pairs, shuffled)
+    assert _named(pairs if entropies else dataclasses.replace(pairs, entropies=None)) == ["unrelated"]
+
+
+def test_really_other_weights_are_not_called_other_tokens():
+    # The demo's policy 32 steps older; noise of half of the weights' size; weights without any relation.
+    demo = read_kept(Path(causes.__file__).with_name("kept") / "causes_demo.npz")
+    assert not {"unrelated", "random_weights"} & set(_named(demo["weights of step 8"]))
+    for size, cause in ((0.5, "undetermined"), (10.0, "random_weights")):
+        pairs = causes_recurrent.recording(causes_recurrent.Fault(weights=size), 60, seed=1)
+        assert _named(pairs) == [cause]
+        assert _named(dataclasses.replace(pairs, entropies=None)) == [cause]
+
+
+def test_an_engine_of_random_weights_over_a_large_vocabulary_is_not_clean():
+    # p and q are both near 1 / 100,000: |p - q| is below what float32 rounds, and the columns are 2 nats apart.
+    rng = np.random.default_rng(0)
+    train, rollout = -13.5 + rng.normal(0, 1, (40, 30)), -11.5 + 0.1 * rng.normal(0, 1, (40, 30))
+    pairs = make_pairs(rng.integers(0, 9**5, (40, 30)), train, rollout, entropies=np.full((40, 30), 2.0))
+    assert collect(pairs).mean < 1.1e-5 and _named(pairs) == ["random_weights"]
+
+
+@pytest.mark.parametrize("by", [1, -1, 2])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("name", ["exact", "bfloat16", "int8"])
+def test_columns_that_are_shifted_in_some_completions_are_named_with_their_share(by, share, name):
+    pairs = _REAL[name]
+    count = int(share * len(pairs.lengths))
+    train = np.split(pairs.train_logprobs.copy(), pairs.starts[1:])
+    for row in train[-count:]:
+        row[:] = row[np.clip(np.arange(len(row)) - by, 0, len(row) - 1)]
+    [found] = diagnose(collect(dataclasses.replace(pairs, train_logprobs=np.concatenate(train))))
+    assert found.cause == "misaligned"
+    assert f"in {count} of 24 completions ({share:.0%})" in found.evidence[0]
+    assert f"{abs(by)} place{'s' * (abs(by) > 1)} {'later' if by > 0 else 'earlier'}" in found.evidence[0]
+
+
+@pytest.mark.parametrize("changed", [{"penalty": 1.5}, {"presence": 2.0}, {"temperature": 1.2}])
+def test_raw_log_probs_of_a_changed_sampling_are_not_called_rounding(changed):
+    for rounding in (0.0, 0.02, 0.05):
+        fault = causes_recurrent.Fault(raw="both", rounding=rounding, **changed)
+        assert _named(causes_recurrent.recording(fault, 300, seed=0)) == ["raw_logprobs"]
+    assert _named(causes_recurrent.recording(causes_recurrent.Fault(rounding=0.05), 300, seed=0)) == ["rounding"]
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("min_p", [0.05, 0.1, 0.3])
+def test_zeros_of_a_cut_beside_a_quantized_engine_are_not_filled_in(bits, min_p):
+    pairs = causes_recurrent.recording(causes_recurrent.Fault(bits=bits, min_p=min_p), 150, seed=1)
+    assert "filled" not in _named(pairs) and "filled" not in _named(dataclasses.replace(pairs, entropies=None))
