@@ -47,7 +47,7 @@ def kernel_matmul(
     if isinstance(kernel, scheme_products.SchemeKernel):
         return scheme_products.scheme_matmul(x, kernel)
     if isinstance(kernel, RoundsInputs):
-        return kernel_matmul(round_inputs(x, kernel.precision), kernel.kernel)
+        return kernel_matmul(round_inputs(x, kernel.precision, kernel.axis), kernel.kernel)
     if isinstance(kernel, QuantizedKernel):
         return quantized_product(x, kernel).astype(x.dtype)
     return x @ kernel.astype(x.dtype)

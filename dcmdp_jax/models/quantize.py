@@ -34,7 +34,7 @@ class QuantizedKernel(NamedTuple):
         return self.scale.ndim == self.values.ndim
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("kernel",), meta_fields=("precision",))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("kernel",), meta_fields=("precision", "axis"))
 @dataclasses.dataclass(frozen=True)
 class RoundsInputs:
     """A matrix whose inputs are rounded first, see `round_inputs`.
@@ -42,10 +42,12 @@ class RoundsInputs:
     Attributes:
         kernel: [in, out], an array or a `QuantizedKernel`.
         precision: one of `GROUPED`.
+        axis: the axis of a `shard_map` that the inputs may be split over; "" for none.
     """
 
     kernel: jax.Array | QuantizedKernel
     precision: str
+    axis: str = ""
 
 
 def quantized_product(x: jax.Array, kernel: QuantizedKernel) -> jax.Array:
@@ -117,13 +119,14 @@ def quantize_kernel(kernel: jax.Array, precision: str) -> QuantizedKernel:
     return QuantizedKernel(values, scale)
 
 
-def _in_groups(kernel: jax.Array, form: Grouped) -> QuantizedKernel:
+def _in_groups(kernel: jax.Array, form: Grouped, axis: str = "") -> QuantizedKernel:
     import qwix  # an optional extra
 
     whole = inverse = 1.0
     if form.qtype == "nvfp4":
         # Products: where XLA divides by one number for all, and where it multiplies by its inverse, depends on shapes.
         largest = jnp.max(jnp.abs(kernel), axis=(-2, -1), keepdims=True)
+        largest = jax.lax.pmax(largest, axis) if axis else largest
         whole = largest * (1 / _NVFP4_MAX)
         small = whole < jnp.finfo(jnp.float32).tiny
         whole, inverse = (jnp.where(small, 1.0, x) for x in (whole, _NVFP4_MAX / largest))
@@ -134,25 +137,27 @@ def _in_groups(kernel: jax.Array, form: Grouped) -> QuantizedKernel:
     return QuantizedKernel(found.qvalue.astype(dtype), found.scale * whole)
 
 
-def round_inputs(x: jax.Array, precision: str) -> jax.Array:
+def round_inputs(x: jax.Array, precision: str, axis: str = "") -> jax.Array:
     """Inputs [T, in] of a product, each token rounded like a matrix of one column; gradients pass straight through.
 
     Args:
         x: in any float dtype, which the result has too.
         precision: one of `GROUPED`.
+        axis: see `RoundsInputs`: nvfp4's scale of a token is that of all its inputs, on whichever device.
     """
     exact = jax.lax.stop_gradient(x)
-    rounded = in_float32(quantize_kernel(exact[..., None], precision))[..., 0].astype(x.dtype)
+    columns = exact[..., None].astype(jnp.float32)
+    rounded = in_float32(_in_groups(columns, GROUPED[precision], axis))[..., 0].astype(x.dtype)
     return rounded + (x - exact)  # the difference is exactly 0
 
 
-def with_rounded_inputs(layer_params: Params, precision: str) -> Params:
+def with_rounded_inputs(layer_params: Params, precision: str, axis: str = "") -> Params:
     """Parameters of dense layers, kernels as `RoundsInputs` if the precision rounds inputs, see `Grouped`."""
     if precision not in GROUPED or not GROUPED[precision].rounds_inputs:
         return layer_params
 
     def leaf(path: tuple, x: jax.Array | QuantizedKernel) -> jax.Array | QuantizedKernel | RoundsInputs:
-        return RoundsInputs(x, precision) if path[-1].key == "kernel" else x
+        return RoundsInputs(x, precision, axis) if path[-1].key == "kernel" else x
 
     return jax.tree_util.tree_map_with_path(leaf, layer_params, is_leaf=is_quantized)
 

@@ -97,6 +97,10 @@ def check_grouped(precision: str, model: "ModelConfig | None", tensor: int) -> N
     elif model is not None:
         sizes = {"hidden_size": model.hidden_size, "num_heads x head_dim": model.num_heads * model.head_dim // tensor}
         sizes |= {name: getattr(model, name) // tensor for name in model.mlp_fields}
+        if model.recurrent_layers:
+            sizes["linear_num_value_heads x linear_value_head_dim"] = (
+                model.linear_num_value_heads * model.linear_value_head_dim // tensor
+            )
         if odd := [f"{name}={size}" for name, size in sizes.items() if size % form.size]:
             wrong = f"whose groups of {form.size} do not divide {odd[0]}" + " of each device" * (tensor > 1)
         elif form.rounds_inputs and model.num_experts:

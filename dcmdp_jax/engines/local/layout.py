@@ -143,7 +143,7 @@ class Program:
         """
         looked_up = {name: weights[name] for name in ("embedding",) if name in weights}
         weights = dequantize(weights, jnp.dtype(self.compute_dtype), keep_quantized=self.keeps_quantized) | looked_up
-        weights = with_rounded_inputs(weights, self.precision)
+        weights = with_rounded_inputs(weights, self.precision, TENSOR if self.tensor > 1 else "")
         if self.tensor == 1 or "bias" not in weights["layers"][0]["attention"]["o"]:
             return weights
         once = jax.lax.axis_index(TENSOR) == 0

@@ -340,7 +340,8 @@ def _sampling(pairs: TokenPairs, kept: np.ndarray) -> dict[str, float | TokenMea
         "capped_ratio": _estimate(np.minimum(weight, _RATIO_CAP), rows),
         "inverse_ratio": _estimate(np.exp(-d), rows),
         "sample_size": float(weight.sum() ** 2 / np.sum(weight**2)), "ratio_tokens": len(d),
-        "surprise": UNKNOWN, "weighted_surprise": UNKNOWN, "variance": np.nan, "power": np.nan, "power_margin": np.nan, "alignment": np.nan,
+        "surprise": UNKNOWN, "weighted_surprise": UNKNOWN,
+        "variance": np.nan, "power": np.nan, "power_margin": np.nan, "alignment": np.nan,
         "spread": TokenMean(0.0, np.inf), "correlation": _correlation(log_p, log_q),
         "lowered": float(np.mean(d > _LOWERED)),
         "uncertain": int(np.sum(np.maximum(log_p, log_q) < np.log(_UNCERTAIN))),
@@ -459,10 +460,10 @@ def _lagged(pairs: TokenPairs, own: np.ndarray, by: int) -> tuple[np.ndarray, np
 def _shifts(pairs: TokenPairs) -> np.ndarray:
     """[N] int, the places by which log p of a completion is shifted against its log q; 0 for none.
 
-    A completion is a candidate for a shift that brings its first 8 tokens nearer to each other. Over the other tokens of
-    the candidates, which had no part in the choice, the shift must take 30% of the mean |d|, significantly. A completion
-    that was re-tokenized is shifted too, from its break on: at least half of the completions whose later tokens are
-    nearer must be candidates.
+    A completion is a candidate for a shift that brings its first 8 tokens nearer to each other. Over the other tokens
+    of the candidates, which had no part in the choice, the shift must take 30% of the mean |d|, significantly. A
+    completion that was re-tokenized is shifted too, from its break on: at least half of the completions whose later
+    tokens are nearer must be candidates.
     """
     rows, count = pairs.completion, len(pairs.lengths)
     everything = np.ones(len(rows), bool)
