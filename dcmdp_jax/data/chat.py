@@ -43,7 +43,7 @@ def render_checked(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], template: str, what: str,
     variables: Mapping[str, Any] = MappingProxyType({}), tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:  # fmt: skip
-    """The text of a chat up to the assistant's turn; refused without each message's text and each tool's name.
+    """The text of a chat up to the assistant's turn; refused without each message's text and each tool's schema.
 
     A chat that ends with the assistant's message goes on in it. A template may leave out an assistant's earlier
     thoughts, so the assistant's messages are not looked for.
@@ -52,20 +52,61 @@ def render_checked(
         text = render_chat(tokenizer, messages, tools, **variables)
     except Exception as error:  # jinja2's errors, and any that a template raises
         raise UserError(f"{template} can't render {what}: {shorten_name(one_line(error))}") from error
+    check_written(text, tokenizer, messages, template, what, variables, tools)
+    return text
+
+
+def check_written(
+    text: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    template: str,
+    what: str,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Refuse the text of a chat without the text of a message that is not the assistant's, or the schema of a tool."""
     for message in messages:
         if message["role"] != "assistant" and not is_written(message["content"].strip(), text):
             raise UserError(
                 f"{template} leaves out the text of the {shorten_name(message['role'])} in {what}; it must write each "
                 "message's content: compare chat_template.jinja with the model's own"
             )
-    for tool in tools:
-        name = tool.get("function", tool).get("name") if isinstance(tool.get("function", tool), Mapping) else None
-        if not isinstance(name, str) or name not in text:
+    if tools:
+        # Calls have a tool's name too, so its description is looked for in a chat without them.
+        questions = [message for message in messages if message["role"] in ("system", "developer", "user")]
+        missing = _undescribed(tokenizer, questions, tools, variables)
+        if missing and _undescribed(tokenizer, QUESTION, tools, variables):
             raise UserError(
-                f"{template} leaves out the tool {shorten(name)} in {what}; use a template that describes tools, or "
-                "name the column something else than tools"
+                f"{template} leaves out {missing} in {what}; use a template that describes tools, or name the column "
+                "something else than tools"
             )
-    return text
+
+
+def _undescribed(
+    tokenizer: "PreTrainedTokenizerBase",
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> str:
+    """The first part of the tools' schemas that a template does not write: a name, a description, a parameter."""
+    text = ""
+    # A template may want the turns that are left out.
+    with contextlib.suppress(Exception):
+        text = write_chat(tokenizer, messages, tools=tools, add_generation_prompt=True, **variables)
+    for tool in tools:
+        function = tool.get("function", tool)
+        function = function if isinstance(function, Mapping) else {}
+        name = function.get("name")
+        if not isinstance(name, str) or not is_written(name, text):
+            return f"the tool {shorten(name)}"
+        description = function.get("description")
+        if isinstance(description, str) and not is_written(description.strip(), text):
+            return f"the description of the tool {shorten(name)}"
+        for parameter in (function.get("parameters") or {}).get("properties") or {}:
+            if not is_written(parameter, text):
+                return f"the parameter {shorten(parameter)} of the tool {shorten(name)}"
+    return ""
 
 
 def is_written(content: str, text: str) -> bool:
@@ -201,14 +242,43 @@ class CallFormat(NamedTuple):
         return calls
 
 
-def find_call_format(tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any]) -> CallFormat:
+def named_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Name and arguments of a call of a message, which may have them in `function`, and arguments as JSON text."""
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {"name": function.get("name"), "arguments": arguments or {}}
+
+
+def with_arguments_as_text(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Calls of a message, their arguments as JSON text."""
+    written = []
+    for call in calls:
+        text = json.dumps(named_call(call)["arguments"], ensure_ascii=False)
+        is_wrapped = "function" in call
+        function = {**(call["function"] if is_wrapped else call), "arguments": text}
+        written.append({**call, "function": function} if is_wrapped else function)
+    return written
+
+
+def find_call_format(
+    tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any], *, arguments_as_text: bool = False
+) -> CallFormat:
     """The format in which the chat template writes calls: the tokenizer's own `response_template`, or a known one.
+
+    Args:
+        tokenizer: with a chat template.
+        variables: variables of the template.
+        arguments_as_text: give the template a call's arguments as JSON text, in place of an object.
 
     Raises:
         UserError: in one line, if none reads the call that the template writes.
     """
     write = functools.partial(write_chat, tokenizer, tools=[_TOOL], **variables)
-    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": _CALL}]}
+    calls = [{"type": "function", "function": _CALL}]
+    calls = with_arguments_as_text(calls) if arguments_as_text else calls
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
     with contextlib.suppress(Exception):  # any that a template raises
         before, begun = write(QUESTION), write(QUESTION, add_generation_prompt=True)
         ids = tokenizer(write([*QUESTION, called]).removeprefix(THOUGHT.sub("", begun)), add_special_tokens=False)

@@ -1,27 +1,25 @@
 """Prompts as token ids: the tokenizer's own chat template, a suffix, a length limit."""
 
-import functools
 import hashlib
 import itertools
 import json
 import logging
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from dcmdp_jax.data import chat
+from dcmdp_jax.data.conversations import ConversationEncoder
 from dcmdp_jax.data.tokenizer import check_tokenizer, control_tokens, encode_texts
-from dcmdp_jax.errors import UserError, one_line, shorten_name
-from dcmdp_jax.rewards.protocol import Message, Problem
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.rewards.protocol import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LOG = logging.getLogger(__name__)
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class EncodedPrompts(NamedTuple):
@@ -79,7 +77,7 @@ def digest(parts: Iterable[bytes]) -> str:
 
 def encode_prompts(
     problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase", *, prompt_suffix: str = "",
-    max_prompt_tokens: int, chat_template_kwargs: str = "", learned: bool = False,
+    max_prompt_tokens: int, chat_template_kwargs: str = "", learned: bool = False, stop_token_ids: Sequence[int] = (),
 ) -> EncodedPrompts:  # fmt: skip
     r"""Turn problems into prompts. Prompts over the length limit are left out, counted and logged.
 
@@ -92,10 +90,11 @@ def encode_prompts(
     The ids encode the rendered template, which contains its special tokens: the tokenizer adds no others.
 
     With `learned` they are whole conversations. A completion that is text follows its prompt as a policy would sample
-    it, the end token behind it; these are the targets. Of messages the targets are the assistant's turns: what the
+    it, one end token behind it; these are the targets. Of messages the targets are the assistant's turns: what the
     template's `{% generation %}` marks, or without marks what the chat up to a turn has more than the chat before it
     with its generation prompt, both of which must be prefixes of the whole, token by token. Space behind a turn is no
-    target, and the end token follows the last one where the template writes no special token there.
+    target, and the end token follows the last one where the template writes no special token there. A turn must hold
+    the message's thought, content and calls (`conversations`).
 
     Args:
         problems: the problems to ask.
@@ -104,6 +103,8 @@ def encode_prompts(
         max_prompt_tokens: longest prompt kept, template included, at least 1; with `learned` longest conversation.
         chat_template_kwargs: variables of the template as a JSON object, `{"enable_thinking": false}` say.
         learned: the problems have completions, which are learned; the result has `targets`.
+        stop_token_ids: tokens at which sampling stops, of which a learned turn ends with one; empty for the tokenizer's
+            end token.
 
     Raises:
         UserError: if the tokenizer is refused (`check_tokenizer`), the template does not know one of its variables or
@@ -118,8 +119,12 @@ def encode_prompts(
     instructed = 0
     for problem, messages in zip(problems, asked, strict=True):
         instructed += bool(prompt_suffix and messages) and chat.with_suffix(problem, prompt_suffix) == problem.prompt
-        given = [*messages, *problem.completion], "the chat template", _name(problem), variables, problem.tools
-        texts.append(chat.render_checked(tokenizer, *given) * (not problem.completion))
+        text = ""
+        if not problem.completion:
+            text = chat.render_checked(
+                tokenizer, messages, "the chat template", _name(problem), variables, problem.tools
+            )
+        texts.append(text)
     with_control_tokens = _count_control_tokens(problems, tokenizer, learned=learned)
     if instructed:
         _LOG.warning(
@@ -129,9 +134,13 @@ def encode_prompts(
     sum_of = "max_prompt_tokens + max_completion_tokens"
     nouns, limit = ("conversations", sum_of) if learned else ("prompts", "max_prompt_tokens")
     if learned:
-        completions = encode_texts(tokenizer, [problem.solution for problem in problems], "the completions")
-        rows = zip(problems, asked, encoded, completions, strict=True)
-        encoded, targets = zip(*(_learned(tokenizer, variables, *row) for row in rows), strict=True)
+        encoder = ConversationEncoder(tokenizer, variables, stop_token_ids or [tokenizer.eos_token_id])
+        prompts, encoded = encoded, []
+        for problem, messages, prompt in zip(problems, asked, prompts, strict=True):
+            ids, learned_tokens = encoder.encode(problem, messages, prompt)
+            encoded.append(ids)
+            targets.append(learned_tokens)
+        encoder.warn_if_never_stopping(encoded, targets)
     fits = [len(ids) <= max_prompt_tokens for ids in encoded]
     if dropped := fits.count(False):
         lengths = [*map(len, encoded)]
@@ -152,56 +161,6 @@ def encode_prompts(
 
 def _name(problem: Problem) -> str:
     return f"problem {problem.index} of {problem.source}"
-
-
-def _learned(
-    tokenizer: "PreTrainedTokenizerBase",
-    variables: Mapping[str, Any],
-    problem: Problem,
-    asked: Sequence[Message],
-    prompt: list[int],
-    completion: list[int],
-) -> tuple[list[int], np.ndarray]:
-    """The token ids of a problem with its completion, and which of them are targets: never the first."""
-    if not problem.completion:
-        ids = [*prompt, *completion, tokenizer.eos_token_id]
-        return ids, np.arange(len(ids)) >= len(prompt)
-    messages, name = [*asked, *problem.completion], _name(problem)
-    turns = [place for place in range(len(asked), len(messages)) if messages[place]["role"] == "assistant"]
-    write = functools.partial(chat.write_chat, tokenizer, tools=problem.tools, **variables)
-    try:
-        before = [write(messages[:n], add_generation_prompt=True) if n else _header(write, messages) for n in turns]
-        texts = [write(messages), *before, *(write(messages[: place + 1]) for place in turns)]
-        whole, *parts = encode_texts(tokenizer, texts, name)
-        if marked := _MARKS.search(str(tokenizer.chat_template)):
-            made = write(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    except Exception as error:  # any that a template raises
-        raise UserError(f"the chat template can't render {name}: {shorten_name(one_line(error))}") from error
-    learned = np.array(made["assistant_masks"] if marked else [False] * len(whole), bool)
-    learned[: max(1, len(parts[0]) * bool(asked))] = False
-    for start, end in () if marked else zip(parts[: len(turns)], parts[len(turns) :], strict=True):
-        if whole[: len(start)] != start or whole[: len(end)] != end:
-            if all(map(texts[0].startswith, texts)):
-                raise UserError(f"the tokenizer joins space around a turn of {name} to the template's; strip that turn")
-            raise UserError(
-                f"the chat template writes the start of {name} otherwise once the chat goes on; mark the assistant's "
-                "turns in it with {% generation %}, or give each turn a row of its own"
-            )
-        last = len(end)
-        while last > len(start) and not tokenizer.decode(whole[last - 1 : last]).strip():
-            last -= 1
-        learned[max(1, len(start)) : last] = True
-    if not marked and end == whole and whole[last - 1] not in tokenizer.all_special_ids:
-        whole, learned = [*whole[:last], tokenizer.eos_token_id], np.append(learned[:last], True)
-    if not learned.any():
-        raise UserError(f"the chat template marks nothing of the assistant's turns in {name}")
-    return whole, learned
-
-
-def _header(write: Callable[..., str], messages: Sequence[Message]) -> str:
-    """The text before the words of the assistant that begins a chat. Many templates can't write a chat of nothing."""
-    begun = write(chat.QUESTION, add_generation_prompt=True).removeprefix(write(chat.QUESTION))
-    return "".join(write(messages).partition(begun)[:2])
 
 
 def _count_control_tokens(problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase", *, learned: bool) -> int:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from dcmdp_jax.data.learned_rows import check_row_weight, messages_to_learn, messages_to_read, without_nulls
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.rewards.math import notation, numbers
 from dcmdp_jax.rewards.math.answers import answer_defect
@@ -38,7 +39,8 @@ def problem_from_row(
     """Make a problem from one row.
 
     Args:
-        row: the row's fields, or its JSON text.
+        row: the row's fields, or its JSON text. A table has every row's fields in each, so its nulls stand for nothing,
+            at any depth; a null in JSON text is what the row says.
         source: name to use where the row has no `data_source`.
         index: 0-based row number.
         keep_columns: whether the problem has `columns`.
@@ -48,12 +50,13 @@ def problem_from_row(
         UserError: if the row is not a JSON object, its schema is unknown, its prompt is empty, or it has no answer and
             needs one, or one that nothing could match; or no completion, or an empty one, where it is learned.
     """
-    if not isinstance(row, Mapping):
-        row = _parse_json(row)
+    row = without_nulls(row) if isinstance(row, Mapping) else _parse_json(row)
     answer, completion = None, ()
     learned = answers == "learned"
     prompt, messages = ("", ()) if learned and row.get("messages") is not None else _prompt(row)
     if learned:
+        check_row_weight(row)
+        messages = messages_to_read(messages, "prompt")
         solution, completion = _completion(row)
     else:
         try:
@@ -131,7 +134,7 @@ def _completion(row: Mapping[str, Any]) -> tuple[str, tuple[Message, ...]]:
     turns = [message for message in value if message["role"] == "assistant"]
     if not turns or not all(turn["content"].strip() or turn.get("tool_calls") for turn in turns):
         raise UserError(f"field {field!r} has {'an empty' if turns else 'no'} turn of the assistant")
-    return "", value
+    return "", messages_to_learn(value, field)
 
 
 def _chat_or_text(value: Any, field: str) -> Any:

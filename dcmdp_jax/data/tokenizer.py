@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dcmdp_jax.data.chat import render_chat, render_checked
 from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
@@ -133,8 +133,24 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what:
     Raises:
         UserError: in one line with `what` the texts are, for whatever the tokenizers library raises.
     """
+    return _encoded(tokenizer, texts, what)["input_ids"] if texts else []
+
+
+def encode_with_offsets(
+    tokenizer: PreTrainedTokenizerBase, text: str, what: str
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids of a text as `encode_texts`, and for each its first character in the text and the one behind its last.
+
+    Raises:
+        UserError: in one line with `what` the text is.
+    """
+    encoded = _encoded(tokenizer, [text], what, return_offsets_mapping=True)
+    return encoded["input_ids"][0], encoded["offset_mapping"][0]
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], what: str, **options: Any) -> Any:
     try:
-        return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        return tokenizer(list(texts), add_special_tokens=False, **options)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the library does not derive from Exception

@@ -58,6 +58,8 @@ _LONGEST_NAME = 200
 
 RewardFunction = Callable[..., Any]
 Message = Mapping[str, Any]
+LEARNED = "learned"
+"""The key, with the value False, of an assistant's message in `Problem.completion` that is not to be learned."""
 
 
 @dataclasses.dataclass(frozen=True)

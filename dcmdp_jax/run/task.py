@@ -1,8 +1,9 @@
 """What a run learns, read from its settings and files: model shape, tokenizer, problems, rewards. No device starts."""
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,13 @@ def read_task(config: Config, started: datetime) -> Task:
         directory = path_of_model(config) if config.model.path else None
         stop_token_ids = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
         tools = read_tools(config, tokenizer)
-        train, stream = _train_prompts(config, tokenizer, tools)
-        held = held_out(config, tokenizer, tools) if config.evaluation.every_steps else ()
+        load = functools.partial(_load_prompts, config, tokenizer, tools, stop_token_ids=stop_token_ids)
+        train, stream = _train_prompts(config, load)
+        held = held_out(config, tokenizer, tools, stop_token_ids) if config.evaluation.every_steps else ()
         problems = [problem for prompts in (train, *(one for _, one in held)) for problem in prompts.problems]
         rewards, columns = ((), ()) if config.supervised else checked_rewards(config, problems, tokenizer)
         places = split_locations(config.warmup.task) if config.warmup.steps else ()
-        solutions = [_load_prompts(config, tokenizer, tools, "warmup.task", place) for place in places]
+        solutions = [load("warmup.task", place) for place in places]
         read = config, model, tokenizer, stop_token_ids, held, rewards, columns, config.task.max_prompt_tokens
         learned = join_prompts(solutions) if solutions else None
         teacher = _teacher(config, model, tokenizer, stop_token_ids)
@@ -339,21 +341,19 @@ def environment_pool(
     return EnvironmentPool(task.environment, columns, output=output, tools=tools, **limits)
 
 
-def _train_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]]
-) -> tuple[EncodedPrompts, PromptStream]:
+def _train_prompts(config: Config, load: Callable[..., EncodedPrompts]) -> tuple[EncodedPrompts, PromptStream]:
     """The problems of `task.train`, a mixture's task by task, and their order."""
     with naming("config.task.train"):
         parts = parse_mixture(config.task.train)
     places = [(part.location, part.name if len(parts) > 1 else "") for part in parts]
-    encoded = [_load_prompts(config, tokenizer, tools, "task.train", *place) for place in places]
+    encoded = [load("task.train", *place) for place in places]
     stream = PromptStream(tuple(len(each.problems) for each in encoded), tuple(part.weight for part in parts))
     return join_prompts(encoded), stream
 
 
 def _load_prompts(
     config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]], setting: str, location: str,
-    name: str = "",
+    name: str = "", *, stop_token_ids: Sequence[int] = (),
 ) -> EncodedPrompts:  # fmt: skip
     """Problems of a location that a setting names, as token ids under the config's template, suffix and limit.
 
@@ -382,16 +382,23 @@ def _load_prompts(
             max_prompt_tokens=config.max_total_tokens if learned else config.task.max_prompt_tokens,
             chat_template_kwargs=config.task.chat_template_kwargs,
             learned=learned,
+            stop_token_ids=stop_token_ids,
         )
     except UserError as error:
         where = "task." if str(error).startswith("chat_template_kwargs:") else f"{setting}: "
         raise UserError(f"config.{where}{error}") from error
 
 
-def held_out(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()) -> HeldOut:
+def held_out(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[dict[str, Any]] = (),
+    stop_token_ids: Sequence[int] = (),
+) -> HeldOut:
     """The tasks of `evaluation.task`, each with its encoded problems."""
     if not config.supervised and all(name.startswith(TEACHER) for name in config.rewards.names):
         raise UserError("config.rewards.functions: evaluation needs another reward than a teacher, of any weight")
     with as_settings(EVALUATION):
         tasks = held_out_tasks(config.evaluation.task, config.evaluation.samples)
-    return tuple((task, _load_prompts(config, tokenizer, tools, "evaluation.task", task.location)) for task in tasks)
+    load = functools.partial(_load_prompts, config, tokenizer, tools, "evaluation.task", stop_token_ids=stop_token_ids)
+    return tuple((task, load(task.location)) for task in tasks)

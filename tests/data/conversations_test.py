@@ -121,13 +121,13 @@ def test_a_template_that_leaves_out_what_a_conversation_has_is_refused(tmp_path)
 
 
 def test_space_that_the_tokenizer_joins_to_the_header_is_named(monkeypatch, tmp_path):
-    import dcmdp_jax.data.prompts as prompts
+    import dcmdp_jax.data.conversations as conversations
 
     def joined(tokenizer, texts, what):
         """As byte-level BPE: a line break and the space behind it are one token."""
         return [[1 if part == "\n  " else hash(part) for part in re.split(r"(\n +)", text)] for text in texts]
 
-    monkeypatch.setattr(prompts, "encode_texts", joined)
+    monkeypatch.setattr(conversations, "encode_texts", joined)
     chat = [*_TALK[:2], {"role": "assistant", "content": "  2"}]
     with pytest.raises(ValueError, match="joins space around a turn of problem 0 of rows to the template's; strip"):
         _encoded(tmp_path, {"messages": chat})

@@ -1,0 +1,453 @@
+"""Conversations to learn from: their token ids, which of them are targets, and whether these are what the row says."""
+
+import bisect
+import contextlib
+import functools
+import json
+import logging
+import os.path
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dcmdp_jax.data import chat
+from dcmdp_jax.data.tokenizer import encode_texts, encode_with_offsets
+from dcmdp_jax.errors import UserError, one_line, shorten_name
+from dcmdp_jax.rewards.protocol import LEARNED, Message, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_LOG = logging.getLogger(__name__)
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT_TAGS = re.compile(r"</?think(?:ing)?>")
+# An answer that no template writes by itself.
+_ANSWER = "It is five."
+# Of a longer chat so many turns, spread evenly, are compared with the chats that end with them: each comparison takes
+# as long as the chat, and all of them would take its square.
+_COMPARED_TURNS = 8
+# Tokenizers that were warned about: a run encodes several sets of conversations.
+_NEVER_STOPPING: "weakref.WeakSet[PreTrainedTokenizerBase]" = weakref.WeakSet()
+
+
+class ConversationEncoder:
+    """Encodes conversations with one tokenizer and its chat template.
+
+    Args:
+        tokenizer: with a chat template.
+        variables: variables of the template.
+        stop_token_ids: tokens at which sampling stops.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        variables: Mapping[str, Any],
+        stop_token_ids: Sequence[int],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._variables = variables
+        self._stop_token_ids = set(stop_token_ids)
+        added = tokenizer.added_tokens_decoder
+        special = {token_id for token_id, token in added.items() if token.special}
+        self._end_token_ids = self._stop_token_ids | special | set(tokenizer.all_special_ids)
+        self._end_texts = [tokenizer.decode([token_id]) for token_id in self._stop_token_ids | special]
+        self._has_marks = bool(_MARKS.search(str(tokenizer.chat_template)))
+
+    def encode(
+        self, problem: Problem, asked: Sequence[Message], prompt_ids: Sequence[int]
+    ) -> tuple[list[int], np.ndarray]:
+        """Encode a problem with its completion.
+
+        Args:
+            problem: has a completion, messages or text.
+            asked: messages of the prompt; empty where the completion is the whole chat.
+            prompt_ids: the prompt, for a completion that is text.
+
+        Returns:
+            The token ids, and [P] bool, the targets among them, never the first.
+
+        Raises:
+            UserError: in one line with the row's number and field, if the template or the tokenizer does not write
+                what is learned as the row has it.
+        """
+        if not problem.completion:
+            return self._encode_text(problem.solution, prompt_ids)
+        chat_to_learn = _Chat(self, problem, asked)
+        try:
+            ids, targets = chat_to_learn.encode()
+        except UserError:
+            raise
+        except Exception as error:  # any that a template raises
+            raise UserError(
+                f"the chat template can't render {chat_to_learn.name}: {shorten_name(one_line(error))}"
+            ) from error
+        if not targets.any():
+            raise UserError(f"the chat template marks nothing of the assistant's turns in {chat_to_learn.name}")
+        return ids, targets
+
+    def _encode_text(self, text: str, prompt_ids: Sequence[int]) -> tuple[list[int], np.ndarray]:
+        """A completion as a policy would sample it, with one end token."""
+        if any(text.rstrip().endswith(end) for end in self._end_texts):
+            text = text.rstrip()
+        completion = encode_texts(self._tokenizer, [text], "the completions")[0]
+        if not completion or completion[-1] not in self._end_token_ids:
+            completion = [*completion, self.end_token_id]
+        ids = [*prompt_ids, *completion]
+        return ids, np.arange(len(ids)) >= len(prompt_ids)
+
+    @property
+    def end_token_id(self) -> int:
+        """The token that is written behind a turn to which the template adds none."""
+        return self._tokenizer.eos_token_id
+
+    def warn_if_never_stopping(self, token_ids: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> None:
+        """Warn once if no token at which sampling stops is learned."""
+        for ids, learned in zip(token_ids, targets, strict=True):
+            if self._stop_token_ids & set(np.asarray(ids)[learned].tolist()):
+                return
+        if self._tokenizer in _NEVER_STOPPING:
+            return
+        _NEVER_STOPPING.add(self._tokenizer)
+        names = ", ".join(repr(self._tokenizer.decode([token_id])) for token_id in sorted(self._stop_token_ids))
+        if self._has_marks:
+            reason = "the {% generation %} marks of the chat template leave it out: move {% endgeneration %} behind it"
+        else:
+            reason = "the chat template ends a turn otherwise: name its token as eos_token_id in generation_config.json"
+        _LOG.warning("stopping is never learned: no target is a token at which sampling stops (%s); %s", names, reason)
+
+    @functools.cached_property
+    def call_format(self) -> tuple[bool, chat.CallFormat | None]:
+        """Whether the template takes the arguments of a call as JSON text, and the format in which it writes calls.
+
+        Templates take an object, or text that they write as it is. The format is None if it is not known.
+        """
+        for as_text in (False, True):
+            with contextlib.suppress(UserError):
+                call_format = chat.find_call_format(self._tokenizer, self._variables, arguments_as_text=as_text)
+                return as_text, chat.CallFormat(call_format.template)
+        return False, None
+
+    @functools.cached_property
+    def frame(self) -> tuple[str, str]:
+        """The text of the template before the words of an assistant's turn, and behind them; empty if unknown.
+
+        The text before a turn is that of the generation prompt as far as both agree, without a thought.
+        """
+        question = chat.write_chat(self._tokenizer, chat.QUESTION, **self._variables)
+        answer = {"role": "assistant", "content": _ANSWER}
+        written = chat.write_chat(self._tokenizer, [*chat.QUESTION, answer], **self._variables)
+        prompt = self.write(chat.QUESTION, (), add_generation_prompt=True)
+        if not written.startswith(question) or not prompt.startswith(question):
+            return "", ""
+        header, has_answer, tail = written[len(question) :].partition(_ANSWER)
+        if not has_answer:
+            return "", ""
+        return os.path.commonprefix([header, prompt[len(question) :]]), tail
+
+    def write(self, messages: Sequence[Message], tools: Sequence[Any], **options: Any) -> Any:
+        """Messages as the template writes them."""
+        return chat.write_chat(self._tokenizer, messages, tools=tools, **self._variables, **options)
+
+
+class _Chat:
+    """One conversation, as the template writes it."""
+
+    def __init__(self, encoder: ConversationEncoder, problem: Problem, asked: Sequence[Message]) -> None:
+        self._encoder = encoder
+        self._tokenizer = encoder._tokenizer
+        self._problem = problem
+        self._num_asked = len(asked)
+        self.name = f"problem {problem.index} of {problem.source}"
+        self._messages = [self._prepared(message) for message in (*asked, *problem.completion)]
+        self._turns = [
+            number
+            for number, message in enumerate(self._messages)
+            if message["role"] == "assistant" and number >= len(asked)
+        ]
+        completion = problem.completion
+        self._learned_turns = [turn for turn in self._turns if completion[turn - len(asked)].get(LEARNED, True)]
+
+    def _prepared(self, message: Message) -> Message:
+        """A message as the template takes it: one end token is the template's, and calls have their form."""
+        message = {field: value for field, value in message.items() if field != LEARNED}
+        if message["role"] != "assistant":
+            return message
+        content = message["content"]
+        for end in self._encoder._end_texts:
+            if content.rstrip().endswith(end):
+                message["content"] = content.rstrip().removesuffix(end)
+        if message.get("tool_calls"):
+            as_text, _ = self._encoder.call_format
+            if as_text:
+                message["tool_calls"] = chat.with_arguments_as_text(message["tool_calls"])
+        return message
+
+    def encode(self) -> tuple[list[int], np.ndarray]:
+        """See `ConversationEncoder.encode`."""
+        text = self._write(self._messages)
+        chat.check_written(
+            text,
+            self._tokenizer,
+            self._messages,
+            template="the chat template",
+            what=self.name,
+            variables=self._encoder._variables,
+            tools=self._problem.tools,
+        )
+        if self._encoder._has_marks:
+            ids, targets, turn_texts = self._marked(text)
+        else:
+            ids, targets, turn_texts = self._unmarked(text)
+        for turn, turn_text in turn_texts.items():
+            field = self._changed_field(self._messages[turn], turn_text)
+            if field:
+                raise UserError(
+                    f"the chat template leaves out or changes {field} of {self._place(turn)} in {self.name}, which "
+                    "would not be learned; use a template that writes it, or give the turn a row of its own"
+                )
+        return ids, targets
+
+    def _write(self, messages: Sequence[Message], **options: Any) -> Any:
+        return self._encoder.write(messages, self._problem.tools, **options)
+
+    def _place(self, turn: int) -> str:
+        """The message in its field of the row."""
+        return f"{'completion' if self._num_asked else 'messages'}[{turn - self._num_asked}]"
+
+    # Templates with marks.
+
+    def _marked(self, text: str) -> tuple[list[int], np.ndarray, dict[int, str]]:
+        """Ids, targets, and the marked text of each learned turn."""
+        encoded = self._write(self._messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids = encoded["input_ids"]
+        marked = np.array(encoded["assistant_masks"], bool)
+        _, offsets = encode_with_offsets(self._tokenizer, text, self.name)
+        starts = [start for start, _ in offsets]
+        turn_starts = self._turn_starts(text)
+
+        targets = np.zeros(len(ids), bool)
+        turn_texts = {}
+        for place, turn in enumerate(self._turns):
+            first = bisect.bisect_left(starts, turn_starts[place])
+            next_start = turn_starts[place + 1] if place + 1 < len(turn_starts) else len(text)
+            in_turn = np.zeros(len(ids), bool)
+            in_turn[first : bisect.bisect_left(starts, next_start)] = True
+            in_turn &= marked
+            if turn in self._learned_turns:
+                targets |= in_turn
+                turn_texts[turn] = "".join(text[slice(*offsets[token])] for token in np.flatnonzero(in_turn))
+        targets[0] = False
+        return ids, targets, turn_texts
+
+    def _turn_starts(self, text: str) -> list[int]:
+        """Where the words of each turn behind the prompt begin, in characters."""
+        header, _ = self._encoder.frame
+        assistants = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
+        if header and text.count(header) == len(assistants):
+            starts = [match.end() for match in re.finditer(re.escape(header), text)]
+            return starts[len(assistants) - len(self._turns) :]
+        starts = []
+        for turn in self._turns:
+            before = self._write(self._messages[:turn], add_generation_prompt=True) if turn else self._first_header()
+            starts.append(len(os.path.commonprefix([before, text])))
+        return starts
+
+    # Templates without marks.
+
+    def _unmarked(self, text: str) -> tuple[list[int], np.ndarray, dict[int, str]]:
+        """Ids, targets, and the text of each learned turn.
+
+        The chat before a turn with its generation prompt, and the chat that ends with the turn, must be prefixes of
+        the whole, token by token. Of a long chat some turns are compared so, and the others are found between the
+        texts that the template writes around a turn.
+        """
+        learned = self._learned_turns
+        places = np.linspace(0, len(learned) - 1, _COMPARED_TURNS).round().astype(int)
+        compared = learned if len(learned) <= _COMPARED_TURNS else [learned[place] for place in places]
+        ids, spans, turn_texts = self._compared(text, compared)
+        if len(compared) < len(learned):
+            limits = self._turn_limits(text, turn_texts)
+            if limits is None:
+                # Words of the chat look like the template's.
+                ids, spans, turn_texts = self._compared(text, learned)
+            else:
+                _, offsets = encode_with_offsets(self._tokenizer, text, self.name)
+                for turn, (start, end) in limits.items():
+                    turn_texts[turn] = text[start:end]
+                    spans.setdefault(turn, self._token_span(offsets, start, end))
+
+        targets = np.zeros(len(ids), bool)
+        last = 0
+        for first, last in spans.values():
+            # Space behind a turn is no part of it.
+            while last > first and not self._tokenizer.decode(ids[last - 1 : last]).strip():
+                last -= 1
+            targets[max(1, first) : last] = True
+        ends_chat = bool(learned) and learned[-1] == len(self._messages) - 1
+        if ends_chat and ids[last - 1] not in self._encoder._end_token_ids:
+            ids = [*ids[:last], self._encoder.end_token_id]
+            targets = np.append(targets[:last], True)
+        return ids, targets, turn_texts
+
+    def _compared(
+        self, text: str, turns: Sequence[int]
+    ) -> tuple[list[int], dict[int, tuple[int, int]], dict[int, str]]:
+        """Ids of the chat; for each turn its first token and the one behind its last, and its text."""
+        before = [self._text_before(turn) for turn in turns]
+        after = [self._write(self._messages[: turn + 1]) for turn in turns]
+        ids, *prefixes = encode_texts(self._tokenizer, [text, *before, *after], self.name)
+        before_ids, after_ids = prefixes[: len(turns)], prefixes[len(turns) :]
+
+        spans = {}
+        turn_texts = {}
+        for place, turn in enumerate(turns):
+            start, end = before_ids[place], after_ids[place]
+            if ids[: len(start)] != start or ids[: len(end)] != end:
+                raise UserError(self._why_no_prefix(text, turn, before[place], after[place]))
+            spans[turn] = len(start), len(end)
+            turn_texts[turn] = text[len(before[place]) : len(after[place])]
+        return ids, spans, turn_texts
+
+    def _text_before(self, turn: int) -> str:
+        if turn:
+            return self._write(self._messages[:turn], add_generation_prompt=True)
+        # Many templates can't write a chat of nothing: here the words follow the header.
+        question = self._encoder.write(chat.QUESTION, ())
+        header = self._encoder.write(chat.QUESTION, (), add_generation_prompt=True)
+        return "".join(self._write(self._messages).partition(header.removeprefix(question))[:2])
+
+    def _why_no_prefix(self, text: str, turn: int, before: str, after: str) -> str:
+        message = self._messages[turn]
+        has_thought = "<think" in message["content"] or any(message.get(field) for field in _THOUGHT_FIELDS)
+        if chat.THOUGHT.search(before) and not has_thought:
+            advice = f"give it one as {_THOUGHT_FIELDS[0]}"
+            if re.search(r"\benable_thinking\b", str(self._tokenizer.chat_template)):
+                advice = f'set {{"enable_thinking": false}} in chat_template_kwargs, or {advice}'
+            return (
+                f"the generation prompt of the chat template begins a thought, and {self._place(turn)} of "
+                f"{self.name} has none; {advice}"
+            )
+        if text.startswith(before) and text.startswith(after):
+            return f"the tokenizer joins space around a turn of {self.name} to the template's; strip that turn"
+        return (
+            f"the chat template writes the start of {self.name} otherwise once the chat goes on; mark the assistant's "
+            "turns in it with {% generation %}, or give each turn a row of its own"
+        )
+
+    def _turn_limits(self, text: str, turn_texts: Mapping[int, str]) -> dict[int, tuple[int, int]] | None:
+        """Start and end of each learned turn, in characters; None if they can't be told, or are not the compared."""
+        header, tail = self._encoder.frame
+        assistants = [number for number, message in enumerate(self._messages) if message["role"] == "assistant"]
+        if not header or not tail or text.count(header) != len(assistants):
+            return None
+        limits = {}
+        headers = re.finditer(re.escape(header), text)
+        for turn, match in zip(assistants, headers, strict=True):
+            end = text.find(tail, match.end()) + len(tail)
+            if turn in self._learned_turns:
+                limits[turn] = match.end(), end
+        for turn, turn_text in turn_texts.items():
+            if not text[slice(*limits[turn])].endswith(turn_text) or not turn_text.endswith(tail):
+                return None
+        # The generation prompt may begin a turn with a text of its own.
+        begun = {text[slice(*limits[turn])].removesuffix(turn_text) for turn, turn_text in turn_texts.items()}
+        if len(begun) > 1:
+            return None
+        [own] = begun
+        if not all(text.startswith(own, start) for start, _ in limits.values()):
+            return None
+        return {turn: (start + len(own), end) for turn, (start, end) in limits.items()}
+
+    def _token_span(self, offsets: Sequence[tuple[int, int]], start: int, end: int) -> tuple[int, int]:
+        """The first token of a turn and the one behind its last."""
+        first = bisect.bisect_left(offsets, start, key=lambda offset: offset[0])
+        last = bisect.bisect_left(offsets, end, key=lambda offset: offset[0])
+        if offsets[first - 1][1] > start or offsets[last - 1][1] > end:
+            raise UserError(
+                f"the tokenizer joins space around a turn of {self.name} to the template's; strip that turn"
+            )
+        return first, last
+
+    # What is learned, read back.
+
+    def _changed_field(self, message: Message, text: str) -> str | None:
+        """The first field of a message that its turn does not hold, in the order thought, content, calls."""
+        unread = text
+        thoughts: set[str] = set()
+        for field in _THOUGHT_FIELDS:
+            # Some rows have one thought under two names.
+            thought = str(message.get(field) or "").strip()
+            if thought and thought not in thoughts:
+                thoughts.add(thought)
+                _, is_written, unread = unread.partition(thought)
+                if not is_written:
+                    return field
+        for piece in self._content_pieces(message["content"], unread):
+            _, is_written, unread = unread.partition(piece)
+            if not is_written:
+                return "content"
+        calls = message.get("tool_calls")
+        # Most templates write calls behind the content.
+        if calls and not self._holds_calls(unread, calls) and not self._holds_calls(text, calls):
+            return "tool_calls"
+        return "function_call" if message.get("function_call") else None
+
+    def _content_pieces(self, content: str, text: str) -> list[str]:
+        """The content without space around it; around the tags of a thought, templates write their own."""
+        content = content.strip()
+        if content and content in text:
+            return [content]
+        return [piece.strip() for piece in _THOUGHT_TAGS.split(content) if piece.strip()]
+
+    def _holds_calls(self, text: str, calls: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a text has these calls and no others."""
+        expected = [chat.named_call(call) for call in calls]
+        _, call_format = self._encoder.call_format
+        if call_format is None:
+            # In a format that is not known: names and values as text, in their order.
+            for call in expected:
+                for word in (call["name"], *_words(call["arguments"])):
+                    _, is_written, text = text.partition(word)
+                    if not is_written:
+                        return False
+            return True
+        # Without schemas nothing is read as another type than it is written in.
+        tools = [{"name": call["name"]} for call in expected]
+        if "syntax" not in call_format.template:
+            ids = encode_texts(self._tokenizer, [text], self.name)[0]
+            text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        written, problems = call_format.find(text, tools)
+        is_text = call_format.template.get("syntax") == "xml"
+        return not problems and _equal(written, expected, is_text=is_text)
+
+
+def _words(value: Any) -> list[str]:
+    """What a value is written with, in order."""
+    if isinstance(value, Mapping):
+        return [word for name, entry in value.items() for word in (str(name), *_words(entry))]
+    if isinstance(value, list):
+        return [word for entry in value for word in _words(entry)]
+    return [str(value)] if isinstance(value, str) and value else [json.dumps(value)]
+
+
+def _equal(written: Any, expected: Any, *, is_text: bool) -> bool:
+    """Whether values are the same, true and 1 not; with `is_text` also a text that says the value."""
+    if isinstance(written, Mapping) and isinstance(expected, Mapping):
+        same = written.keys() == expected.keys()
+        return same and all(_equal(written[name], expected[name], is_text=is_text) for name in written)
+    if isinstance(written, list) and isinstance(expected, list):
+        pairs = zip(written, expected, strict=False)
+        return len(written) == len(expected) and all(_equal(a, b, is_text=is_text) for a, b in pairs)
+    if is_text and isinstance(written, str) and not isinstance(expected, str):
+        if written.strip() == str(expected):
+            return True
+        with contextlib.suppress(ValueError):
+            written = json.loads(written)
+    elif is_text and isinstance(written, str):
+        return written.strip() == expected.strip()
+    return written == expected and isinstance(written, bool) == isinstance(expected, bool)

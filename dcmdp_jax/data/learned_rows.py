@@ -1,0 +1,155 @@
+"""What a row of conversations says about itself: fields of tables, calls as objects, and which turns are learned."""
+
+import json
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dcmdp_jax.errors import UserError, shorten
+from dcmdp_jax.rewards.protocol import LEARNED, Message
+
+# Fields of a message by which fine-tuning services and frameworks say whether its turn is learned (OpenAI and Mistral:
+# weight; axolotl: train, training; ms-swift: loss; torchtune: masked).
+_LEARNED_FIELDS = (LEARNED, "weight", "loss_weight", "loss", "train", "training", "trainable", "loss_mask")
+_MASKED_FIELDS = ("masked",)
+# What has no meaning here: parts of a turn, factors of tokens, and a mask whose direction differs between frameworks.
+_REFUSED_FIELDS = ("mask", "train_detail", "training_detail", "loss_scale", "token_weights", "weights")
+_ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
+_ROW_LISTS = ("weights", "loss_mask", "loss_masks", "loss_weights", "token_weights")
+
+
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table without the nulls in its fields; a null field itself stays."""
+    return {name: value if value is None else _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
+    if isinstance(value, list):
+        return [_without_nulls(entry) for entry in value]
+    return value
+
+
+def check_row_weight(row: Mapping[str, Any]) -> None:
+    """Refuse weights of a whole row, or lists of them: each row is learned once, each of its tokens alike."""
+    for name in _ROW_WEIGHTS:
+        weight = row.get(name)
+        if weight is not None and (not isinstance(weight, numbers.Number) or weight != 1):
+            raise UserError(
+                f"field {name!r} is {shorten(weight)}, and rows have no weights: leave the row or the field out"
+            )
+    for name in _ROW_LISTS:
+        if isinstance(row.get(name), list | Mapping):
+            raise UserError(
+                f"field {name!r} is {shorten(row[name])}, which is not read: give a message a weight of 0 to leave "
+                "its turn out, or take the field out"
+            )
+
+
+def messages_to_learn(messages: Sequence[Message], field: str) -> tuple[Message, ...]:
+    """The messages of a completion: one that is not to be learned has `LEARNED: False`, and calls are objects.
+
+    Raises:
+        UserError: in one line that names field, message and weight.
+    """
+    prepared = tuple(_prepared(message, f"{field}[{number}]") for number, message in enumerate(messages))
+    turns = [message for message in prepared if message["role"] == "assistant"]
+    if not any(turn.get(LEARNED, True) for turn in turns):
+        raise UserError(f"field {field!r}: its weights leave no turn of the assistant to learn")
+    return prepared
+
+
+def messages_to_read(messages: Sequence[Message], field: str) -> tuple[Message, ...]:
+    """The messages of a prompt, none of which is learned: a weight of more than 0 is refused."""
+    prepared = []
+    for number, message in enumerate(messages):
+        place = f"{field}[{number}]"
+        if _flag(message, place) is True:
+            raise UserError(f"{place} is to be learned, and a prompt is not: move it to the completion")
+        kept = _prepared({**_without_flags(message)}, place)
+        prepared.append(kept)
+    return tuple(prepared)
+
+
+def _prepared(message: Message, place: str) -> Message:
+    """A message without its flags, its calls as objects."""
+    is_learned = _flag(message, place)
+    prepared = _without_flags(message)
+    if message["role"] != "assistant":
+        if is_learned:
+            raise UserError(
+                f"{place} is a turn of the {shorten(message['role'])} that is to be learned; only the assistant's are: "
+                "leave its weight out"
+            )
+        return prepared
+    if is_learned is False:
+        prepared[LEARNED] = False
+    calls = _calls(message.get("tool_calls"), place)
+    if calls:
+        prepared["tool_calls"] = calls
+    else:
+        prepared.pop("tool_calls", None)
+    return prepared
+
+
+def _without_flags(message: Message) -> dict[str, Any]:
+    flags = (*_LEARNED_FIELDS, *_MASKED_FIELDS)
+    return {name: value for name, value in message.items() if name not in flags}
+
+
+def _flag(message: Message, place: str) -> bool | None:
+    """Whether a message says that it is learned; None if it does not say."""
+    for name in _REFUSED_FIELDS:
+        if message.get(name) is not None:
+            raise UserError(
+                f"{place}.{name} is {shorten(message[name])}, which is not read: a weight of 0 or 1 says whether a "
+                "turn is learned"
+            )
+    said = {}
+    for name in (*_LEARNED_FIELDS, *_MASKED_FIELDS):
+        value = message.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, numbers.Number | np.bool_) or value not in (0, 1):
+            raise UserError(f"{place}.{name} is {shorten(value)}, must be 0 or 1, or false or true")
+        said[name] = bool(value) != (name in _MASKED_FIELDS)
+    if len(set(said.values())) > 1:
+        raise UserError(f"{place}: {' and '.join(said)} contradict each other")
+    return next(iter(said.values()), None)
+
+
+def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
+    """The calls of a message, their arguments as objects."""
+    if isinstance(calls, str):
+        calls = _parsed(calls, f"{place}.tool_calls")
+    if calls is None:
+        return []
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise UserError(f"{place}.tool_calls is {shorten(calls)}, must be a list of objects")
+    return [_call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(calls)]
+
+
+def _call(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+    function = call.get("function", call)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{place} is {shorten(call)}, it needs a name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # As OpenAI's files have them; a call without arguments has an empty text in some.
+        arguments = _parsed(arguments, f"{place}.arguments") if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        raise UserError(f"{place}.arguments is {shorten(arguments)}, must be a JSON object")
+    function = {**function, "arguments": dict(arguments)}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place} is {shorten(text)}, which is not valid JSON ({error})") from None
