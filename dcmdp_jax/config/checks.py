@@ -27,6 +27,8 @@ MESH |= {axis: f"mesh.{axis}" for axis in ("data", "fsdp", "tensor", "expert")}
 PACKING = {"limit": "rollout.max_completion_tokens", "max_completion_tokens": "rollout.max_completion_tokens"}
 PACKING |= {name: f"training.{name}" for name in ("row_lengths", "segments_per_row")}
 PACKING |= {"completions": "training.prompts_per_mini_batch or rollout.group_size"}
+# A conversation has no group.
+SUPERVISED_PACKING = PACKING | {"completions": "training.prompts_per_mini_batch"}
 EPISODES = {"drop": "rollout.on_non_finite=drop", "routed_experts": "rollout.router_replay"}
 EPISODES |= {"top_logprobs": "rollout.top_logprobs"}
 EVALUATION = {"task": "evaluation.task", "samples": "evaluation.samples"}

@@ -35,6 +35,8 @@ _OURS = (
 QUESTION = ({"role": "user", "content": "What is 2+3?"},)
 # A call to try a format with, whose argument gets its type from the tool.
 _CALL = {"name": "double", "arguments": {"number": 2}}
+CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": _CALL}]}
+"""A turn with that call."""
 _NUMBER = {"type": "object", "properties": {"number": {"type": "integer", "description": "?"}}}
 _TOOL = {"type": "function", "function": {"name": "double", "description": "?", "parameters": _NUMBER}}
 
@@ -100,11 +102,13 @@ def _undescribed(
         name = function.get("name")
         if not isinstance(name, str) or not is_written(name, text):
             return f"the tool {shorten(name)}"
-        description = function.get("description")
-        if isinstance(description, str) and not is_written(description.strip(), text):
+        description = str(function.get("description") or "").strip()
+        if not is_written(description, text):
             return f"the description of the tool {shorten(name)}"
+        # A description has the names of parameters as words.
+        beside = text.replace(description, "") if description else text
         for parameter in (function.get("parameters") or {}).get("properties") or {}:
-            if not is_written(parameter, text):
+            if not is_written(parameter, beside):
                 return f"the parameter {shorten(parameter)} of the tool {shorten(name)}"
     return ""
 
@@ -276,9 +280,9 @@ def find_call_format(
         UserError: in one line, if none reads the call that the template writes.
     """
     write = functools.partial(write_chat, tokenizer, tools=[_TOOL], **variables)
-    calls = [{"type": "function", "function": _CALL}]
-    calls = with_arguments_as_text(calls) if arguments_as_text else calls
-    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    called = CALLED
+    if arguments_as_text:
+        called = {**CALLED, "tool_calls": with_arguments_as_text(CALLED["tool_calls"])}
     with contextlib.suppress(Exception):  # any that a template raises
         before, begun = write(QUESTION), write(QUESTION, add_generation_prompt=True)
         ids = tokenizer(write([*QUESTION, called]).removeprefix(THOUGHT.sub("", begun)), add_special_tokens=False)

@@ -130,6 +130,10 @@ class ConversationEncoder:
             with contextlib.suppress(UserError):
                 call_format = chat.find_call_format(self._tokenizer, self._variables, arguments_as_text=as_text)
                 return as_text, chat.CallFormat(call_format.template)
+        try:
+            self.write([*chat.QUESTION, chat.CALLED], [])
+        except Exception:  # any that a template raises: it joins the arguments to its text
+            return True, None
         return False, None
 
     @functools.cached_property
@@ -206,11 +210,14 @@ class _Chat:
         for turn, turn_text in turn_texts.items():
             field = self._changed_field(self._messages[turn], turn_text)
             if field:
-                raise UserError(
-                    f"the chat template leaves out or changes {field} of {self._place(turn)} in {self.name}, which "
-                    "would not be learned; use a template that writes it, or give the turn a row of its own"
-                )
+                raise UserError(self._left_out(field, turn))
         return ids, targets
+
+    def _left_out(self, field: str, turn: int) -> str:
+        return (
+            f"the chat template leaves out or changes {field} of {self._place(turn)} in {self.name}, which then is "
+            "not learned; use a template that writes it, or take it out of the row"
+        )
 
     def _write(self, messages: Sequence[Message], **options: Any) -> Any:
         return self._encoder.write(messages, self._problem.tools, **options)
@@ -324,7 +331,11 @@ class _Chat:
     def _why_no_prefix(self, text: str, turn: int, before: str, after: str) -> str:
         message = self._messages[turn]
         has_thought = "<think" in message["content"] or any(message.get(field) for field in _THOUGHT_FIELDS)
-        if chat.THOUGHT.search(before) and not has_thought:
+        if chat.THOUGHT.search(before) and has_thought:
+            field = self._changed_field(message, text[len(os.path.commonprefix([before, text])) :])
+            if field:
+                return self._left_out(field, turn)
+        elif chat.THOUGHT.search(before):
             advice = f"give it one as {_THOUGHT_FIELDS[0]}"
             if re.search(r"\benable_thinking\b", str(self._tokenizer.chat_template)):
                 advice = f'set {{"enable_thinking": false}} in chat_template_kwargs, or {advice}'
@@ -346,10 +357,11 @@ class _Chat:
         if not header or not tail or text.count(header) != len(assistants):
             return None
         limits = {}
+        learned = set(self._learned_turns)
         headers = re.finditer(re.escape(header), text)
         for turn, match in zip(assistants, headers, strict=True):
             end = text.find(tail, match.end()) + len(tail)
-            if turn in self._learned_turns:
+            if turn in learned:
                 limits[turn] = match.end(), end
         for turn, turn_text in turn_texts.items():
             if not text[slice(*limits[turn])].endswith(turn_text) or not turn_text.endswith(tail):
@@ -412,7 +424,8 @@ class _Chat:
             # In a format that is not known: names and values as text, in their order.
             for call in expected:
                 for word in (call["name"], *_words(call["arguments"])):
-                    _, is_written, text = text.partition(word)
+                    escaped = json.dumps(word, ensure_ascii=False)[1:-1]
+                    _, is_written, text = text.partition(word if word in text else escaped)
                     if not is_written:
                         return False
             return True

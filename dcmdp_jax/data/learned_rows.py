@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.errors import UserError, shorten
+from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.rewards.protocol import LEARNED, Message
 
 # Fields of a message by which fine-tuning services and frameworks say whether its turn is learned (OpenAI and Mistral:
@@ -20,9 +20,14 @@ _ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")
 _ROW_LISTS = ("weights", "loss_mask", "loss_masks", "loss_weights", "token_weights")
 
 
-def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a table without the nulls in its fields; a null field itself stays."""
-    return {name: value if value is None else _without_nulls(value) for name, value in row.items()}
+# Fields with objects of a chat template's.
+_CHAT_FIELDS = ("messages", "prompt", "problem", "question", "completion", "tools")
+
+
+def chats_without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table without the nulls within its chats and tools, at any depth."""
+    chats = {name: _without_nulls(row[name]) for name in _CHAT_FIELDS if row.get(name) is not None}
+    return {**row, **chats}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -64,14 +69,10 @@ def messages_to_learn(messages: Sequence[Message], field: str) -> tuple[Message,
 
 def messages_to_read(messages: Sequence[Message], field: str) -> tuple[Message, ...]:
     """The messages of a prompt, none of which is learned: a weight of more than 0 is refused."""
-    prepared = []
     for number, message in enumerate(messages):
-        place = f"{field}[{number}]"
-        if _flag(message, place) is True:
-            raise UserError(f"{place} is to be learned, and a prompt is not: move it to the completion")
-        kept = _prepared({**_without_flags(message)}, place)
-        prepared.append(kept)
-    return tuple(prepared)
+        if _flag(message, f"{field}[{number}]"):
+            raise UserError(f"{field}[{number}] is to be learned, and a prompt is not: move it to the completion")
+    return tuple(_prepared(_without_flags(message), f"{field}[{number}]") for number, message in enumerate(messages))
 
 
 def _prepared(message: Message, place: str) -> Message:
@@ -81,8 +82,8 @@ def _prepared(message: Message, place: str) -> Message:
     if message["role"] != "assistant":
         if is_learned:
             raise UserError(
-                f"{place} is a turn of the {shorten(message['role'])} that is to be learned; only the assistant's are: "
-                "leave its weight out"
+                f"{place} is a turn of the {shorten_name(message['role'])} that is to be learned; only the "
+                "assistant's are: leave its weight out"
             )
         return prepared
     if is_learned is False:

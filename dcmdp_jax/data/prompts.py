@@ -57,12 +57,14 @@ def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:
 
 
 def digest_of(prompts: EncodedPrompts) -> str:
-    """Number of problems, and a digest of prompts, answers and columns in their order."""
+    """Number of problems, and a digest of prompts, answers and columns in their order, and of what is learned."""
 
     def parts() -> Iterable[bytes]:
         for ids, problem in zip(prompts.token_ids, prompts.problems, strict=True):
             yield ids.tobytes()
             yield json.dumps([problem.answer, problem.columns], sort_keys=True, default=str).encode()
+        for targets in prompts.targets:
+            yield targets.tobytes()
 
     return f"{len(prompts.problems)}, {digest(parts())}"
 

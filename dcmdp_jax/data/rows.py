@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from dcmdp_jax.data.learned_rows import check_row_weight, messages_to_learn, messages_to_read, without_nulls
+from dcmdp_jax.data.learned_rows import chats_without_nulls, check_row_weight, messages_to_learn, messages_to_read
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.rewards.math import notation, numbers
 from dcmdp_jax.rewards.math.answers import answer_defect
@@ -39,8 +39,8 @@ def problem_from_row(
     """Make a problem from one row.
 
     Args:
-        row: the row's fields, or its JSON text. A table has every row's fields in each, so its nulls stand for nothing,
-            at any depth; a null in JSON text is what the row says.
+        row: the row's fields, or its JSON text. A table's chats and tools have the fields of all rows, so their nulls
+            stand for nothing, at any depth; a null in JSON text is what the row says.
         source: name to use where the row has no `data_source`.
         index: 0-based row number.
         keep_columns: whether the problem has `columns`.
@@ -50,7 +50,8 @@ def problem_from_row(
         UserError: if the row is not a JSON object, its schema is unknown, its prompt is empty, or it has no answer and
             needs one, or one that nothing could match; or no completion, or an empty one, where it is learned.
     """
-    row = without_nulls(row) if isinstance(row, Mapping) else _parse_json(row)
+    given = row if isinstance(row, Mapping) else _parse_json(row)
+    row = chats_without_nulls(given) if isinstance(row, Mapping) else given
     answer, completion = None, ()
     learned = answers == "learned"
     prompt, messages = ("", ()) if learned and row.get("messages") is not None else _prompt(row)
@@ -81,7 +82,7 @@ def problem_from_row(
         tools=_tools(row) if messages or completion else (),
         solution=solution,
         completion=completion,
-        columns={name: row[name] for name in row if name not in _NO_COLUMNS} if keep_columns else {},
+        columns={name: given[name] for name in given if name not in _NO_COLUMNS} if keep_columns else {},
     )
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.algorithm import discrepancy, dual
-from dcmdp_jax.config.checks import PACKING, in_settings
+from dcmdp_jax.config.checks import PACKING, SUPERVISED_PACKING, in_settings
 from dcmdp_jax.data import episode, lengths, prompts
 from dcmdp_jax.data.packing import pack, staleness_metrics
 from dcmdp_jax.engines.noise_floor import NOISE_FLOOR_STEPS, noise_floor
@@ -255,7 +255,7 @@ class Batches:
             advice = lengths.padding_advice(
                 packing, chosen=not training.row_lengths, limited=training.segments_per_row > 0
             )
-            advice = in_settings(advice, PACKING)
+            advice = in_settings(advice, SUPERVISED_PACKING if config.supervised else PACKING)
             logger.warning("step %d: %.0f%% of what is computed is padding; %s", step + 1, 100 * padding, advice)
         on_devices = to_global(batch, batch_shardings(self._placement.mesh))
         return on_devices, batch.rows, metrics

@@ -46,6 +46,24 @@ def test_much_padding_is_told_once_with_the_setting(caplog):
     ]
 
 
+@pytest.mark.parametrize(
+    ("loss", "setting"),
+    [
+        ("surrogate", "training.prompts_per_mini_batch or rollout.group_size"),
+        # Conversations have no groups.
+        ("likelihood", "training.prompts_per_mini_batch"),
+    ],
+)
+def test_the_advice_names_a_setting_that_the_run_has(caplog, loss, setting):
+    # 16 sequences for 4 devices are fewer than 8 for each.
+    batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1, 4, 64))
+    config = dataclasses.replace(batches._config.algorithm, loss=loss)
+    batches._config = dataclasses.replace(batches._config, algorithm=config)
+    batches._pack(_rollout(16, 30), 0)
+    [said] = our_log(caplog)
+    assert said.endswith(f"a mini-batch has 16 completions for 4 devices: raise {setting}")
+
+
 def test_little_padding_is_not_told(caplog):
     batches = _batches(RowShapes((64,), (4,), (4,), 1, 16, 1, 1, 64))
     _, _, metrics = batches._pack(_rollout(16, 45), 0)

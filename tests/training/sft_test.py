@@ -144,6 +144,13 @@ def test_a_killed_run_goes_on_to_the_same_bits(run_environment, tmp_path, rows, 
     # Another run's settings are refused: training by rewards would go on from these weights.
     refused = finish(start(run_environment, tmp_path / "run", *words), code=2)
     assert "holds a run with" in refused
+    # The tokens are the same, but "2" is no longer learned.
+    talk = [_TALK[0], {**_TALK[1], "weight": 0}, _TALK[2], _ROWS[1]["messages"][-1]]
+    changed = [*_ROWS[:1], {"messages": talk}, *_ROWS[2:]]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    more = [*words, "--config.training.steps=5"]
+    refused = finish(start(run_environment, tmp_path / "run", *more, program=("-m", "bin.sft")), code=2)
+    assert "config.task.train: has 6" in refused and "put the data back, or set" in refused
 
 
 def test_a_row_without_an_assistants_turn_is_one_line_before_any_device_starts(tmp_path):
