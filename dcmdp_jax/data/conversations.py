@@ -417,7 +417,7 @@ class _Chat:
         return [piece.strip() for piece in _THOUGHT_TAGS.split(content) if piece.strip()]
 
     def _holds_calls(self, text: str, calls: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a text has these calls and no others."""
+        """Whether a text has these calls, and no others where their format is known."""
         expected = [chat.named_call(call) for call in calls]
         _, call_format = self._encoder.call_format
         if call_format is None:

@@ -12,8 +12,8 @@ from dcmdp_jax.rewards.protocol import LEARNED, Message
 
 # Fields of a message by which fine-tuning services and frameworks say whether its turn is learned (OpenAI and Mistral:
 # weight; axolotl: train, training; ms-swift: loss; torchtune: masked).
-_LEARNED_FIELDS = (LEARNED, "weight", "loss_weight", "loss", "train", "training", "trainable", "loss_mask")
-_MASKED_FIELDS = ("masked",)
+_LEARNED_FIELDS = (LEARNED, "learn", "weight", "loss_weight", "loss", "train", "training", "trainable", "loss_mask")
+_MASKED_FIELDS = ("masked", "mask_loss")
 # What has no meaning here: parts of a turn, factors of tokens, and a mask whose direction differs between frameworks.
 _REFUSED_FIELDS = ("mask", "train_detail", "training_detail", "loss_scale", "token_weights", "weights")
 _ROW_WEIGHTS = ("weight", "loss_weight", "sample_weight")

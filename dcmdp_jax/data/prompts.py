@@ -40,9 +40,13 @@ class EncodedPrompts(NamedTuple):
     targets: Sequence[np.ndarray] = ()
 
     def select(self, places: slice | Sequence[int]) -> "EncodedPrompts":
-        """The problems at these places, and their prompts."""
+        """The problems at these places, their prompts and targets."""
         chosen = range(len(self.problems))[places] if isinstance(places, slice) else places
-        return self._replace(problems=[self.problems[i] for i in chosen], token_ids=[self.token_ids[i] for i in chosen])
+        return self._replace(
+            problems=[self.problems[i] for i in chosen],
+            token_ids=[self.token_ids[i] for i in chosen],
+            targets=[self.targets[i] for i in chosen] if self.targets else (),
+        )
 
 
 def join_prompts(parts: Sequence[EncodedPrompts]) -> EncodedPrompts:
