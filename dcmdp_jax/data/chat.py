@@ -45,7 +45,7 @@ def render_checked(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], template: str, what: str,
     variables: Mapping[str, Any] = MappingProxyType({}), tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:  # fmt: skip
-    """The text of a chat up to the assistant's turn; refused without each message's text and each tool's schema.
+    """The text of a chat up to the assistant's turn; refused without each message's text and each tool's name.
 
     A chat that ends with the assistant's message goes on in it. A template may leave out an assistant's earlier
     thoughts, so the assistant's messages are not looked for.
@@ -66,8 +66,14 @@ def check_written(
     what: str,
     variables: Mapping[str, Any] = MappingProxyType({}),
     tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    schemas: bool = False,
 ) -> None:
-    """Refuse the text of a chat without the text of a message that is not the assistant's, or the schema of a tool."""
+    """Refuse the text of a chat without the text of a message that is not the assistant's, or without a tool.
+
+    A tool's name must stand in the chat without its calls; with `schemas` its parameters too, or the description of a
+    tool without parameters.
+    """
     for message in messages:
         if message["role"] != "assistant" and not is_written(message["content"].strip(), text):
             raise UserError(
@@ -77,8 +83,8 @@ def check_written(
     if tools:
         # Calls have a tool's name too, so its description is looked for in a chat without them.
         questions = [message for message in messages if message["role"] in ("system", "developer", "user")]
-        missing = _undescribed(tokenizer, questions, tools, variables)
-        if missing and _undescribed(tokenizer, QUESTION, tools, variables):
+        missing = _undescribed(tokenizer, questions, tools, variables, schemas=schemas)
+        if missing and _undescribed(tokenizer, QUESTION, tools, variables, schemas=schemas):
             raise UserError(
                 f"{template} leaves out {missing} in {what}; use a template that describes tools, or name the column "
                 "something else than tools"
@@ -90,8 +96,10 @@ def _undescribed(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
+    *,
+    schemas: bool,
 ) -> str:
-    """The first part of the tools' schemas that a template does not write: a name, a description, a parameter."""
+    """The first part of the tools that a template does not write; see `check_written`."""
     text = ""
     # A template may want the turns that are left out.
     with contextlib.suppress(Exception):
@@ -102,12 +110,15 @@ def _undescribed(
         name = function.get("name")
         if not isinstance(name, str) or not is_written(name, text):
             return f"the tool {shorten(name)}"
+        if not schemas:
+            continue
+        parameters = (function.get("parameters") or {}).get("properties") or {}
         description = str(function.get("description") or "").strip()
-        if not is_written(description, text):
+        if not parameters and not is_written(description, text):
             return f"the description of the tool {shorten(name)}"
         # A description has the names of parameters as words.
         beside = text.replace(description, "") if description else text
-        for parameter in (function.get("parameters") or {}).get("properties") or {}:
+        for parameter in parameters:
             if not is_written(parameter, beside):
                 return f"the parameter {shorten(parameter)} of the tool {shorten(name)}"
     return ""

@@ -202,6 +202,7 @@ class _Chat:
             what=self.name,
             variables=self._encoder._variables,
             tools=self._problem.tools,
+            schemas=True,
         )
         if self._encoder._has_marks:
             ids, targets, turn_texts = self._marked(text)

@@ -155,7 +155,7 @@ def test_a_turn_holds_thought_content_and_calls_in_the_rows_order():
     ("written", "missing"),
     [
         ("", "the tool 'get_rain'"),
-        ("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", "the description of the tool 'get_rain'"),
+        ("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}", "the parameter 'town' of the tool 'get_rain'"),
         (
             "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description }}{% endfor %}",
             "the parameter 'town' of the tool 'get_rain'",
@@ -167,6 +167,11 @@ def test_a_tool_is_described_where_its_schema_is_written_not_where_it_is_called(
     with pytest.raises(ValueError, match=f"the chat template leaves out {missing} in problem 0 of rows"):
         _learned(written + _CALLS, row)
     assert len(_learned(_TOOLS + _CALLS, row)) == 1
+    bare = {"type": "function", "function": {"name": "now", "description": "The time of day.", "parameters": {}}}
+    with pytest.raises(ValueError, match="leaves out the description of the tool 'now'"):
+        _learned(
+            "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + _CALLS, _row(_answer("5"), tools=[bare])
+        )
 
 
 def test_marks_without_the_end_token_get_one_warning_that_stopping_is_never_learned(caplog):
