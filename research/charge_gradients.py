@@ -1,6 +1,6 @@
 """Gradient norms of the advantages alone and of the charge alone while a run trains (research/long.md).
 
-    python -m research.charge_gradients --study=configs/studies/long_completions.py --arms=token_1,signed_1 --seed=0 \
+    python -m research.charge_gradients --study=configs/studies/long_completions.py --arms=token_1,signed_1 --seeds=4 \
         --out=research/kept/charge_gradients.json --config.model.path=runs/evidence/policy_long
 
 The run's own compiled step is called twice more on a copy of the state: with lambda = 0, and with equal rewards, whose
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from dcmdp_jax.atomic_write import atomic_write
+from dcmdp_jax.commands.cli import each_once, whole
 from dcmdp_jax.commands.sweep import load_study, resolve
 from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.run.run import Run
@@ -72,14 +73,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m research.charge_gradients")
     parser.add_argument("--study", required=True)
     parser.add_argument("--arms", required=True, type=lambda text: text.split(","))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=each_once(whole(0), "seed"), default=(0,))
     parser.add_argument("--out", required=True, type=Path)
     arguments, overrides = parser.parse_known_args(argv)
     study = load_study(arguments.study)
     runs, configs = resolve(study, Path("runs") / "charge_gradients", overrides, arguments.arms)
     found = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for one, config in zip(runs, configs, strict=True):
-        if one.seed != arguments.seed or one.arm in found:
+        label = one.arm if len(arguments.seeds) == 1 else one.label
+        if one.seed not in arguments.seeds or label in found:
             continue
         shutil.rmtree(one.directory, ignore_errors=True)
         rows: list[dict[str, float]] = []
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
         watched = programs._replace(train_step=measured(programs.train_step, rows))
         train(run.task, run.placement, run.weights, run.start, show=lambda line: None, programs=watched)
         shutil.rmtree(one.directory)
-        found[one.arm] = rows
+        found[label] = rows
         atomic_write(arguments.out, json.dumps(found, indent=1) + "\n")
     print(gradient_table(found))
 

@@ -42,14 +42,18 @@ STUDIES: dict[str, str] = {
     "multiplier": f"{_STUDIES}/ablation_multiplier.py",
     "tolerance": f"{_STUDIES}/ablation_tolerance.py",
 }
-STUDIES |= {
-    name: f"{_STUDIES}/paper_regime.py{argument}"
-    for name, argument in (
-        ("paper_regime", ""), ("paper_regime_readings", ":readings"), ("paper_regime_calm", ":calm"),
-    )
-    if (KEPT / f"{name}.jsonl.gz").exists()
-}  # fmt: skip
 """Name of the kept metrics -> the study."""
+_RULES_FIRST = {
+    "paper_regime": f"{_STUDIES}/paper_regime.py",
+    "paper_regime_readings": f"{_STUDIES}/paper_regime.py:readings",
+    "paper_regime_calm": f"{_STUDIES}/paper_regime.py:calm",
+    "doses_pilots": f"{_STUDIES}/doses.py:pilots",
+    "doses": f"{_STUDIES}/doses.py",
+}
+"""Studies whose rules are written before their runs."""
+for _name, _study in _RULES_FIRST.items():
+    if (KEPT / f"{_name}.jsonl.gz").exists():
+        STUDIES[_name] = _study
 STEPS: Mapping[str, int] = {"dose_response_wide": 40, "embedded": 80, "int4": 80, "vllm": 32}
 """Steps of studies that ran with --config.training.steps."""
 _INT4 = {"rollout.precision": "int4"}

@@ -134,7 +134,7 @@ def check_kept(kept: Path, study: Study, overrides: Sequence[str] = ()) -> None:
             raise UserError(f"--kept: {kept}: {error}") from None
 
 
-def _evaluated(study: Study, run: StudyRun) -> dict[str, float]:
+def evaluated(study: Study, run: StudyRun) -> dict[str, float]:
     """Scores of a trained run by the study's `evaluation`: `evaluation/TASK/avg@K`; empty for a study without one.
 
     Raises:
@@ -159,7 +159,7 @@ def main(argv: list[str]) -> int:
     check_kept(arguments.kept, study, overrides)
     show, code = functools.partial(print, flush=True), 0
     try:
-        run_in_one_process(runs, configs, arguments.kept, show, functools.partial(_evaluated, study))
+        run_in_one_process(runs, configs, arguments.kept, show, functools.partial(evaluated, study))
     except Interrupted as stopped:
         show(f"stopped; the same command continues after the runs in {arguments.kept}")
         code = 128 + stopped.signal_number

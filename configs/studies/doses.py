@@ -1,0 +1,69 @@
+"""Does any dose of the penalty help where the mismatch costs learning, with c set from the engine?
+
+    python -m research.doses                 runs what is not kept, all arms of a seed before the next seed
+    dcmdp sweep --study=configs/studies/doses.py --dry_run         every arm's resolved settings
+
+3-bit weights, one update of each weight sync, completions of 200 tokens, 32 steps (research/doses.md has the rules).
+`doses.py:pilots` is what was run first: GRPO's discrepancy, from which c follows, and the penalty's gradient.
+
+All runs start from the policy in research/kept/start_200_tokens, 0.3M parameters.
+"""
+
+from configs.studies.paper_regime import (
+    BASE,
+    CALM,
+    CENTERED,
+    DC_GRPO,
+    GRPO,
+    SCORED_EXACTLY,
+    SETTING,
+    fixed,
+)
+from dcmdp_jax.lab.studies.study import Arm, Study
+
+START = "research/kept/start_200_tokens"
+INT3 = {"model.path": START, "rollout.precision": "int3"}
+SEEDS = tuple(range(20, 60))
+"""None of them was used by an earlier study."""
+PILOT_SEEDS = (100, 101, 102)
+FACTOR = 1.25
+"""c over the healthy discrepancy, the default of `algorithm.tolerance_factor`."""
+HEALTHY: float | None = None
+"""Median over the pilots of GRPO of the median discrepancy of their four steps; None until they have run."""
+SMALL = {
+    "algorithm.multiplier": 0.005,
+    "algorithm.dual_learning_rate": 0.05,
+    "algorithm.multiplier_max": 0.03,
+}
+"""The ascent at a twentieth of the paper's lambda_0 and eta."""
+
+
+def get_study(arg: str = "") -> Study:
+    if arg not in ("", "pilots"):
+        raise ValueError(f"study argument {arg!r}: allowed is pilots, or none")
+    common = {**SETTING, **CALM, **GRPO, **INT3}
+
+    if arg == "pilots":
+        pilots = {
+            "grpo": common | {"training.steps": 4},
+            "token_0.01": common | fixed(0.01) | {"training.steps": 16},
+        }
+        pilot_arms = {label: Arm(BASE, settings) for label, settings in pilots.items()}
+        return Study("Doses, pilots", pilot_arms, "grpo", PILOT_SEEDS)
+
+    if HEALTHY is None:
+        raise ValueError("HEALTHY is None: run doses.py:pilots first (research/doses.md)")
+    own_c = DC_GRPO | {"algorithm.tolerance": FACTOR * HEALTHY}
+    changes: dict[str, dict[str, object]] = {
+        "grpo": {},
+        "grpo_shaken": {"algorithm.std_epsilon": 1e-3},
+        "token_0.003": fixed(0.003),
+        "token_0.01": fixed(0.01),
+        "token_0.03": fixed(0.03),
+        "dc_own_c": own_c,
+        "dc_from_0": own_c | {"algorithm.multiplier": 0.0},
+        "dc_small": own_c | SMALL,
+        "centered": CENTERED,
+    }
+    arms = {label: Arm(BASE, common | settings) for label, settings in changes.items()}
+    return Study("Doses where the mismatch costs learning", arms, "grpo", SEEDS, SCORED_EXACTLY)
