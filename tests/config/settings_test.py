@@ -192,7 +192,7 @@ _ELSEWHERE = ("auto", "fp8_per_block", "fp8_e5m2")
     [
         (name, one.upper(), one)
         for name, each in (_CHOICES | _OF_ANY_ENGINE).items()
-        for one in each
+        for one in sorted(each)
         if one not in _ELSEWHERE
     ]
     + [("rewards.functions", wrong, one) for wrong, one in (("math-verify", "math_verify"), ("MATH", "math"))]
