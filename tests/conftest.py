@@ -58,7 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     workers none is left alone with a long one."""
     lines = [line.split() for line in _SLOW_FILES.read_text(encoding="utf-8").splitlines() if line[:1].isdigit()]
     seconds = {name: float(number) for number, name in lines}
-    jobs = {name: job for job, name in map(str.split, _JOBS.read_text(encoding="utf-8").splitlines()[1:])}
+    lines = [line.split() for line in _JOBS.read_text(encoding="utf-8").splitlines()[1:]]
+    jobs = {name: job for job, name in lines if job != "first"}
     for item in items:
         if job := jobs.get(item.nodeid.partition("::")[0]):
             item.add_marker(job)

@@ -351,7 +351,7 @@ def test_dropped_tokens_count_in_the_denominator_if_asked():
         ("icepop(low=6)", "the band from low=6 to high=5 is empty"),
         ("veto(floor=0)", r"floor=0.0; must be a finite number in \(0, inf\)"),
         ("tis(high=much)", r"tis\(high=much\): high must be a number"),
-        ("kl_rejection", r"kl_rejection needs high, such as kl_rejection\(high=0.1\)"),
+        ("kl_rejection", r"kl_rejection needs high, such as kl_rejection\(high=0.1,estimator=k3"),
         ("kl_rejection(high=1,estimator=k4)", "estimator='k4'; must be one of 'k1', 'k2', 'k3'"),
         ("kl_rejection(high=1,estimator=2)", "estimator=2.0; must be one of 'k1', 'k2', 'k3'"),
         ("kl_rejection(high=1,over=row)", "over='row'; must be one of 'token', 'mean', 'sum', 'max'"),

@@ -135,6 +135,7 @@ _ASK = (_TASK, "--prompts", "2", "--config.rollout.group_size=16")
 
 
 def test_an_engine_is_compared_with_an_implementation_that_shares_no_code(model, tmp_path, capsys):
+    pytest.importorskip("torch", reason="torch is in the development extra")
     ask = (*_ASK, f"{_LIMIT}=8", "--a", "local:exact", "--b", "hf", "--no-rescoring")
     code, said, shown = _run(capsys, "--model", model / "model", *ask, "--out", tmp_path)
     assert code == 0, shown

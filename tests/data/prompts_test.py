@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.data.chat import render_chat, template_variables
@@ -305,7 +305,11 @@ def test_spaces_and_line_breaks_survive_whatever_class_a_byte_level_tokenizer_na
     assert tokenizer.decode(ids) == "user: 1 +\n  2 in a<end>"
     # "u", "s", "e", "r", ":"; " ", "1", " ", "+", line break, " ", " ", "2"; " ", "in", " a", "<end>": 17 tokens.
     assert len(ids) == 17 and ids[-3:].tolist() == [257, 258, 256]
-    assert ("read as tokenizer.json has it" in caplog.text) == tokenizer_class.startswith("Llama")
+    # Newer releases of transformers keep the file's pre-tokenizer themselves; then there is nothing to say.
+    by_transformers = AutoTokenizer.from_pretrained(str(source)).decode(
+        AutoTokenizer.from_pretrained(str(source))("1 +\n  2", add_special_tokens=False)["input_ids"]
+    )
+    assert ("read as tokenizer.json has it" in caplog.text) == (by_transformers != "1 +\n  2")
     save_tokenizer(tokenizer, tmp_path / "saved", (256,))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "saved" / name).read_bytes() == (source / name).read_bytes()

@@ -31,7 +31,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     rows = "\n".join(_row(outcome, report, seconds[report.nodeid]) for outcome, report in tests)
     _PAGE.write_text(
         "# The long tests\n\n"
-        "Written by `make test-long`, which runs what is too long for `make test` at full count.\n\n"
+        "Written by `make test-long`, which runs what is too long for `make test-all` at full count.\n\n"
         f"{datetime.date.today():%Y-%m-%d}: {counts}, in {sum(seconds.values()) / 60:.0f} minutes.  \n"
         f"{_machine()}\n\n"
         "| test | result | seconds | |\n|---|---|---|---|\n"
