@@ -28,8 +28,8 @@ SEEDS = tuple(range(20, 60))
 PILOT_SEEDS = (100, 101, 102)
 FACTOR = 1.25
 """c over the healthy discrepancy, the default of `algorithm.tolerance_factor`."""
-HEALTHY: float | None = None
-"""Median over the pilots of GRPO of the median discrepancy of their four steps; None until they have run."""
+HEALTHY = 0.00709
+"""Median over the pilots of GRPO of the median discrepancy of their four steps."""
 SMALL = {
     "algorithm.multiplier": 0.005,
     "algorithm.dual_learning_rate": 0.05,
@@ -51,12 +51,11 @@ def get_study(arg: str = "") -> Study:
         pilot_arms = {label: Arm(BASE, settings) for label, settings in pilots.items()}
         return Study("Doses, pilots", pilot_arms, "grpo", PILOT_SEEDS)
 
-    if HEALTHY is None:
-        raise ValueError("HEALTHY is None: run doses.py:pilots first (research/doses.md)")
     own_c = DC_GRPO | {"algorithm.tolerance": FACTOR * HEALTHY}
     changes: dict[str, dict[str, object]] = {
         "grpo": {},
         "grpo_shaken": {"algorithm.std_epsilon": 1e-3},
+        "token_0.001": fixed(0.001),
         "token_0.003": fixed(0.003),
         "token_0.01": fixed(0.01),
         "token_0.03": fixed(0.03),

@@ -1,0 +1,94 @@
+"""The study of doses: every run starts from the same bits, and only whole seeds are kept."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.studies import doses as study_file
+from dcmdp_jax.commands.sweep import arm_values, load_study
+from dcmdp_jax.lab.studies.results import read_kept_metrics, write_kept_metrics
+from research import doses
+from research.kept_studies import KEPT
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WEIGHTS = "c17c0313becba9c405e66a263d5614eb70e49c0c4ca4b972336af05ea46bed51"
+
+
+def test_every_run_starts_from_the_kept_policy_and_its_bits_are_these():
+    weights = (_ROOT / study_file.START / "model.safetensors").read_bytes()
+    assert hashlib.sha256(weights).hexdigest() == _WEIGHTS
+    for argument in ("", ":pilots"):
+        arms = load_study(f"{doses.STUDY}{argument}").arms
+        assert {arm_values(arm)["model.path"] for arm in arms.values()} == {study_file.START}
+
+
+def test_c_is_a_quarter_above_the_pilots_median_discrepancy_of_four_steps():
+    pilots = read_kept_metrics(KEPT / "doses_pilots.jsonl.gz", None)["grpo"]
+    assert sorted(pilots) == [100, 101, 102]
+    medians = [float(np.median(series["discrepancy/mean"][1])) for series in pilots.values()]
+    assert all(len(series["discrepancy/mean"][1]) == 4 for series in pilots.values())
+    assert float(f"{np.median(medians):.3g}") == study_file.HEALTHY
+    arms = load_study(doses.STUDY).arms
+    own_c = {name: arm_values(arms[name])["algorithm.tolerance"] for name in ("dc_own_c", "dc_from_0", "dc_small")}
+    assert own_c == dict.fromkeys(own_c, pytest.approx(1.25 * study_file.HEALTHY))
+
+
+def test_the_doses_in_a_real_models_range_are_those_of_the_pilots_gradients():
+    rows_by_run = json.loads((KEPT / "doses_pilot_gradients.json").read_text(encoding="utf-8"))
+    ratios = [
+        row["charge"] / row["advantage"]
+        for rows in rows_by_run.values()
+        for row in rows
+        if row["step"] in (1, 2, 4, 8, 16)
+    ]
+    assert len(ratios) == 15
+    page = " ".join((KEPT.parent / "doses.md").read_text(encoding="utf-8").split())
+    for dose in (0.003, 0.01, 0.03, 0.1):
+        # The penalty's gradient is proportional to lambda; the pilots had 0.01.
+        scaled = [100 * ratio * dose / 0.01 for ratio in ratios]
+        assert f"| {dose:g} | {np.median(scaled):.2g}% | {min(scaled):.2g} to {max(scaled):.2g}% |" in page
+    # A real model's are 0.13 to 0.59% at lambda 0.1.
+    assert f"`token_0.001` ({10 * np.median(ratios):.2g}%) was added" in page
+    in_range = [dose for dose in (0.001, 0.003, 0.005, 0.01) if 0.0013 <= np.median(ratios) * dose / 0.01 <= 0.0059]
+    assert in_range == [0.001]
+
+
+def _runs(seeds_by_arm):
+    last = np.array([1])
+    return {
+        arm: {seed: {"reward/mean": (last, np.array([seed / 8]))} for seed in seeds}
+        for arm, seeds in seeds_by_arm.items()
+    }
+
+
+def test_a_seed_that_an_arm_lacks_is_no_whole_seed():
+    runs = _runs({"grpo": [20, 21, 22], "tis": [20, 22]})
+    assert doses.whole_seeds(runs, ["grpo", "tis"]) == [20, 22]
+    assert doses.whole_seeds(runs, ["grpo", "tis", "exact"]) == []
+    kept = doses.only_seeds(runs, [20, 22])
+    assert {arm: sorted(seeds) for arm, seeds in kept.items()} == {"grpo": [20, 22], "tis": [20, 22]}
+
+
+def test_whole_seeds_of_another_checkout_are_kept_beside_those_there_and_cut_ones_are_not(tmp_path, monkeypatch):
+    arms = list(load_study(doses.STUDY).arms)
+    here, there = tmp_path / "here.jsonl.gz", tmp_path / "there.jsonl.gz"
+    write_kept_metrics(here, _runs(dict.fromkeys(arms, [21])))
+    more = _runs(dict.fromkeys(arms, [20, 22]))
+    del more["centered"][22]
+    write_kept_metrics(there, more)
+    monkeypatch.setattr(doses, "METRICS", here)
+    # The multiplier's replay is another test's.
+    monkeypatch.setattr(doses, "check_kept", lambda path, study: None)
+    assert doses.main(["doses", f"--keep={there}"]) == 0
+    assert {arm: sorted(seeds) for arm, seeds in read_kept_metrics(here, None).items()} == dict.fromkeys(arms, [20, 21])
+
+
+def test_whole_seeds_alone_are_in_the_kept_metrics():
+    if doses.METRICS.exists():
+        runs = read_kept_metrics(doses.METRICS, None)
+        seeds = doses.whole_seeds(runs, list(load_study(doses.STUDY).arms))
+        assert {arm: sorted(of_arm) for arm, of_arm in runs.items()} == dict.fromkeys(runs, seeds)
+        assert seeds == [seed for seed in study_file.SEEDS if seed <= max(seeds)]
