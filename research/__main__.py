@@ -25,6 +25,7 @@ from research import (
     kept_studies,
     long_tables,
     paper_regime,
+    repeated,
     theory_tables,
 )
 from research.kept_studies import KEPT, STUDIES
@@ -81,6 +82,7 @@ _REGIMES = [name for name in STUDIES if name.startswith("paper_regime")]
 TEXTS: Mapping[str, Callable[[], str]] = {
     "arms": kept_studies.arms_text,
     "ascents": ascents.text,
+    "repeated": repeated.text,
     **{name: functools.partial(_long, name) for name in long_tables.STUDIES},
     **{name: functools.partial(_dose, name) for name in _BY_ENTROPY},
     **{name: functools.partial(_by_arm, name) for name in _BY_ARM},

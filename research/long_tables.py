@@ -223,16 +223,26 @@ def lost(found: Mapping[str, Table]) -> str:
     return "\n".join(markdown_table(heads, rows)) + "\n"
 
 
+def of_seeds(runs: Mapping[int, Series], seeds: Collection[int]) -> dict[int, Series]:
+    """An arm's runs of these seeds: a difference is taken to runs of the seeds that both sides have."""
+    return {seed: series for seed, series in runs.items() if seed in seeds}
+
+
 def pooled(runs: Table, heading: str, arm: str) -> tuple[float, float, float]:
-    """An arm less GRPO and `grpo_shaken` together, unpaired: difference, half of Welch's 95% interval, p."""
+    """An arm less GRPO and `grpo_shaken` together, unpaired, of the arm's own seeds alone.
+
+    Returns:
+        The difference, half of Welch's 95% interval, and the two-sided p.
+    """
     value = RESPONSES[heading]
-    ours, theirs = (
-        [value(run) for name in names for run in runs.get(name, {}).values()]
-        for names in ((arm,), (BASELINE, CONTROLS[-1]))
-    )
+    ours = [value(run) for run in runs[arm].values()]
+    theirs = []
+    for baseline in (BASELINE, CONTROLS[-1]):
+        theirs += [value(run) for run in of_seeds(runs.get(baseline, {}), runs[arm]).values()]
     found = ttest_ind(ours, theirs, equal_var=False)
     interval = found.confidence_interval()
-    return float(np.mean(ours) - np.mean(theirs)), float(interval.high - interval.low) / 2, float(found.pvalue)
+    half_width = float(interval.high - interval.low) / 2
+    return float(np.mean(ours) - np.mean(theirs)), half_width, float(found.pvalue)
 
 
 def pooled_table(runs: Table) -> str:

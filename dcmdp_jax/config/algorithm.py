@@ -70,7 +70,7 @@ class AlgorithmSettings:
             dcmdp probe.
         dual_learning_rate: eta, step size of the dual ascent. Source: paper [6.1]: 1.0.
         multiplier_max: Upper end of lambda; the lower one is 0. The paper states none, and its lambda rises above 0.1.
-            Fixed lambdas of 0.3 and more ended learning on long completions (docs/evidence.md): watch the alarm charge.
+            A fixed lambda of 1 ended learning on long completions (docs/evidence.md): watch the alarm charge.
             Source: ours.
         trust_region: What bounds an update: clip, dppo_tv, dppo_kl, drpo, ipo, cispo, sapo, vespo, acr, with parameters
             such as low and high, or a function of yours as path.py:function(parameter=value) (docs/remedies.md). clip

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from research.paper_regime import EXACTLY, Difference, differences, ended, fall, outcome, table, yardstick
+from research import ascents
+from research.paper_regime import EXACTLY, Difference, claims, differences, ended, fall, outcome, table, yardstick
 
 
 def _run(rewards, exact, own=0.5, multiplier=0.0):
@@ -81,3 +82,35 @@ def test_baselines_are_pooled_and_holm_counts_the_arms():
 )
 def test_what_an_outcome_is_said_to_mean(low, mean, high, said):
     assert outcome(Difference(mean, low, high, 0.5)).startswith(said)
+
+
+def test_an_arm_is_compared_with_runs_of_its_own_seeds():
+    """The arm has seeds 0 and 1, where GRPO and its replicate have a mean of 50; with seeds 2 and 3 it would be 30."""
+    runs = {
+        "grpo": {s: _run(_RISES, x) for s, x in enumerate((0.4, 0.6, 0.0, 0.1))},
+        "grpo_shaken": {s: _run(_RISES, x) for s, x in enumerate((0.45, 0.55, 0.1, 0.2))},
+        "tis": {s: _run(_RISES, x) for s, x in enumerate((0.6, 0.8))},
+    }
+    assert differences(runs, EXACTLY)["tis"].mean == pytest.approx(70 - 50)
+    # Seeds that the baseline lacks add nothing to it.
+    runs["tis"][9] = _run(_RISES, 0.7)
+    assert differences(runs, EXACTLY)["tis"].mean == pytest.approx(70 - 50)
+    assert "| `tis` | 3, 4 | +20 (" in claims(runs)
+
+
+def test_the_first_tables_scores_of_grpo_are_of_the_arms_seeds(monkeypatch):
+    runs = {
+        "grpo": {s: _run(_RISES, x) for s, x in enumerate((0.4, 0.6, 0.0, 0.9))},
+        "dc_grpo": {s: _run(_RISES, x, multiplier=0.1) for s, x in enumerate((0.1, 0.2))},
+    }
+    monkeypatch.setattr(ascents, "read", lambda path: runs)
+    monkeypatch.setattr(ascents, "ASCENTS", [one for one in ascents.ASCENTS if one.arm == "dc_grpo"][-1:])
+    assert ascents.ascents().splitlines()[-1].endswith("| 10 to 20 | 40 to 60 |")
+
+
+def test_delta_before_a_fall_leaves_out_what_the_fall_did():
+    # Means of four: 0.8, 0.625, 0.45, 0.275, 0.1; the third, of steps 3 to 6, is 0.35 below the first.
+    series = _run(_FALLS, 0)
+    series["discrepancy/mean"] = (np.arange(1, 9), np.arange(1.0, 9.0))
+    assert ascents.before_a_fall(series).tolist() == [1, 2, 3, 4, 5]
+    assert len(ascents.before_a_fall(_run(_RISES, 0))) == 8
