@@ -157,7 +157,7 @@ def test_what_is_no_kind_of_engine_is_one_line(more, attribute, said, tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("vlm", "got 'vlm', allowed are local, vllm, module:NAME and path.py:NAME; did you mean 'vllm'?"),
+        ("vlm", "got 'vlm', allowed are local, vllm, module:NAME and path.py:NAME; http, a server of yours, is for"),
         ("http", "got 'http', allowed are local, vllm, module:NAME and path.py:NAME"),
         ("none.py:ENGINE", "none.py:ENGINE: can't import none.py: FileNotFoundError"),
         ("tests/engines/stub_engine.py:KIND", "stub_engine.py has no object 'KIND'; it has "),
