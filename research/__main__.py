@@ -21,6 +21,7 @@ from research import (
     charge_gradients,
     charge_in_a_real_model,
     dose_tables,
+    doses,
     frozen_tables,
     kept_studies,
     long_tables,
@@ -78,6 +79,7 @@ def _charge_gradients() -> str:
     return charge_gradients.gradient_table(json.loads((KEPT / "charge_gradients.json").read_text(encoding="utf-8")))
 
 
+_DOSES = doses.read_complete()
 _REGIMES = [name for name in STUDIES if name.startswith("paper_regime")]
 TEXTS: Mapping[str, Callable[[], str]] = {
     "arms": kept_studies.arms_text,
@@ -93,6 +95,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "charge_gradients": _charge_gradients,
     **({"charge_in_a_real_model": _charge_in_a_real_model} if charge_in_a_real_model.KEPT.exists() else {}),
     **{name: functools.partial(_regime, name) for name in _REGIMES},
+    **({"doses": functools.partial(doses.text, _DOSES)} if _DOSES else {}),
 }
 """Name -> the text of tables/NAME.txt."""
 _STEMS = {name: "smollm2_int4" if name == "smollm2" else name for name in long_tables.STUDIES}
@@ -102,6 +105,7 @@ FIGURES: Mapping[str, Callable[[], Mapping[str, Figure]]] = {
     "dose_response": lambda: dose_tables.figures(long_tables.read(_kept("dose_response")), KEPT / "oracle.json"),
     "paper_regime": lambda: paper_regime.figures(paper_regime.read_kept("paper_regime")),
     "frozen": lambda: {"frozen": frozen_tables.draw(frozen_tables.read_kept())},
+    "doses": lambda: {"doses": doses.draw(_DOSES)},
 }
 """Name -> figures by the stem of their file in images/."""
 

@@ -1,7 +1,7 @@
 """The study of doses: `python -m research.doses` runs what is not kept; doses.md has the rules.
 
 All arms of a seed run one after another on one machine, then those of the next seed. A seed that was cut is run again
-from its first arm. Nothing is compared here: no table is made before every seed is there.
+from its first arm. `python -m research doses` makes the table and the figure, once every seed is there.
 
     python -m research.doses --seeds=20,21        these seeds alone
     python -m research.doses --keep=FILE          copy the whole seeds of another checkout's FILE into the kept metrics
@@ -15,17 +15,112 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from matplotlib.figure import Figure
+
 from dcmdp_jax.commands.cli import each_once, run_main, whole
 from dcmdp_jax.commands.sweep import check_evaluation, load_study, resolve
-from dcmdp_jax.lab.studies.results import Table, read_kept_metrics, write_kept_metrics
+from dcmdp_jax.lab.studies.results import Estimate, Table, estimate, read_kept_metrics, write_kept_metrics
 from dcmdp_jax.lab.studies.study import Study
+from dcmdp_jax.number_format import markdown_table
+from dcmdp_jax.observe.page_kit import LEGEND, make_figure, style_axes
 from dcmdp_jax.training.stopping import Interrupted
+from research.dose_tables import holm, t_p_value
 from research.kept_studies import KEPT
+from research.long_tables import BASELINE, CONTROLS, RESPONSES
+from research.paper_regime import PRIMARY
 from research.sweep import check_kept, evaluated, run_in_one_process
 
 STUDY = "configs/studies/doses.py"
 METRICS = KEPT / "doses.jsonl.gz"
 _RUNS = Path("runs/studies/doses")
+MARGIN = 12.0
+"""Points inside which a whole interval is called neither help nor harm."""
+_BASELINES = (BASELINE, CONTROLS[-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoseDifference:
+    """An arm less the mean of both baselines of the same seed, in points by one engine.
+
+    Attributes:
+        points: mean over seeds with half of its 95% t interval.
+        p: two-sided.
+        holds: at 5% by Holm over the arms and both engines.
+    """
+
+    points: Estimate
+    p: float
+    holds: bool
+
+    @property
+    def verdict(self) -> str:
+        """What the rule says."""
+        if self.holds:
+            return "helps" if self.points.mean > 0 else "harms"
+        inside = abs(self.points.mean) + self.points.half_width < MARGIN
+        return "neither" if inside else "open"
+
+
+def differences(runs: Table) -> dict[tuple[str, str], DoseDifference]:
+    """(arm, primary measure) -> its difference."""
+    estimates: dict[tuple[str, str], Estimate] = {}
+    for heading in PRIMARY:
+        value = RESPONSES[heading]
+        for arm, seeds in runs.items():
+            if arm in _BASELINES:
+                continue
+            by_seed = {}
+            for seed, series in seeds.items():
+                baseline_scores = [value(runs[baseline][seed]) for baseline in _BASELINES]
+                by_seed[seed] = value(series) - float(np.mean(baseline_scores))
+            estimates[arm, heading] = estimate(by_seed)
+    p = {name: t_p_value(len(one.values), one.mean / one.half_width) for name, one in estimates.items()}
+    held = holm(p)
+    return {name: DoseDifference(points=one, p=p[name], holds=name in held) for name, one in estimates.items()}
+
+
+def text(runs: Table) -> str:
+    """Markdown: each arm's difference by both engines, and what the rule says."""
+    by_name, rows = differences(runs), []
+    for arm in (arm for arm in runs if arm not in _BASELINES):
+        cells = [f"`{arm}`", str(len(runs[arm]))]
+        for heading in PRIMARY:
+            one = by_name[arm, heading]
+            cells += [f"{one.points.mean:+.1f} ± {one.points.half_width:.1f}", f"{one.p:.2g}", one.verdict]
+        rows.append(cells)
+    heads = ["arm", "seeds", "exact engine, points", "p", "", "own engine, points", "p", ""]
+    return "\n".join(markdown_table(heads, rows)) + "\n"
+
+
+def draw(runs: Table) -> Figure:
+    """Differences by arm with 95% intervals; the band is the margin."""
+    figure, [axes] = make_figure(8, 3.4, "Score less that of GRPO, points", rows=1, columns=1)
+    arms = [arm for arm in runs if arm not in _BASELINES]
+    by_name = differences(runs)
+    axes.axhspan(-MARGIN, MARGIN, alpha=0.15, linewidth=0)
+    axes.axhline(0, linewidth=1)
+    for heading, shift in zip(PRIMARY, (-0.12, 0.12), strict=True):
+        points = [by_name[arm, heading].points for arm in arms]
+        axes.errorbar(
+            np.arange(len(arms)) + shift,
+            [one.mean for one in points],
+            yerr=[one.half_width for one in points],
+            marker="o",
+            linestyle="none",
+            label=heading,
+        )
+    axes.set_xticks(range(len(arms)), arms, rotation=30)
+    axes.legend(**LEGEND)
+    style_axes(axes, "points", x="")
+    return figure
+
+
+def read_complete() -> Table | None:
+    """Every run of the study; None before all seeds are there."""
+    study = load_study(STUDY)
+    runs = read_whole(METRICS, study)
+    return runs if whole_seeds(runs, list(study.arms)) == sorted(study.seeds) else None
 
 
 def whole_seeds(runs: Table, arms: Sequence[str]) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from configs.studies import doses as study_file
 from dcmdp_jax.commands.sweep import arm_values, load_study
-from dcmdp_jax.lab.studies.results import read_kept_metrics, write_kept_metrics
+from dcmdp_jax.lab.studies.results import Estimate, read_kept_metrics, write_kept_metrics
 from research import doses
 from research.kept_studies import KEPT
 
@@ -92,3 +92,72 @@ def test_whole_seeds_alone_are_in_the_kept_metrics():
         seeds = doses.whole_seeds(runs, list(load_study(doses.STUDY).arms))
         assert {arm: sorted(of_arm) for arm, of_arm in runs.items()} == dict.fromkeys(runs, seeds)
         assert seeds == [seed for seed in study_file.SEEDS if seed <= max(seeds)]
+
+
+def _scored(own, exact):
+    last = np.array([32])
+    return {
+        "eval/arithmetic/avg@4": (last, np.array([own])),
+        "evaluation/arithmetic/avg@4": (last, np.array([exact])),
+    }
+
+
+def test_a_difference_is_to_the_mean_of_both_baselines_of_the_same_seed():
+    runs = {
+        "grpo": {20: _scored(0.2, 0.4), 21: _scored(0.6, 0.5)},
+        "grpo_shaken": {20: _scored(0.4, 0.6), 21: _scored(0.4, 0.7)},
+        "dc_small": {20: _scored(0.2, 0.6), 21: _scored(0.5, 0.9)},
+    }
+    # Exact: 60 - 50 and 90 - 60, mean 20, half width t(1) x 10; own: 20 - 30 and 50 - 50.
+    found = doses.differences(runs)
+    exact, own = (found["dc_small", heading] for heading in doses.PRIMARY)
+    assert exact.points.mean == pytest.approx(20) and exact.points.half_width == pytest.approx(127.06, abs=0.01)
+    assert own.points.mean == pytest.approx(-5)
+    # One degree of freedom: p = 1 - 2 / pi x atan(20 / 10).
+    assert exact.p == pytest.approx(1 - 2 / np.pi * np.arctan(2)) and not exact.holds
+
+
+def test_holm_counts_both_engines():
+    """p is 0.034 by the exact engine: it would hold alone, and does not beside the own engine's 0.92."""
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=40)
+    noise -= noise.mean()
+
+    def shifted(t):
+        """40 differences whose t statistic is t."""
+        return noise + t * noise.std(ddof=1) / np.sqrt(40)
+
+    own, exact = shifted(0.1), shifted(2.2)  # p 0.92 and 0.034
+    base = {s: _scored(0.5, 0.5) for s in range(40)}
+    arm = {s: _scored(0.5 + own[s] / 100, 0.5 + exact[s] / 100) for s in range(40)}
+    found = doses.differences({"grpo": base, "grpo_shaken": base, "arm": arm})
+    assert 0.025 < found["arm", doses.PRIMARY[0]].p < 0.05 and not found["arm", doses.PRIMARY[0]].holds
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "holds", "verdict"),
+    [
+        (9, 4, True, "helps"),
+        (-9, 4, True, "harms"),
+        (4, 7, False, "neither"),
+        (-4, 7, False, "neither"),
+        (6, 7, False, "open"),
+        (-6, 7, False, "open"),
+        (0, 12.5, False, "open"),
+    ],
+)
+def test_what_the_rule_says(mean, half_width, holds, verdict):
+    points = Estimate(mean, half_width, {})
+    assert doses.DoseDifference(points=points, p=0.5, holds=holds).verdict == verdict
+
+
+def test_no_table_before_every_seed_is_there(tmp_path, monkeypatch):
+    arms, seeds = list(load_study(doses.STUDY).arms), list(study_file.SEEDS)
+    monkeypatch.setattr(doses, "METRICS", tmp_path / "doses.jsonl.gz")
+    assert doses.read_complete() is None
+    runs = _runs(dict.fromkeys(arms, seeds))
+    write_kept_metrics(doses.METRICS, runs)
+    assert len(doses.read_complete()["grpo"]) == 40
+    del runs["centered"][59]
+    write_kept_metrics(doses.METRICS, runs)
+    assert doses.read_complete() is None

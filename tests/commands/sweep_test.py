@@ -33,7 +33,16 @@ _DEMO |= {"algorithm.dual_learning_rate": 50.0, "algorithm.tolerance_steps": 4}
 _HEAD = (
     f"from dcmdp_jax.lab.studies.study import Arm, Study\nGRPO, DEMO = {_GRPO}, {_DEMO}\n\n\ndef get_study(arg=''):\n"
 )
-_OF_THE_PAGE = ("evidence", "dose_response", "mismatch_map", "lag", "long_completions", "smollm2", "paper_regime")
+_OF_THE_PAGE = (
+    "evidence",
+    "dose_response",
+    "mismatch_map",
+    "lag",
+    "long_completions",
+    "smollm2",
+    "paper_regime",
+    "doses",
+)
 """Studies behind docs/evidence.md, which have no size of the paper's."""
 _TINY = """    small = {
         "warmup.steps": 0, "model.architecture.hidden_size": 16, "model.architecture.intermediate_size": 16,
@@ -178,6 +187,7 @@ def test_every_study_file_has_runs_that_can_be_made(tmp_path, capsys):
         ("lag", ":local"),
         ("paper_regime", ":readings"),
         ("paper_regime", ":calm"),
+        ("doses", ":pilots"),
     ]
     check_each(files, check)
 
