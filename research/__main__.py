@@ -105,7 +105,7 @@ FIGURES: Mapping[str, Callable[[], Mapping[str, Figure]]] = {
     "dose_response": lambda: dose_tables.figures(long_tables.read(_kept("dose_response")), KEPT / "oracle.json"),
     "paper_regime": lambda: paper_regime.figures(paper_regime.read_kept("paper_regime")),
     "frozen": lambda: {"frozen": frozen_tables.draw(frozen_tables.read_kept())},
-    "doses": lambda: {"doses": doses.draw(_DOSES)},
+    **({"doses": lambda: {"small_doses": doses.draw(_DOSES)}} if _DOSES else {}),
 }
 """Name -> figures by the stem of their file in images/."""
 
