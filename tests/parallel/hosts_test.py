@@ -200,8 +200,14 @@ def test_a_slurm_task_that_has_a_node_to_itself_gets_all_its_gpus():
     ("settings", "line"),
     [
         ({"processes": 2}, "config.hosts.coordinator: empty; with 2 processes give host:port of process 0, or auto"),
-        ({"coordinator": "node0"}, "config.hosts.coordinator: got 'node0', must be host:port, or auto"),
-        ({"coordinator": "node0:70000"}, "config.hosts.coordinator: got 'node0:70000', must be host:port, or auto"),
+        (
+            {"coordinator": "node0"},
+            "config.hosts.coordinator: got 'node0', must be host:port (1 to 65535; an IPv6 host in brackets), or auto",
+        ),
+        (
+            {"coordinator": "node0:70000"},
+            "config.hosts.coordinator: got 'node0:70000', must be host:port (1 to 65535; an IPv6 host in brackets), or auto",
+        ),
         (
             {"coordinator": "node0:1234", "processes": 2, "process": 2},
             "config.hosts.process: got 2, must be below hosts.processes=2",
