@@ -206,7 +206,8 @@ def test_a_slurm_task_that_has_a_node_to_itself_gets_all_its_gpus():
         ),
         (
             {"coordinator": "node0:70000"},
-            "config.hosts.coordinator: got 'node0:70000', must be host:port (1 to 65535; an IPv6 host in brackets), or auto",
+            "config.hosts.coordinator: got 'node0:70000', must be host:port (1 to 65535; an IPv6 host in brackets), "
+            "or auto",
         ),
         (
             {"coordinator": "node0:1234", "processes": 2, "process": 2},
